@@ -19,10 +19,13 @@ from components.core.stage_params import Ppo
 from components.planning.memory_choices import memory_plan
 from components.planning.memory_model import needs_reference
 from components.planning.model_shapes import ModelShapes
-from components.planning.rollout_simulator import Load, Rollout, enough_judges, simulate
+from components.planning.rollout_simulator import Load, Samplers, draw, enough_judges, simulate
+from components.planning.sampler_memory import sampler_memory
 
 # Largest permitted duration of the rollouts, divided by their duration with unlimited judges.
 HEADROOM = 1.05
+# Steps that are simulated together if the policy is sampled while it is trained.
+AHEAD_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -161,14 +164,10 @@ def training_seconds(
 
 
 def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
-    """Return the description of one step's rollouts that `simulate` needs.
+    """Return the description of one step's rollouts, from which trajectories are drawn.
 
-    `inputs` are the values of the plan's inputs, `rollouts` the parameters of the stage's rollouts, and
-    `context` is the size of the context window in tokens. The decoding rate is limited by the memory
-    bandwidth. For each token, the weights (of a mixture, all experts) are read once for a batch of 128
-    sequences, and the sequence's key-value cache is read, which is taken to fill a quarter of the window.
+    `rollouts` are the parameters of the stage's rollouts, and `context` is the size of the context window.
     """
-    read = 2.0 * inputs["parameters"] / 128 + inputs["kv_bytes_per_token"] * context / 4
     single_turn = rollouts.max_turns == 1
     return Load(
         trajectories=rollouts.tasks * rollouts.samples,
@@ -186,12 +185,24 @@ def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
         judge_seconds=inputs["judge_seconds"],
         judge_spread=inputs["judge_spread"],
         tool_seconds=inputs["tool_seconds"],
-        sequence_rate=inputs["sequence_rate"],
-        total_rate=inputs["sampler_gpus"]
-        * inputs["gpu_bandwidth"]
-        * inputs["decode_efficiency"]
-        / max(read, 1.0),
     )
+
+
+def samplers_of(inputs: dict[str, float], params: Params) -> Samplers:
+    """Return the rates of the samplers, and how many trajectories they have in flight.
+
+    The decoding rate is limited by the memory bandwidth. For each token, the weights (of a mixture, all
+    experts) are read once for a batch of 128 sequences, and the key-value cache once for each sequence, which
+    fills a quarter of the window.
+    """
+    context = params.policy.context
+    read = 2.0 * inputs["parameters"] / 128 + inputs["kv_bytes_per_token"] * context / 4
+    rate = inputs["sampler_gpus"] * inputs["gpu_bandwidth"] * inputs["decode_efficiency"] / max(read, 1.0)
+    if params.policy.backend == "transformers":
+        return Samplers(inputs["sequence_rate"], rate, params.policy.batch)
+    held = sampler_memory(params, inputs)
+    tokens = max(float(context), held["cache_tokens"])
+    return Samplers(inputs["sequence_rate"], rate, max(1, held["contexts"]), tokens)
 
 
 def plan(params: Params, shapes: ModelShapes, inputs: dict[str, Input], seed: int = 0) -> dict[str, Any]:
@@ -224,7 +235,11 @@ def plan(params: Params, shapes: ModelShapes, inputs: dict[str, Input], seed: in
         "stages": stages,
         "judges": {
             "given": judges,
-            "needed": enough_judges(load_of(values, params.agentic.rollouts, context), HEADROOM, seed),
+            "needed": enough_judges(
+                draw(load_of(values, params.agentic.rollouts, context), seed),
+                samplers_of(values, params),
+                HEADROOM,
+            ),
             "headroom": HEADROOM,
         },
         "gpus": gpus,
@@ -241,8 +256,9 @@ def _stage(
     ppo: Ppo, values: dict[str, float], judges: int, params: Params, shapes: ModelShapes, seed: int
 ) -> dict[str, Any]:
     load = load_of(values, ppo.rollouts, params.policy.context)
-    rollout: Rollout = simulate(load, judges, seed)
-    free = simulate(load, load.trajectories, seed)
+    samplers = samplers_of(values, params)
+    rollout = simulate(draw(load, seed), samplers, judges)
+    free = simulate(draw(load, seed), samplers, load.trajectories)
     train = training_seconds(
         values,
         params,
@@ -251,11 +267,23 @@ def _stage(
         context=rollout.tokens / load.trajectories / 2,
         query_width=shapes.heads * shapes.head_dim,
     )
+    step = rollout.seconds + sum(train.values())
+    if ppo.staleness:
+        found = simulate(
+            draw(load, seed, AHEAD_STEPS),
+            samplers,
+            judges,
+            steps=AHEAD_STEPS,
+            staleness=ppo.staleness,
+            train_seconds=sum(train.values()),
+            pauses=params.policy.backend == "transformers" and params.engine.zero_stage < 3,
+        )
+        step = float(found.trained[-1]) / AHEAD_STEPS
     # The time for judging is the time that an unlimited number of judges would save.
     parts = {"generation": free.seconds, "judging": max(0.0, rollout.seconds - free.seconds), **train}
     return {
         "steps": ppo.steps,
-        "seconds": parts | {"rollout": rollout.seconds, "step": rollout.seconds + sum(train.values())},
+        "seconds": parts | {"rollout": rollout.seconds, "step": step},
         "bottleneck": max(parts, key=lambda part: parts[part]),
         "tokens_per_step": rollout.tokens,
         "judgements_per_step": rollout.judgements,

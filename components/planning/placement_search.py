@@ -9,11 +9,11 @@ from typing import Any
 
 from components.core.params import Params
 from components.core.stage_params import Ppo
-from components.planning.capacity import Input, load_of, training_seconds
+from components.planning.capacity import Input, load_of, samplers_of, training_seconds
 from components.planning.memory_choices import memory_plan
 from components.planning.model_shapes import ModelShapes
-from components.planning.role_memory import tensor_parallel
-from components.planning.rollout_simulator import simulate
+from components.planning.rollout_simulator import draw, simulate
+from components.planning.sampler_memory import tensor_parallel
 
 # Shares of the rollouts' duration for which judges would be busy if no candidate waited, from which their
 # numbers are chosen. At the first a candidate hardly waits.
@@ -110,7 +110,7 @@ def _rollouts(ppo: Ppo, params: Params, values: dict[str, float], judges: int | 
     """
     load = load_of(values, ppo.rollouts, params.policy.context)
     count = judges or load.trajectories
-    found = simulate(load, count, seed)
+    found = simulate(draw(load, seed), samplers_of(values, params), count)
     return Rollouts(ppo, found.tokens, found.seconds, found.busy * count * found.seconds)
 
 
@@ -130,7 +130,8 @@ def _stage_seconds(
         context=rollouts.tokens / (ppo.rollouts.tasks * ppo.rollouts.samples) / 2,
         query_width=shapes.heads * shapes.head_dim,
     )
-    return ppo.steps * (rollouts.seconds + sum(training.values()))
+    parts = (rollouts.seconds, sum(training.values()))
+    return ppo.steps * (max(parts) if ppo.staleness else sum(parts))
 
 
 def _trainer_counts(params: Params, shapes: ModelShapes, values: dict[str, float], left: int) -> list[int]:

@@ -1,31 +1,35 @@
-"""A simulation of the rollouts of one training step.
+"""A simulation of the steps of a stage: sampling, tools, judges and training, as the rollout loop runs them.
 
-All sequences that are being generated share the decoding rate of the samplers. Turns that need a judge wait
-in a queue and are judged in the order of their arrival. The step ends with its last trajectory. The simulated
-time advances to the next event, or by a small fixed time step if the next event is closer.
+Every trajectory goes its own way (`agent/in_flight.py`): it begins when fewer run than the samplers hold, and
+the sequences that are being generated share the decoding rate. Turns that need a judge wait in a queue and
+are judged in the order of their arrival. The trainer takes the first complete trajectories of a step
+(`training/trajectory_queue.py`) and trains; with a staleness, the sampling goes on meanwhile. Nothing is
+dropped for its age, and prompts are read at once. The simulated time advances to the next event, or by a
+small fixed time step if the next event is closer.
 """
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Number of time steps in the expected duration of the rollouts, which sets the length of a time step.
+# Number of time steps in the expected duration of a step, which sets the length of a time step.
 TICKS = 4000
-GENERATING, TOOL, QUEUED, JUDGED, DONE = range(5)
+WAITING, GENERATING, TOOL, QUEUED, JUDGED, DONE = range(6)
+# Bounds of the cache's use and factors by which a fleet changes the number of trajectories in flight, and
+# the seconds between two readings; see `policy/vllm_fleet.py`.
+ROOM, FULL, GROWTH, CUT, READ_SECONDS = 0.6, 0.9, 1.25, 0.8, 2.0
 
 
 @dataclass(frozen=True)
 class Load:
-    """The description of the rollouts of one training step, from which `simulate` draws trajectories.
+    """The description of the rollouts of one training step, from which `draw` draws trajectories.
 
     `turns` (per trajectory), `tokens` (sampled per turn) and `judge_seconds` are medians of log-normal
-    distributions, and the fields that end in `_spread` are the standard deviations of the logarithm.
-    `max_turns` limits the turns of a trajectory, `max_tokens` the tokens sampled in a turn, and `context` all
-    tokens of a trajectory, of which `observation_tokens` are added in each turn. A share `judged_share` of
-    the turns needs a judge, and every other turn takes `tool_seconds`. `sequence_rate` is the largest
-    decoding rate of one sequence and `total_rate` that of all sequences together, in tokens/s.
+    distributions, and the fields that end in `_spread` are the standard deviations of the logarithm. A share
+    `judged_share` of the turns needs a judge, and every other turn takes `tool_seconds`.
     """
 
     trajectories: int
@@ -41,21 +45,53 @@ class Load:
     judge_seconds: float
     judge_spread: float
     tool_seconds: float
+
+
+@dataclass(frozen=True)
+class Samplers:
+    """The samplers: decoding rates in tokens/s, and how many trajectories are in flight.
+
+    `sequence_rate` is the largest rate of one sequence and `total_rate` that of all together. `in_flight`
+    trajectories may run at the beginning. If `cache_tokens`, the size of the key-value cache, is finite, this
+    number then follows the use of the cache.
+    """
+
     sequence_rate: float
     total_rate: float
+    in_flight: float
+    cache_tokens: float = np.inf
+
+
+@dataclass(frozen=True)
+class Work:
+    """What trajectories do, drawn or measured: `turns` [trajectories], the rest [trajectories, turns].
+
+    A turn samples `tokens`, then spends `tool_seconds`, and is then judged for `judge_seconds`, unless these
+    are 0. `history` is the number of tokens in the cache while it is sampled.
+    """
+
+    turns: NDArray[np.int_]
+    tokens: NDArray[np.float64]
+    tool_seconds: NDArray[np.float64]
+    judge_seconds: NDArray[np.float64]
+    history: NDArray[np.float64]
+
+    def own(self) -> NDArray[np.bool_]:
+        """Return which entries belong to turns that take place."""
+        return np.arange(self.tokens.shape[1]) < self.turns[:, None]
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The result of a simulated step of sampling trajectories whose candidates a pool of judges measures.
+    """The result of simulated steps.
 
-    `ends` has the seconds at which the trajectories end, in increasing order. `tokens` is the number of
-    sampled and observed tokens, and `judgements` the number of judged candidates. `wait_mean` and `wait_p95`
-    are the mean and the 95th percentile of the seconds that a candidate waits for a free judge.
-    `longest_queue` is the largest number of candidates that wait at the same time.
+    `ends` has the seconds at which the trajectories end, in increasing order, and `trained` those at which
+    the training of each step ends. `tokens` are those of all trajectories, with observations. `wait_mean` and
+    `wait_p95` are the seconds that a candidate waits for a free judge.
     """
 
     ends: NDArray[np.float64]
+    trained: NDArray[np.float64]
     tokens: float
     judgements: int
     wait_mean: float
@@ -72,13 +108,9 @@ class Rollout:
         return float(np.quantile(self.ends, share))
 
 
-def simulate(load: Load, judges: int, seed: int) -> Rollout:
-    """Simulate the rollouts of one step, in which `judges` judges work at the same time.
-
-    The random numbers depend on the seed but not on the number of judges, so that simulations with different
-    numbers of judges can be compared.
-    """
-    rng, count = np.random.default_rng(seed), load.trajectories
+def draw(load: Load, seed: int, steps: int = 1) -> Work:
+    """Draw the trajectories of some steps. The random numbers depend only on the seed and on their number."""
+    rng, count = np.random.default_rng(seed), load.trajectories * steps
     turns = np.clip(
         np.rint(rng.lognormal(np.log(load.turns), load.turns_spread, count)), 1, load.max_turns
     ).astype(int)
@@ -91,45 +123,72 @@ def simulate(load: Load, judges: int, seed: int) -> Rollout:
     service = rng.lognormal(np.log(load.judge_seconds), load.judge_spread, (count, most))
     # A trajectory ends when its context is full.
     used = np.cumsum(tokens + load.observation_tokens, axis=1)
-    turns = np.minimum(turns, 1 + (used < load.context).sum(axis=1).clip(max=most - 1))
-    own = np.arange(most) < turns[:, None]
-
-    generation = float((tokens * own).sum()) / min(load.total_rate, load.sequence_rate * count)
-    judging = float((service * (judged & own)).sum()) / judges
-    alone = float(
-        ((tokens / load.sequence_rate + np.where(judged, service, load.tool_seconds)) * own).sum(axis=1).max()
+    return Work(
+        turns=np.minimum(turns, 1 + (used < load.context).sum(axis=1).clip(max=most - 1)),
+        tokens=tokens,
+        tool_seconds=np.where(judged, 0.0, load.tool_seconds),
+        judge_seconds=np.where(judged, service, 0.0),
+        history=used,
     )
-    tick = max(generation, judging, alone) / TICKS
 
-    state = np.full(count, GENERATING)
-    turn: NDArray[np.int_] = np.zeros(count, dtype=int)
-    left = tokens[:, 0].copy()
-    since, ends = np.zeros(count), np.zeros(count)
-    rows = np.arange(count)
+
+def simulate(
+    work: Work,
+    samplers: Samplers,
+    judges: int,
+    *,
+    steps: int = 1,
+    staleness: int = 0,
+    train_seconds: float = 0.0,
+    pauses: bool = False,
+) -> Rollout:
+    """Simulate `steps` steps, which take equal parts of the trajectories of `work`, with so many judges.
+
+    At most (`staleness` + 1) times the trajectories of a step have begun and are not yet taken. Each step
+    trains for `train_seconds`, during which the samplers stop if `pauses` is set.
+    """
+    total, own = len(work.turns), work.own()
+    count, rows = total // steps, np.arange(total)
+    tick = _expected_seconds(work, samplers, judges, steps, train_seconds) / TICKS
+    state: NDArray[np.int_] = np.full(total, WAITING)
+    turn: NDArray[np.int_] = np.zeros(total, dtype=int)
+    left, since, ends = np.zeros(total), np.zeros(total), np.zeros(total)
     waits: list[NDArray[np.float64]] = [np.zeros(0)]
-    now, longest, worked = 0.0, 0, 0.0
-    while (state != DONE).any():
+    trained: list[float] = []
+    now, training_ends, read, worked = 0.0, np.inf, 0.0, 0.0
+    limit, begun, turned, longest = samplers.in_flight, 0, 0, 0
+    while len(trained) < steps:
+        step = len(trained)
+        in_flight = begun - int((state == DONE).sum())
+        more = min(total - begun, (step + 1 + staleness) * count - begun, int(max(1, limit)) - in_flight)
+        if more > 0:
+            new = slice(begun, begun + more)
+            state[new], left[new] = GENERATING, work.tokens[new, 0]
+            begun, in_flight = begun + more, in_flight + more
         generating, using, serving = state == GENERATING, state == TOOL, state == JUDGED
-        rate = min(load.sequence_rate, load.total_rate / max(1, int(generating.sum())))
-        next_event = np.where(generating, left / rate, np.where(using | serving, left, np.inf)).min()
-        step = max(tick, float(next_event))
-        now += step
-        left[generating] -= step * rate
-        left[using | serving] -= step
-        worked += step * int(serving.sum())
+        rate = min(samplers.sequence_rate, samplers.total_rate / max(1, int(generating.sum())))
+        is_paused = pauses and training_ends < np.inf
+        sampled = np.inf if is_paused else (left[generating] / rate).min(initial=np.inf)
+        next_event = min(sampled, left[using | serving].min(initial=np.inf), training_ends - now)
+        passed = max(tick, float(next_event)) if next_event < np.inf else tick
+        now += passed
+        if not is_paused:
+            left[generating] -= passed * rate
+        left[using | serving] -= passed
+        worked += passed * int(serving.sum())
 
         written = generating & (left <= 0)
-        to_judge = written & judged[rows, turn]
+        turned += int(written.sum())
+        state[written], left[written] = TOOL, work.tool_seconds[rows, turn][written]
+        used = (state == TOOL) & (left <= 0)
+        to_judge = used & (work.judge_seconds[rows, turn] > 0)
         state[to_judge], since[to_judge] = QUEUED, now
-        at_tool = written & ~to_judge
-        state[at_tool], left[at_tool] = TOOL, load.tool_seconds
-
-        over = (using | serving) & (left <= 0)
-        ended = over & (turn + 1 >= turns)
+        over = (used & ~to_judge) | (serving & (left <= 0))
+        ended = over & (turn + 1 >= work.turns)
         state[ended], ends[ended] = DONE, now
         goes_on = over & ~ended
         turn[goes_on] += 1
-        state[goes_on], left[goes_on] = GENERATING, tokens[rows[goes_on], turn[goes_on]]
+        state[goes_on], left[goes_on] = GENERATING, work.tokens[rows[goes_on], turn[goes_on]]
 
         queue = np.flatnonzero(state == QUEUED)
         free = judges - int((state == JUDGED).sum())
@@ -137,13 +196,27 @@ def simulate(load: Load, judges: int, seed: int) -> Rollout:
         if len(queue) and free > 0:
             taken = queue[np.argsort(since[queue], kind="stable")[:free]]
             waits.append(now - since[taken])
-            state[taken], left[taken] = JUDGED, service[taken, turn[taken]]
+            state[taken], left[taken] = JUDGED, work.judge_seconds[taken, turn[taken]]
+
+        if training_ends < np.inf and now >= training_ends:
+            trained.append(now)
+            training_ends = np.inf
+        if training_ends == np.inf and int((state == DONE).sum()) >= (len(trained) + 1) * count:
+            training_ends = now + train_seconds
+        if samplers.cache_tokens < np.inf and now >= read:
+            usage = float(work.history[rows, turn][state == GENERATING].sum()) / samplers.cache_tokens
+            if usage > FULL:
+                limit, turned = max(samplers.in_flight, CUT * limit), 0
+            elif turned >= limit and in_flight >= FULL * limit and usage < ROOM:
+                limit, turned = GROWTH * limit, 0
+            read = now + READ_SECONDS
 
     waited = np.concatenate(waits)
     return Rollout(
         ends=np.sort(ends),
-        tokens=float((tokens * own).sum() + load.observation_tokens * turns.sum()),
-        judgements=int((judged & own).sum()),
+        trained=np.array(trained),
+        tokens=float(work.history[rows, work.turns - 1].sum()),
+        judgements=int(((work.judge_seconds > 0) & own).sum()),
         wait_mean=float(waited.mean()) if len(waited) else 0.0,
         wait_p95=float(np.quantile(waited, 0.95)) if len(waited) else 0.0,
         longest_queue=max(0, longest),
@@ -151,15 +224,35 @@ def simulate(load: Load, judges: int, seed: int) -> Rollout:
     )
 
 
-def enough_judges(load: Load, headroom: float, seed: int) -> int:
+def _expected_seconds(work: Work, samplers: Samplers, judges: int, steps: int, train_seconds: float) -> float:
+    """Return about the seconds of a step, and not many more."""
+    own = work.own()
+    sampled = work.tokens / samplers.sequence_rate
+    alone = (sampled + work.tool_seconds + work.judge_seconds) * own
+    in_flight = samplers.in_flight
+    if samplers.cache_tokens < np.inf:
+        share = float((sampled * own).sum() / alone.sum())
+        in_flight = max(in_flight, FULL * samplers.cache_tokens / float(work.history[own].mean()) / share)
+    parts: Sequence[float] = (
+        float((work.tokens * own).sum()) / samplers.total_rate / steps,
+        float(alone.sum()) / min(len(work.turns), in_flight) / steps,
+        float((work.judge_seconds * own).sum()) / judges / steps,
+        float(alone.sum(axis=1).max()),
+        train_seconds,
+    )
+    return max(parts)
+
+
+def enough_judges(work: Work, samplers: Samplers, headroom: float) -> int:
     """Return the least number of judges with which the rollouts last at most `headroom` times the least time.
 
     The least time is the duration with one judge for each trajectory.
     """
-    limit = headroom * simulate(load, load.trajectories, seed).seconds
+    count = len(work.turns)
+    limit = headroom * simulate(work, samplers, count).seconds
     return bisect.bisect_left(
-        range(load.trajectories),
+        range(count),
         True,
         lo=1,
-        key=lambda judges: simulate(load, judges, seed).seconds <= limit,
+        key=lambda judges: simulate(work, samplers, judges).seconds <= limit,
     )

@@ -285,7 +285,7 @@ class TrainedPolicy:
         if self.queue is not None and not folder.is_dir():
             self.shown = (step, steps, count)
             dropped, started = self.queue.dropped, time.monotonic()
-            self.queue.begin(step, count)
+            self.queue.begin(step, count, steps)
             self.queue.take(folder, count, trainable)
             dropped = self.queue.dropped - dropped
             figures |= self.idle.since_last()

@@ -9,7 +9,8 @@ process is killed at any moment.
 
 The number of attempts that run or wait to be taken is at most (staleness + 1) times the trajectories of a
 step, as in AReaL (arXiv 2505.24298, section 5.1), so a trajectory that is not slower than the others is never
-too old. With a staleness of 0, each step samples its own wave with its own weights.
+too old. It is also at most what the remaining steps take. With a staleness of 0, each step samples its own
+wave with its own weights.
 """
 
 import asyncio
@@ -100,8 +101,8 @@ class TrajectoryQueue:
         self._read_finished()
         self.attempts = self._attempts()
 
-    def begin(self, step: int, count: int) -> None:
-        """Let sampling go on for step `step` and, as far as `staleness` allows, for the steps after it.
+    def begin(self, step: int, count: int, steps: int) -> None:
+        """Let the attempts start that step `step` of `steps`, and later ones, may take; a step takes `count`.
 
         Each step takes `count` trajectories. Drops the trajectories, finished or running, whose weights are
         too old for `step`. The weights of `step` must have been published. Raises the error of a trajectory
@@ -124,7 +125,7 @@ class TrajectoryQueue:
                     del self.finished[attempt]
                     shutil.rmtree(self._path(attempt), ignore_errors=True)
             outstanding = len(self.finished) + len(self.running)
-            self.budget = max(0, (self.staleness + 1) * count - outstanding)
+            self.budget = max(0, min(self.staleness + 1, steps - step) * count - outstanding)
         if self.error is not None:
             raise self.error
         if not self.thread.is_alive():

@@ -87,10 +87,10 @@ class Line:
             versions=((version, 1),),
         )
 
-    def step(self, step: int, out: Path) -> list[list[int]]:
+    def step(self, step: int, out: Path, steps: int = 99) -> list[list[int]]:
         """Take four trajectories as a step, and return their wave and index."""
         self.version = f"0123+{step}"
-        self.queue.begin(step, 4)
+        self.queue.begin(step, 4, steps)
         folder = out / "trajectories" / f"step-{step:04d}"
         self.queue.take(folder, 4, lambda trajectories: None)
         taken: list[list[int]] = read_json(folder / "taken.json")
@@ -130,6 +130,13 @@ def test_nothing_is_sampled_ahead_without_staleness(tmp_path: Path) -> None:
     for step in range(3):
         assert line.step(step, tmp_path) == [[step, index] for index in range(4)]
         assert len(line.begun) == 4 * (step + 1)
+    line.queue.close(is_complete=True)
+
+
+def test_no_more_is_sampled_than_the_steps_take(tmp_path: Path) -> None:
+    line = Line(tmp_path, staleness=2)
+    taken = [attempt for step in range(3) for attempt in line.step(step, tmp_path, steps=3)]
+    assert len(line.begun) == 12 and sorted(taken) == [[w, i] for w in range(3) for i in range(4)]
     line.queue.close(is_complete=True)
 
 

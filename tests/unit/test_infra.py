@@ -26,7 +26,7 @@ from components.cli.main import app
 from components.core.config import PROJECT, resolve
 from components.planning.capacity import GPUS, default_inputs
 from components.planning.model_shapes import PROFILE_MODELS, named_shapes
-from components.planning.role_memory import sampler_memory
+from components.planning.sampler_memory import sampler_memory
 
 INFRA = PROJECT / "infra"
 OVERLAYS = ("cpu", "h20")

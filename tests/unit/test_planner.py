@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from components.core.config import PROJECT, resolve
 from components.core.errors import UserError
 from components.planning import capacity, model_shapes
-from components.planning.rollout_simulator import Load, enough_judges, simulate
+from components.planning.rollout_simulator import Load, Rollout, Samplers, draw, enough_judges, simulate
 
 SMALL = Load(
     trajectories=40,
@@ -31,14 +31,17 @@ SMALL = Load(
     judge_seconds=2,
     judge_spread=0.3,
     tool_seconds=1,
-    sequence_rate=50,
-    total_rate=1e9,
 )
+FAST = Samplers(sequence_rate=50, total_rate=1e9, in_flight=40)
+
+
+def rollout(load: Load, judges: int, seed: int = 0, samplers: Samplers = FAST) -> Rollout:
+    return simulate(draw(load, seed), samplers, judges)
 
 
 def test_with_one_judge_the_step_lasts_as_long_as_all_judgements() -> None:
     load = replace(SMALL, turns=1, turns_spread=0, tokens=1, tokens_spread=0, judge_spread=0)
-    found = simulate(load, 1, seed=0)
+    found = rollout(load, 1)
     assert found.seconds == pytest.approx(40 * 2, rel=0.03) and found.judgements == 40
     assert found.busy == pytest.approx(1, abs=0.03) and found.wait_mean == pytest.approx(39, rel=0.05)
     assert np.diff(found.ends) == pytest.approx(2, rel=0.03), "first come, first served"
@@ -46,7 +49,7 @@ def test_with_one_judge_the_step_lasts_as_long_as_all_judgements() -> None:
 
 def test_without_a_queue_nobody_waits_and_time_is_the_longest_trajectory() -> None:
     load = replace(SMALL, turns=5, turns_spread=0, tokens_spread=0, judge_spread=0, judged_share=1.0)
-    found = simulate(load, 40, seed=0)
+    found = rollout(load, 40)
     assert (
         found.seconds == pytest.approx(5 * (100 / 50 + 2), rel=0.03)
         and found.wait_p95 < 0.1
@@ -55,25 +58,50 @@ def test_without_a_queue_nobody_waits_and_time_is_the_longest_trajectory() -> No
 
 
 def test_sequences_share_the_samplers_rate() -> None:
-    load = replace(SMALL, turns=1, turns_spread=0, tokens_spread=0, judge_seconds=0.01, total_rate=500)
-    assert simulate(load, 40, seed=0).seconds == pytest.approx(40 * 100 / 500, rel=0.03)
+    load = replace(SMALL, turns=1, turns_spread=0, tokens_spread=0, judge_seconds=0.01)
+    shared = replace(FAST, total_rate=500)
+    assert rollout(load, 40, samplers=shared).seconds == pytest.approx(40 * 100 / 500, rel=0.03)
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(1, 39), st.integers(0, 1000))
 def test_more_judges_judge_the_same_and_hardly_ever_later(judges: int, seed: int) -> None:
-    few, many = simulate(SMALL, judges, seed), simulate(SMALL, judges + 1, seed)
+    few, many = rollout(SMALL, judges, seed), rollout(SMALL, judges + 1, seed)
     assert few.judgements == many.judgements and few.tokens == many.tokens
     # A list schedule may lose a little by an extra server (Graham's anomaly), never half.
     assert many.seconds <= few.seconds * 1.5
 
 
 def test_the_judges_needed_are_the_fewest_that_do() -> None:
-    needed = enough_judges(SMALL, 1.05, seed=0)
-    free = simulate(SMALL, SMALL.trajectories, seed=0).seconds
-    assert (
-        simulate(SMALL, needed, seed=0).seconds <= 1.05 * free < simulate(SMALL, needed - 1, seed=0).seconds
+    needed = enough_judges(draw(SMALL, 0), FAST, 1.05)
+    free = rollout(SMALL, SMALL.trajectories).seconds
+    assert rollout(SMALL, needed).seconds <= 1.05 * free < rollout(SMALL, needed - 1).seconds
+
+
+def test_trajectories_wait_until_others_end_and_more_run_while_the_cache_has_room() -> None:
+    load = replace(SMALL, turns=5, turns_spread=0, tokens_spread=0, judge_spread=0, judged_share=1.0)
+    alone = rollout(load, 40).seconds
+    assert rollout(load, 40, samplers=replace(FAST, in_flight=20)).seconds == pytest.approx(
+        2 * alone, rel=0.03
     )
+    roomy = replace(FAST, in_flight=10, cache_tokens=10 * load.context)
+    full = replace(FAST, in_flight=10, cache_tokens=1000)
+    assert rollout(load, 40, samplers=roomy).seconds < 3.5 * alone
+    assert rollout(load, 40, samplers=full).seconds == pytest.approx(4 * alone, rel=0.05)
+
+
+def test_training_is_hidden_behind_sampling_that_goes_on() -> None:
+    load = replace(SMALL, turns=5, turns_spread=0, tokens_spread=0, judge_spread=0, judged_share=1.0)
+    work, sampled = draw(load, 0, steps=6), rollout(load, 40).seconds
+
+    def steps(staleness: int, *, pauses: bool = False) -> float:
+        train = 0.9 * sampled
+        found = simulate(work, FAST, 40, steps=6, staleness=staleness, train_seconds=train, pauses=pauses)
+        return float(found.trained[-1])
+
+    assert steps(0) == pytest.approx(6 * 1.9 * sampled, rel=0.03)
+    assert steps(1) == pytest.approx(6 * sampled + 0.9 * sampled, rel=0.05)
+    assert steps(1) < steps(1, pauses=True) <= steps(0)
 
 
 def test_every_input_says_where_it_comes_from_and_can_be_replaced() -> None:
