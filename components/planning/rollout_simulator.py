@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 # Number of time steps in the expected duration of a step, which sets the length of a time step.
 TICKS = 4000
+# Mean number of forward passes of other sequences for which a new one waits before it joins them.
+JOINING = 0.5
 WAITING, GENERATING, TOOL, QUEUED, JUDGED, DONE = range(6)
 # Bounds of the cache's use and factors by which a fleet changes the number of trajectories in flight, and
 # the seconds between two readings; see `policy/vllm_fleet.py`.
@@ -148,7 +150,7 @@ def simulate(
     trains for `train_seconds`, during which the samplers stop if `pauses` is set.
     """
     total, own = len(work.turns), work.own()
-    count, rows = total // steps, np.arange(total)
+    count, rows, tokens = total // steps, np.arange(total), work.tokens + JOINING
     tick = _expected_seconds(work, samplers, judges, steps, train_seconds) / TICKS
     state: NDArray[np.int_] = np.full(total, WAITING)
     turn: NDArray[np.int_] = np.zeros(total, dtype=int)
@@ -163,7 +165,7 @@ def simulate(
         more = min(total - begun, (step + 1 + staleness) * count - begun, int(max(1, limit)) - in_flight)
         if more > 0:
             new = slice(begun, begun + more)
-            state[new], left[new] = GENERATING, work.tokens[new, 0]
+            state[new], left[new] = GENERATING, tokens[new, 0]
             begun, in_flight = begun + more, in_flight + more
         generating, using, serving = state == GENERATING, state == TOOL, state == JUDGED
         rate = min(samplers.sequence_rate, samplers.total_rate / max(1, int(generating.sum())))
@@ -188,7 +190,7 @@ def simulate(
         state[ended], ends[ended] = DONE, now
         goes_on = over & ~ended
         turn[goes_on] += 1
-        state[goes_on], left[goes_on] = GENERATING, work.tokens[rows[goes_on], turn[goes_on]]
+        state[goes_on], left[goes_on] = GENERATING, tokens[rows[goes_on], turn[goes_on]]
 
         queue = np.flatnonzero(state == QUEUED)
         free = judges - int((state == JUDGED).sum())

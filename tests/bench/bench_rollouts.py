@@ -5,8 +5,8 @@
 Both loops sample the same turns of a small random policy with the same seeds, and wait for the same tool
 delays, which are drawn from a log-normal distribution with a long tail. In the lockstep loop, which stands
 only in this file, all trajectories are sampled, then all tools are waited for, and then the next turn begins.
-The loop of the project is `in_flight.keep_in_flight`. The last column is what
-`planning.rollout_simulator` says, fed with the drawn medians and spreads and the measured decoding rate.
+The loop of the project is `in_flight.keep_in_flight`. The last line is what `planning.rollout_simulator` says
+of the same turns and delays, at the decoding rates of one sequence and of all, measured before and after.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from training_fixtures import tiny_policy, tiny_tokenizer
 
 from components.agent.in_flight import BusyMeter, keep_in_flight
-from components.planning.rollout_simulator import Load, simulate
+from components.planning.rollout_simulator import Samplers, Work, simulate
 from components.policy.transformers_sampler import TransformersSampler
 
 TOKENS = 12
@@ -110,9 +110,13 @@ def main() -> None:
     policy = tiny_policy()
     one = TransformersSampler(policy, tiny_tokenizer(), batch=count, device="cpu", version="bench")
     one.stop = ()  # A turn ends at the limit of its tokens.
-    started = time.monotonic()
-    asyncio.run(independent(one, Meters(BusyMeter(), BusyMeter()), Plan(np.full(count, 1), plan.delays * 0)))
-    rate = count * TOKENS / (time.monotonic() - started)
+
+    def rate(sequences: int) -> float:
+        turns, meters = Plan(np.full(sequences, 1), plan.delays * 0), Meters(BusyMeter(), BusyMeter())
+        asyncio.run(independent(one, meters, turns))
+        return sequences * TOKENS / meters.sampling.seconds()
+
+    rates = [(rate(1), rate(count))]
     figures = {loop.__name__: measure(loop, one, plan) for loop in (lockstep, independent)}
     for name, (seconds, sampler, tools) in figures.items():
         print(
@@ -120,26 +124,12 @@ def main() -> None:
             f"idle: sampler {sampler:.2f}, tools {tools:.2f}"
         )
     print(f"{figures['lockstep'][0] / figures['independent'][0]:.2f} times as many trajectories an hour")
-    load = Load(
-        trajectories=count,
-        turns=TURNS,
-        turns_spread=TURNS_SPREAD,
-        max_turns=most,
-        tokens=TOKENS,
-        tokens_spread=0.0,
-        max_tokens=TOKENS,
-        context=10**9,
-        observation_tokens=0,
-        judged_share=1.0,
-        judge_seconds=DELAY,
-        judge_spread=SPREAD,
-        tool_seconds=0.0,
-        sequence_rate=rate / count,
-        total_rate=rate,
-    )
-    simulated = [simulate(load, count, seed).seconds for seed in range(20)]
-    low, middle, high = np.quantile(simulated, (0.05, 0.5, 0.95))
-    print(f"simulated independent loop: {middle:.1f} s (5 to 95 % of 20 seeds: {low:.1f} to {high:.1f} s)")
+    alone, together = np.mean([*rates, (rate(1), rate(count))], axis=0)
+    tokens = np.full(plan.delays.shape, float(TOKENS))
+    work = Work(plan.turns, tokens, plan.delays, np.zeros_like(tokens), tokens.cumsum(axis=1))
+    simulated = simulate(work, Samplers(alone, together, count), judges=1).seconds
+    share = simulated / figures["independent"][0]
+    print(f"simulated independent loop: {simulated:.1f} s, {share:.2f} of the measured time")
 
 
 if __name__ == "__main__":

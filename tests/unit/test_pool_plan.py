@@ -21,7 +21,7 @@ from components.core.config import PROJECT, resolve
 from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.judge.verdict import Verdict
-from components.planning import capacity, model_shapes, placement_search, role_memory
+from components.planning import capacity, model_shapes, placement_search, role_memory, sampler_memory
 from components.planning.memory_choices import memory_plan
 from components.planning.memory_model import CONTEXT_BYTES, REDUCE_BUCKET, Roles, rank_memory
 from flows import nightly
@@ -112,10 +112,10 @@ def test_planned_memory_is_that_counted_from_the_modules_within_a_tenth(
     attention = one.model.layers[0].self_attn
     token_bytes = 2 * layers * (attention.k_proj.out_features + attention.v_proj.out_features)
     params, values = inputs_of("h20-pool", name)
-    sampler = role_memory.sampler_memory(params, values)
+    sampler = sampler_memory.sampler_memory(params, values)
     workers = sampler["tensor_parallel"]
     assert sampler["bytes"]["weights"] == pytest.approx(2 * parameters / workers, rel=0.01)
-    room = workers * (0.9 * 96e9 - role_memory.VLLM_WORKING_BYTES) - 2 * parameters
+    room = workers * (0.9 * 96e9 - sampler_memory.VLLM_WORKING_BYTES) - 2 * parameters
     contexts = sampler["replicas"] * (room // (token_bytes * params.policy.context))
     assert sampler["contexts"] == pytest.approx(contexts) and sampler["fits"]
     assert sum(sampler["bytes"].values()) == pytest.approx(0.9 * 96e9)
