@@ -166,7 +166,8 @@ def training_seconds(
 def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
     """Return the description of one step's rollouts, from which trajectories are drawn.
 
-    `rollouts` are the parameters of the stage's rollouts, and `context` is the size of the context window.
+    `inputs` are the values of the plan's inputs, `rollouts` the parameters of the stage's rollouts, and
+    `context` is the size of the context window in tokens.
     """
     single_turn = rollouts.max_turns == 1
     return Load(
@@ -192,8 +193,8 @@ def samplers_of(inputs: dict[str, float], params: Params) -> Samplers:
     """Return the rates of the samplers, and how many trajectories they have in flight.
 
     The decoding rate is limited by the memory bandwidth. For each token, the weights (of a mixture, all
-    experts) are read once for a batch of 128 sequences, and the key-value cache once for each sequence, which
-    fills a quarter of the window.
+    experts) are read once for a batch of 128 sequences, and the sequence's key-value cache is read, which is
+    taken to fill a quarter of the window. `inputs` are the values of the plan's inputs.
     """
     context = params.policy.context
     read = 2.0 * inputs["parameters"] / 128 + inputs["kv_bytes_per_token"] * context / 4

@@ -30,8 +30,10 @@ class Load:
     """The description of the rollouts of one training step, from which `draw` draws trajectories.
 
     `turns` (per trajectory), `tokens` (sampled per turn) and `judge_seconds` are medians of log-normal
-    distributions, and the fields that end in `_spread` are the standard deviations of the logarithm. A share
-    `judged_share` of the turns needs a judge, and every other turn takes `tool_seconds`.
+    distributions, and the fields that end in `_spread` are the standard deviations of the logarithm.
+    `max_turns` limits the turns of a trajectory, `max_tokens` the tokens sampled in a turn, and `context` all
+    tokens of a trajectory, of which `observation_tokens` are added in each turn. A share `judged_share` of
+    the turns needs a judge, and every other turn takes `tool_seconds`.
     """
 
     trajectories: int
@@ -88,8 +90,10 @@ class Rollout:
     """The result of simulated steps.
 
     `ends` has the seconds at which the trajectories end, in increasing order, and `trained` those at which
-    the training of each step ends. `tokens` are those of all trajectories, with observations. `wait_mean` and
-    `wait_p95` are the seconds that a candidate waits for a free judge.
+    the training of each step ends. `tokens` is the number of sampled and observed tokens, and `judgements`
+    the number of judged candidates. `wait_mean` and `wait_p95` are the mean and the 95th percentile of the
+    seconds that a candidate waits for a free judge. `longest_queue` is the largest number of candidates that
+    wait at the same time.
     """
 
     ends: NDArray[np.float64]

@@ -36,10 +36,12 @@ def _vllm_share(params: Params) -> float:
 
 
 def sampler_memory(params: Params, values: dict[str, float]) -> dict[str, Any]:
-    """Return the memory in bytes of one GPU of a vLLM server by part, and what the caches of all hold.
+    """Return the memory in bytes of one GPU of a vLLM server by part, with the servers' sizes and capacity.
 
-    `contexts` is a number of full contexts, and `cache_tokens` one of tokens.
-    `tensor_parallel` is the number of GPUs of one server, all of `pool.samplers` if even those are too few.
+    `values` are the values of the plan's inputs. In the result, `tensor_parallel` is the number of GPUs of
+    one server, which is that of all samplers' GPUs if even these are too few, and `replicas` the number of
+    servers. `contexts` is the number of full contexts that the caches of all servers hold together, and
+    `cache_tokens` that of tokens.
     """
     gpus = int(values["sampler_gpus"])
     needed = tensor_parallel(params, values)

@@ -102,7 +102,7 @@ class TrajectoryQueue:
         self.attempts = self._attempts()
 
     def begin(self, step: int, count: int, steps: int) -> None:
-        """Let sampling go on for step `step` of `steps` and, as far as `staleness` allows, for those after it.
+        """Let sampling go on for step `step` of `steps` and, as far as `staleness` allows, for later ones.
 
         Each step takes `count` trajectories. Drops the trajectories, finished or running, whose weights are
         too old for `step`. The weights of `step` must have been published. Raises the error of a trajectory
