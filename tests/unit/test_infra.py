@@ -1,8 +1,8 @@
 """Claims about infra/: every file is valid by the tool or schema of its kind, and true to the project.
 
-Not held here, for want of the tool or of a network: that images build, that the cluster's operators accept
-the RayCluster (its schema is the operator's), that AWS accepts the plan (`terraform validate` fetches
-providers).
+Not held here, for want of the tool or of a network: that images build, that AWS accepts the plan (`terraform
+validate` fetches providers). No package has KubeRay's schema, so the fields of a RayCluster that are used are
+typed here.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from uuid import uuid4
 import pytest
 import typer
 import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.cli.main import app
 from components.core.config import PROJECT, resolve
@@ -76,6 +77,47 @@ def test_what_kustomize_renders_is_valid_kubernetes(overlay: str) -> None:
         "ServiceAccount",
         "Role",
     }
+
+
+class Fields(BaseModel):
+    """Fields of ray.io/v1 in KubeRay's repository, ray-operator/config/crd/bases/ray.io_rayclusters.yaml."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class HeadGroup(Fields):
+    template: dict[str, Any]
+    rayStartParams: dict[str, str] = {}
+
+
+class WorkerGroup(HeadGroup):
+    groupName: str
+    minReplicas: int
+    maxReplicas: int
+    replicas: int
+
+
+class RayClusterSpec(Fields):
+    headGroupSpec: HeadGroup
+    rayVersion: str
+    workerGroupSpecs: list[WorkerGroup]
+
+
+def test_the_ray_cluster_has_only_fields_and_types_of_kuberays_schema() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    clusters = [document for document in rendered("h20") if document["apiVersion"] == "ray.io/v1"]
+    assert [cluster["kind"] for cluster in clusters] == ["RayCluster"]
+    assert clusters[0].keys() == {"apiVersion", "kind", "metadata", "spec"}
+    spec = RayClusterSpec.model_validate(clusters[0]["spec"])
+    for group in (spec.headGroupSpec, *spec.workerGroupSpecs):
+        metadata = {"name": "ray"} | group.template["metadata"]
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": group.template["spec"]}
+        validate.validate(pod, "1.31", strict=True)
+    for group in spec.workerGroupSpecs:
+        assert group.minReplicas <= group.replicas <= group.maxReplicas
+    for wrong in ({"rayStartParams": {"num-cpus": 0}}, {"replica": 10}, {"minReplicas": "10"}):
+        with pytest.raises(ValidationError):
+            WorkerGroup.model_validate(spec.workerGroupSpecs[0].model_dump() | wrong)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
