@@ -38,8 +38,9 @@ class Rollouts(FrozenModel):
 class Ppo(FrozenModel):
     """Parameters of a PPO stage."""
 
-    reward: Literal["milestone", "speedup"] = result(
-        "what a trajectory earns: the paper's milestones, or the bare ratio to eager (its ablation)"
+    reward: Literal["milestone", "speedup", "log_speedup"] = result(
+        "what a trajectory earns: the paper's milestones, the bare ratio s to eager (its ablation), or "
+        "log2(1 + s)"
     )
     steps: Count = result("updates of this stage")
     learning_rate: Positive = result("actor's learning rate; the paper uses 3e-6")

@@ -11,6 +11,7 @@ of G_jt over the task's other trajectories j that have a turn t. `turn_rewards` 
 turn. If each trajectory has one turn, `turns` equals `group`.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import islice
@@ -22,24 +23,27 @@ from numpy.typing import NDArray
 from components.agent.trajectory import Trajectory
 from components.judge.verdict import Verdict, milestone
 
-Shape = Literal["milestone", "speedup"]
+Shape = Literal["milestone", "speedup", "log_speedup"]
 
 
 def verdict_reward(verdict: Verdict, shape: Shape) -> float:
-    """Return the reward of a verdict: its milestone, or its speed-up over eager if `shape` is "speedup".
+    """Return the reward of a verdict: its milestone, its speed-up s over eager, or log2(1 + s).
 
-    The speed-up is replaced by -1 if the candidate is not correct or its speed-up was not measured.
+    `shape` says which. The last two are replaced by -1 if the candidate is not correct or its speed-up was
+    not measured.
     """
     if shape == "milestone":
         return float(milestone(verdict))
     speedup = verdict.speedup.eager if verdict.status == "correct" else None
-    return -1.0 if speedup is None else speedup.estimate
+    if speedup is None:
+        return -1.0
+    return speedup.estimate if shape == "speedup" else math.log2(1 + speedup.estimate)
 
 
 def trajectory_reward(trajectory: Trajectory, shape: Shape = "milestone") -> float:
     """Return the reward of a trajectory that training maximises.
 
-    It is the reward of the final verdict: the milestone, or the speed-up over eager if `shape` is "speedup".
+    It is the reward of the final verdict, as `verdict_reward` defines it.
     """
     return trajectory.reward if shape == "milestone" else verdict_reward(trajectory.final, shape)
 

@@ -56,6 +56,8 @@ ABLATIONS = (
     "without stage 2",
     "without stage 3",
     "bare speed-up as reward",
+    "logarithm of the speed-up as reward",
+    "tasks by solve rate",
     "stage 1, one turn",
 )
 
@@ -183,9 +185,11 @@ class Experiment:
         fresh = params.model_copy(update={"warmup": params.agentic})
         self.evaluated(without, self.stage("warmup", f"{without} agentic", fresh, second), params)
 
-        without = next(name)
-        bare = self.params(seed, "agentic.reward=speedup")
-        self.evaluated(without, self.stage("agentic", f"{without} agentic", bare, second, values), params)
+        for setting in ("reward=speedup", "reward=log_speedup", "solve_rate_share=0.5"):
+            without, changed = next(name), self.params(seed, f"agentic.{setting}")
+            self.evaluated(
+                without, self.stage("agentic", f"{without} agentic", changed, second, values), params
+            )
 
         self.evaluated(next(name), first, self.params(seed, "evaluation.max_turns=1"))
 

@@ -207,6 +207,7 @@ def test_a_turn_earns_its_last_verdict_and_the_last_turn_the_trajectorys(
 def test_the_bare_speed_up_is_a_reward_too() -> None:
     made = trajectory("a", [[FAILED], [correct(0.5)], []], correct(4.0), 2.0)
     assert turn_rewards(made, "speedup") == [-1.0, 0.5, 4.0]
+    assert turn_rewards(made, "log_speedup") == [-1.0, math.log2(1.5), math.log2(5)]
     other = trajectory("a", [[]], Verdict(status="correct"), 1.0)  # its speed-up was not measured
     found = token_advantages([made, other], "group", 1.0, "speedup")
     assert found[0].tolist() == [5.0] * 6 and found[1].tolist() == [-5.0]
