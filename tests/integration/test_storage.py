@@ -102,7 +102,9 @@ def test_objects_are_listed_by_prefix_and_removed(store: Store, tmp_path: Path) 
     ]
     store.remove("runs/1/a")
     store.remove("runs/1/a")
-    assert [entry.key for entry in store.entries()] == ["checkpoints/c", "runs/2/b"]
+    store.put("runs.old/d", file(tmp_path, b"d"))
+    # In the order of the keys, and not in that of folders and their names.
+    assert [entry.key for entry in store.entries()] == ["checkpoints/c", "runs.old/d", "runs/2/b"]
 
 
 def test_a_key_cannot_leave_the_store(store: Store, tmp_path: Path) -> None:
