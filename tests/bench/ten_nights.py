@@ -5,11 +5,14 @@
 
 Every seed has a home of its own. Its first night starts from policy.base, each later one from the champion,
 and data.seed changes from night to night while data.held_out_seed stays. All nights of all seeds are
-evaluated on the held-out tasks of one data set, which is built first. A repeated call goes on where the last
-one was stopped. The table and nights.svg are written to OUT; `--table` writes them from what there is.
+evaluated on the held-out tasks of one data set, which is built first. Night 0 is the first policy of all.
+Finished nights are kept in OUT/nights.json: a repeated call goes on where the last one was stopped, and one
+with another profile or other parameters is refused. The table and nights.svg are written to OUT after each
+night; `--table` only writes them.
 """
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from components.core.config import PROJECT
+from components.core.files import atomic_write
 from components.core.task import read_tasks, write_tasks
 from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 
@@ -61,7 +65,7 @@ def make_suite(out: Path, profile: str, sets: list[str]) -> None:
 
 
 def run_night(out: Path, profile: str, seed: int, night: int, sets: list[str]) -> dict[str, Any]:
-    """Run one night of a seed, or read its record if it is finished."""
+    """Run one night of a seed, or continue it if it was stopped."""
     number = 1000 * seed + night
     fixed = {
         "policy.source": "champion",
@@ -76,17 +80,33 @@ def run_night(out: Path, profile: str, seed: int, night: int, sets: list[str]) -
     return cuda_agent("run", "--profile", profile, "--home", home, *words, *sets, allowed=(0, REFUSED))
 
 
-def row_of(seed: int, night: int, record: dict[str, Any]) -> dict[str, Any]:
-    found = {name: of(record["evaluation"]) for name, of in FIGURES.items()}
-    return {
-        "seed": seed,
-        "night": night,
+def rows_of(seed: int, night: int, record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the row of a night, and before that of the first night the row of the policy it started from."""
+
+    def figures(found: dict[str, Any]) -> dict[str, Any]:
+        return {name: of(found) for name, of in FIGURES.items()}
+
+    about = {"start": "", "version": "", "verdict": "first policy"}
+    first = {"seed": seed, "night": 0, **about, **figures(record["cold_start"]), "seconds": 0.0}
+    about = {
         "start": record["night"]["start"],
         "version": record["model"]["version"],
         "verdict": record["gate"]["verdict"],
-        **found,
-        "seconds": record["seconds"],
     }
+    ended = {"seed": seed, "night": night, **about, **figures(record["evaluation"])}
+    ended["seconds"] = record["seconds"]
+    return [first, ended] if night == 1 else [ended]
+
+
+def read_rows(stored: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of finished nights; exit if they were made with other settings than `settings`."""
+    if not stored.is_file():
+        return []
+    kept: dict[str, Any] = json.loads(stored.read_text())
+    if settings not in ({}, kept["settings"]):
+        sys.exit(f"{stored}: was made with {kept['settings']}, not {settings}; give another folder")
+    rows: list[dict[str, Any]] = kept["rows"]
+    return rows
 
 
 def write_table(out: Path, rows: list[dict[str, Any]]) -> str:
@@ -141,14 +161,20 @@ def main() -> None:
     out = chosen.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     sets = [word for item in chosen.sets for word in ("--set", item)]
-    stored = out / "nights.json"
-    rows: list[dict[str, Any]] = json.loads(stored.read_text()) if chosen.table else []
+    stored, settings = out / "nights.json", {"profile": chosen.profile, "sets": sorted(chosen.sets)}
+    rows = read_rows(stored, {} if chosen.table else settings)
     if not chosen.table:
         make_suite(out, chosen.profile, sets)
-        for seed in map(int, chosen.seeds.split(",")):
-            for night in range(1, chosen.nights + 1):
-                rows.append(row_of(seed, night, run_night(out, chosen.profile, seed, night, sets)))
-                stored.write_text(json.dumps(rows, indent=1))
+        done = {(row["seed"], row["night"]) for row in rows}
+        wanted = itertools.product(map(int, chosen.seeds.split(",")), range(1, chosen.nights + 1))
+        for seed, night in wanted:
+            if (seed, night) not in done:
+                rows += rows_of(seed, night, run_night(out, chosen.profile, seed, night, sets))
+                atomic_write(stored, json.dumps({"settings": settings, "rows": rows}, indent=1))
+                write_table(out, rows)
+                write_plot(out, rows)
+    if not rows:
+        sys.exit(f"{stored}: there is no finished night yet")
     print(write_table(out, rows), end="")
     write_plot(out, rows)
 
