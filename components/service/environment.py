@@ -98,8 +98,13 @@ def _answer(session: Session, kind: str, data: Any) -> dict[str, Any]:
     except (InfrastructureError, CancelledError) as error:
         raise RequestError("JUDGE_FAILED", f"{kind}: {error}") from error
     if kind == "state":
-        task_id = session.workspace.task.task_id if session.workspace is not None else None
-        return {"type": "state", "data": {"episode_id": task_id, "step_count": session.turn}}
+        workspace = session.workspace
+        data = {
+            "episode_id": workspace.task.task_id if workspace is not None else None,
+            "step_count": session.turn,
+            "files": dict(workspace.files) if workspace is not None else {},
+        }
+        return {"type": "state", "data": data}
     raise RequestError("UNKNOWN_TYPE", f"{kind[:40]}: no such message; send reset, step, state or close")
 
 

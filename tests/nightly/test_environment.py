@@ -2,26 +2,23 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import judge_fixtures as corpus
 import pytest
-import uvicorn
+from environment_fixtures import environment_of
+from library_environments import python_with
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
 from components.core.config import PROJECT
 from components.core.params import Params
-from components.judge.open_pool import open_pool
 from components.service import environment
-from components.service.environment import Sessions, make_environment
 
 sys.path.insert(0, str(PROJECT / "components" / "service" / "client"))
 from cuda_agent_env import EnvironmentFailed, KernelEnv, Session
@@ -31,19 +28,8 @@ HONEST = corpus.files("honest", "simd")
 
 @pytest.fixture(scope="module")
 def url(ci_params: Params, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    pool = open_pool(ci_params, tmp_path_factory.mktemp("environment") / "verdicts")
-    sessions = Sessions([corpus.TASK], ci_params, pool)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        server = uvicorn.Server(uvicorn.Config(make_environment(sessions), log_level="warning"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
-    sessions.close()
-    pool.close()
+    with environment_of([corpus.TASK], ci_params, tmp_path_factory.mktemp("environment")) as address:
+        yield address
 
 
 def test_the_milestone_is_given_once_at_the_end(url: str) -> None:
@@ -113,15 +99,18 @@ def test_faulty_messages_are_answered_with_a_code(url: str, monkeypatch: pytest.
             Session(url).reset()
 
 
-@pytest.mark.parametrize(
-    ("variable", "script"),
-    [("CUDA_AGENT_TRL_PYTHON", "trl_grpo.py"), ("CUDA_AGENT_OPENENV_PYTHON", "openenv_client.py")],
-    ids=["trl", "openenv"],
-)
-def test_a_real_library_runs_on_the_environment(variable: str, script: str, url: str) -> None:
-    python = os.environ.get(variable)
-    if python is None:
-        pytest.skip(f"{variable} names no interpreter; docs/environments.md says how to make its environment")
+@pytest.mark.parametrize("package", ["openenv==0.10.0", "openenv==0.4.1", "openenv-core==0.3.0"])
+def test_clients_of_openenv_run_an_episode(package: str, url: str, tmp_path: Path) -> None:
+    """Of the newest version, of the first with this name, and of the last with the name before."""
+    run(python_with(tmp_path / "openenv", package), "openenv_client.py", url)
+
+
+def test_trl_makes_two_grpo_steps(url: str, tmp_path: Path) -> None:
+    packages = ("torch==2.13.0", "trl==1.16.0", "jmespath", "websockets")
+    run(python_with(tmp_path / "trl", *packages), "trl_grpo.py", url)
+
+
+def run(python: str, script: str, url: str) -> None:
     command = [python, str(Path(__file__).resolve().parents[1] / "environments" / script), url]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CUDA_AGENT_URL": url})
     assert done.returncode == 0, done.stderr[-2000:]

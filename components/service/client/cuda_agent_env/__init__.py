@@ -3,7 +3,7 @@
 `KernelEnv` is an environment for TRL's `environment_factory`, and `Session` is one episode for any program.
 """
 
-from cuda_agent_env.session import EnvironmentFailed, Session, Step
+from cuda_agent_env.session import EnvironmentFailed, Session, Step, list_tasks
 from cuda_agent_env.trl import KernelEnv
 
-__all__ = ["EnvironmentFailed", "KernelEnv", "Session", "Step"]
+__all__ = ["EnvironmentFailed", "KernelEnv", "Session", "Step", "list_tasks"]

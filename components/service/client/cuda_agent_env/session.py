@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +34,18 @@ class Step:
     observation: dict[str, Any]
 
 
+def list_tasks(url: str = "") -> list[str]:
+    """Return the ids of the server's tasks."""
+    address = url or os.environ.get("CUDA_AGENT_URL", DEFAULT_URL)
+    with urllib.request.urlopen(f"{address.rstrip('/')}/kernels/tasks") as answer:
+        return [task["task_id"] for task in json.load(answer)["tasks"]]
+
+
 class Session:
-    """Client of one session, which connects at the first reset."""
+    """Client of one session, which connects at the first reset; `last` is the last answer."""
 
     def __init__(self, url: str = ""):
+        self.last: Step | None = None
         self.url = url or os.environ.get("CUDA_AGENT_URL", DEFAULT_URL)
         self.connection: ClientConnection | None = None
 
@@ -52,7 +61,18 @@ class Session:
         """End the episode with the files as they are, and wait for the reward."""
         return self.step("Finish")
 
+    def files(self) -> dict[str, str]:
+        """Return the texts of the candidate's files as they are now, by path."""
+        files: dict[str, str] = self._send("state", {})["files"]
+        return files
+
     def _ask(self, kind: str, data: dict[str, Any]) -> Step:
+        found = self._send(kind, data)
+        step = Step(found["observation"]["text"], found["reward"], found["done"], found["observation"])
+        self.last = step
+        return step
+
+    def _send(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
         if self.connection is None:
             address = self.url.rstrip("/").replace("http", "ws", 1) + "/ws"
             # A judgement can take longer than any keep-alive interval.
@@ -62,8 +82,8 @@ class Session:
         answer = json.loads(self.connection.recv())
         if answer["type"] == "error":
             raise EnvironmentFailed(answer["data"]["code"], answer["data"]["message"])
-        found = answer["data"]
-        return Step(found["observation"]["text"], found["reward"], found["done"], found["observation"])
+        found: dict[str, Any] = answer["data"]
+        return found
 
     def close(self) -> None:
         """End the session."""

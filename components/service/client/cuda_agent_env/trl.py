@@ -4,20 +4,18 @@ TRL calls the tools of a batch one rollout after another. Writing a file returns
 it in the background, so that the judgements of a batch overlap although the calls do not.
 """
 
-from cuda_agent_env.session import Session, Step
+from cuda_agent_env.session import Session
 
 
 class KernelEnv:
     """One rollout: the public methods are the policy's tools, and the milestone is the reward."""
 
-    def __init__(self) -> None:
-        self._session = Session()
-        self._last: Step | None = None
+    def __init__(self, session: Session | None = None) -> None:
+        self._session = session or Session()
 
     def reset(self, task_id: str = "", max_turns: int = 20, message: str = "compact", **_: object) -> str:
         """Begin an episode on the task of the row, or on a random one, and return its message."""
-        self._last = self._session.reset(task_id, max_turns=max_turns, message=message)
-        text: str = self._last.text
+        text: str = self._session.reset(task_id, max_turns=max_turns, message=message).text
         return text
 
     def write(self, file_path: str, content: str) -> str:
@@ -55,17 +53,16 @@ class KernelEnv:
         return self._call("Bash", command=command)
 
     def _call(self, tool: str, **arguments: str) -> str:
-        if self._last is None or self._last.done:
+        if self._session.last is None or self._session.last.done:
             return "The episode has ended."
-        self._last = self._session.step(tool, **arguments)
-        observation: str = self._last.text
+        observation: str = self._session.step(tool, **arguments).text
         return observation
 
     def get_reward(self) -> float:
         """End the episode if it has not ended, and return the milestone: -1, 1, 2 or 3."""
-        if self._last is None:
+        if self._session.last is None:
             raise RuntimeError("reset begins an episode")
-        if not self._last.done:
-            self._last = self._session.finish()
-        reward: float = self._last.reward
+        if not self._session.last.done:
+            self._session.finish()
+        reward: float = self._session.last.reward
         return reward

@@ -1,0 +1,98 @@
+"""The tool server of the taskset: one process for all rollouts of a worker.
+
+verifiers runs this module as a program.
+"""
+
+import asyncio
+import functools
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import verifiers.v1 as vf
+from cuda_agent_env import KernelEnv, Session
+from mcp.server.mcpserver import MCPServer
+from pydantic import Field
+
+# Sessions that a tool server keeps open; the environment server has 256 for all its callers. A rollout whose
+# session was closed goes on with its files in a new one.
+OPEN_SESSIONS = 64
+# Largest number of turns of a session that the environment server accepts.
+MOST_TURNS = 200
+# Threads in which sessions wait for the environment server, one for each call.
+THREADS = ThreadPoolExecutor(256, thread_name_prefix="session")
+
+
+class KernelState(vf.State):
+    """What a tool server needs of a rollout, the files that it left, and what the judge says of them."""
+
+    environment: str = ""
+    task_id: str = ""
+    max_turns: int = 1
+    files: dict[str, str] = Field(default_factory=dict)
+    status: str = ""
+    milestone: float | None = None
+
+
+class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
+    """The tools write, read and run; calls of different rollouts do not wait for each other."""
+
+    TOOL_PREFIX = None
+
+    async def setup(self) -> None:
+        self.sessions: OrderedDict[str, Session] = OrderedDict()
+        self.locks: dict[str, asyncio.Lock] = {}
+
+    def register(self, mcp: MCPServer) -> None:
+        example = KernelEnv()
+        for tool in (example.write, example.read, example.run):
+            call = self._in_order(self._with_state(self._in_session(tool)))
+            mcp.add_tool(call, name=tool.__name__, description=tool.__doc__)
+
+    def _rollout(self) -> str:
+        """Return the id of the rollout that calls."""
+        return self._state_channel()[2] or ""
+
+    def _in_order(self, call: Callable[..., Awaitable[str]]) -> Callable[..., Awaitable[str]]:
+        """Return the tool such that a rollout's calls, with their changes of its state, do not overlap."""
+
+        @functools.wraps(call)
+        async def ordered(**arguments: str) -> str:
+            async with self.locks.setdefault(self._rollout(), asyncio.Lock()):
+                return await call(**arguments)
+
+        return ordered
+
+    def _in_session(self, tool: Callable[..., str]) -> Callable[..., Awaitable[str]]:
+        """Return the tool in the session of the calling rollout, whose state gets the files afterwards."""
+
+        @functools.wraps(tool)
+        async def call(**arguments: str) -> str:
+            work = functools.partial(self._call, self.state, self._rollout(), tool.__name__, arguments)
+            return await asyncio.get_running_loop().run_in_executor(THREADS, work)
+
+        return call
+
+    def _call(self, state: KernelState, rollout: str, name: str, arguments: dict[str, str]) -> str:
+        session = self.sessions.pop(rollout, None)
+        if session is None:
+            session = open_session(state.environment, state.task_id, state.max_turns, state.files)
+        text: str = getattr(KernelEnv(session), name)(**arguments)
+        state.files = session.files()
+        self.sessions[rollout] = session  # only now: a session in use is not closed
+        while len(self.sessions) > OPEN_SESSIONS:
+            self.sessions.popitem(last=False)[1].close()
+        return text
+
+
+def open_session(environment: str, task_id: str, turns: int, files: dict[str, str]) -> Session:
+    """Return a session on a task with the files in it and, if there are so many, `turns` turns left."""
+    session = Session(environment)
+    session.reset(task_id, max_turns=min(MOST_TURNS, turns + len(files)))
+    for path, text in files.items():
+        session.step("Write", file_path=path, content=text)
+    return session
+
+
+if __name__ == "__main__":
+    KernelToolset.run()
