@@ -55,8 +55,10 @@ def approval(
 ) -> dict[str, Any]:
     """Ask a person whether a waiting version becomes the champion, and return the audit entry of the answer.
 
-    If nobody answers before the version's deadline, the version expires and the entry of its expiry is
-    returned. Raises UserError if the version does not wait for an answer.
+    `version` is a version's number or alias. `profile`, `sets` and `home` are a profile's name, KEY=VALUE
+    words and a folder, from which the parameters are resolved. Prefect looks for the answer every
+    `poll_seconds` seconds. If nobody answers before the version's deadline, the version expires and the entry
+    of its expiry is returned. Raises UserError if the version does not wait for an answer.
     """
     params = settings(profile, sets, home).params
     folder = Path(params.home).expanduser().resolve()
@@ -83,7 +85,10 @@ def approval(
 
 
 def ask(version: str, profile: str, sets: list[str]) -> bool:
-    """Start the deployed approval flow for a waiting version, and return whether that flow is deployed."""
+    """Start the deployed approval flow for a waiting version, and return whether that flow is deployed.
+
+    The call does not wait for the flow. `version`, `profile` and `sets` are passed on to `approval`.
+    """
     try:
         run_deployment(
             DEPLOYMENT,

@@ -53,7 +53,11 @@ BAD_INPUT, NO_ISOLATION = 2, 3
 @task(name="dataset", task_run_name="dataset", persist_result=False, cache_policy=NO_CACHE)
 @counted
 def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
-    """Build the data set if its inputs changed, push it to the DVC remote, and keep it in the home."""
+    """Build the data set if its inputs changed, push it to the DVC remote, and copy it into the home.
+
+    The inputs are parameters, sources and library versions. The copy is the folder `datasets/<version>`.
+    `cached` is true in the returned record if nothing was built. Raises the errors of `dvc`.
+    """
     started = time.monotonic()
     workspace = prepare_workspace(run)
     before, maker = _text(workspace / "dvc.lock"), maker_digest(run)
@@ -105,10 +109,11 @@ def keep_version(run: PipelineRun, workspace: Path) -> Path:
 def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: Progress | None) -> None:
     """Run a DVC command in the workspace, and try it again while another process holds its lock.
 
-    Raises Busy if another process still holds the lock after the last try. Raises UserError or
-    IsolationUnavailable with the message of the data set stage if that stage ended with BAD_INPUT or
-    NO_ISOLATION, and UserError if the disk is full. Raises StageFailed, which names a log file, after any
-    other failure.
+    `arguments` are the words after `dvc`. Steps of the data set that the command prints are reported to
+    `progress`, unless it is None. Raises Busy if another process still holds the lock after the last try.
+    Raises UserError or IsolationUnavailable with the message of the data set stage if that stage ended with
+    BAD_INPUT or NO_ISOLATION, and UserError if the disk is full. Raises StageFailed, which names a log file,
+    after any other failure.
     """
 
     def report(line: str) -> None:
@@ -144,9 +149,11 @@ def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: P
 
 
 def _failure(workspace: Path, command: str, lines: Sequence[str]) -> Exception:
-    """Return the exception for a failed DVC command according to its output lines.
+    """Return the exception that describes why a DVC command such as `repro` failed.
 
-    If it is a StageFailed, the output is also written to `.dvc/failed.log` in the workspace.
+    `lines` are the lines of the command's output, which decide the type of the exception: UserError,
+    IsolationUnavailable or, for every other reason, StageFailed. Before a StageFailed is returned, the output
+    is written to `.dvc/failed.log` in the workspace.
     """
     newest = lines[::-1]
     sentence = next((line.removeprefix(ERROR_PREFIX) for line in newest if line.startswith(ERROR_PREFIX)), "")

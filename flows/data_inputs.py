@@ -25,7 +25,10 @@ def maker_digest(run: PipelineRun) -> str:
 
 
 def absolute_values(params: Params) -> dict[str, Any]:
-    """Return the parameters with absolute paths, because DVC runs in the folder of its workspace."""
+    """Return all parameters as nested dictionaries, with the paths in data.against made absolute.
+
+    DVC runs in the folder of its workspace, where relative paths would name other files.
+    """
     values: dict[str, Any] = params.model_dump(mode="json")
     values["data"]["against"] = [str(Path(path).resolve()) for path in params.data.against]
     return values

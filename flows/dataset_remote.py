@@ -1,4 +1,4 @@
-"""This module uploads data set versions to the DVC remote, restores them, and runs DVC commands.
+"""Upload data set versions to the DVC remote, restore them, and run DVC commands.
 
 The files of a version are stored in the DVC remote, which stores equal files once. The .dvc file that refers
 to them is stored in the artifact store as `datasets/<version>/data.dvc`. So any version can be restored
@@ -31,7 +31,10 @@ def remote_url(params: Params, home: Path) -> str:
 
 
 def initialise_workspace(workspace: Path, params: Params, home: Path) -> Path:
-    """Write a DVC configuration with the address of the remote into the folder, and return the folder."""
+    """Write a DVC configuration with the address of the remote into `workspace`, and return that folder.
+
+    The remote is a folder in `home`, or the one below store.url if that parameter is set.
+    """
     lines = [
         "[core]",
         "    no_scm = True",
@@ -55,8 +58,9 @@ def run_dvc(
 ) -> tuple[int, list[str]]:
     """Run one DVC command, and return its exit status and the lines of its output.
 
-    `on_line` is called with each line as soon as DVC prints it. If an exception is raised meanwhile, DVC and
-    all processes that it started are killed.
+    `arguments` are the words after `dvc`, and `environment` has variables that are added to those of this
+    process. The output includes standard error. `on_line` is called with each line as soon as DVC prints it.
+    If an exception is raised before DVC ends, DVC and all processes that it started are killed.
     """
     lines: list[str] = []
     # DVC gets a session of its own, so that DVC and every process that it starts can be killed together.
@@ -84,9 +88,10 @@ def run_dvc(
 
 
 def push(params: Params, home: Path, folder: Path) -> str:
-    """Push the data set in `folder` and return its version.
+    """Upload the data set in `folder` to the DVC remote, and return its version.
 
-    Raises UserError if the folder has no tasks.parquet.
+    A version that is already stored is not uploaded again. Raises UserError if the folder has no
+    tasks.parquet, or if DVC fails, for instance because the remote cannot be reached.
     """
     tasks = folder / "tasks.parquet"
     if not tasks.is_file():
@@ -109,8 +114,8 @@ def push(params: Params, home: Path, folder: Path) -> str:
 def keep_pointer(params: Params, home: Path, version: str, lock: Path, output: str) -> None:
     """Store the .dvc file of a version whose files `dvc push` has already uploaded.
 
-    Its content is the entry for the path `output` in the dvc.lock file `lock`, with the path replaced by
-    `data`, into which `pull` restores the files.
+    The .dvc file is made from the entry for the path `output` in the dvc.lock file `lock`. The path is
+    replaced by `data`, the folder into which `pull` restores the files.
     """
     stages = yaml.safe_load(lock.read_text())["stages"].values()
     out = next(out for stage in stages for out in stage.get("outs", ()) if out["path"] == output)
@@ -127,8 +132,8 @@ def keep_pointer(params: Params, home: Path, version: str, lock: Path, output: s
 def pull(params: Params, home: Path, version: str) -> Path:
     """Return the folder `datasets/<version>` in the home, and restore it from the remote if it is missing.
 
-    The first 8 digits of the version are enough. Raises UserError if no such version was pushed, or if the
-    downloaded data set has another version.
+    `version` has all 64 digits, or at least its first 8. Raises UserError if no such version was pushed, if
+    DVC fails, or if the downloaded data set has another version.
     """
     store = open_store(params.store, home)
     home.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""This module creates or updates work pools, limits, deployments and automations on a Prefect server."""
+"""Create or update work pools, limits, deployments and automations on a Prefect server."""
 
 import json
 import os
@@ -33,7 +33,10 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Choices:
-    """Changes that one `cuda-agent deploy` makes to prefect.yaml. An empty value changes nothing."""
+    """The options of `cuda-agent deploy`: the type of the workers, and changes to the values of prefect.yaml.
+
+    An empty value changes nothing.
+    """
 
     workers: Workers = "process"
     profile: str = ""
@@ -49,11 +52,11 @@ class Choices:
 
 
 def deploy(choices: Choices) -> Record:
-    """Create or update pools, limit, deployments and automations, and return what the server then has.
+    """Create or update the work pools, concurrency limit, deployments and automations on a Prefect server.
 
-    The server is the one that PREFECT_API_URL names. Calling it again with the same choices changes nothing.
-    Raises UserError if PREFECT_API_URL is not set, if the server does not answer, or if a choice is not
-    accepted.
+    The server is the one that PREFECT_API_URL names. A second call with the same choices changes nothing.
+    Returns a dictionary for JSON with the server's address and its pools, deployments and automations. Raises
+    UserError if PREFECT_API_URL is not set, if the server does not answer, or if a choice is not accepted.
     """
     url = PREFECT_API_URL.value()
     if not url:
@@ -165,10 +168,10 @@ def read_pools() -> Record:
 
 
 def base_job_template(pool: str, workers: Workers) -> Record:
-    """Return the job template of a work pool.
+    """Return the base job template of a work pool, which Prefect fills in to start a flow run.
 
-    It is infra/prefect/<workers>.json with the values of the pool in pools.yaml as defaults. Raises UserError
-    if pools.yaml sets a variable that the template does not have.
+    The template is the file infra/prefect/<workers>.json, in which the values that pools.yaml sets for the
+    pool are the defaults. Raises UserError if pools.yaml sets a variable that the template does not have.
     """
     template: Record = json.loads((PREFECT / f"{workers}.json").read_text())
     variables = template["variables"]["properties"]
@@ -211,7 +214,8 @@ def make_pools(client: SyncPrefectClient, workers: Workers) -> list[Record]:
 def make_deployments(values: Record) -> None:
     """Create or update the deployments by running `prefect deploy --all` on a temporary prefect.yaml.
 
-    Raises UserError if Prefect does not accept a deployment.
+    `values` is the content of that file, as `deployments_file` returns it. Raises UserError if Prefect does
+    not accept a deployment.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "prefect.yaml"

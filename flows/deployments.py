@@ -43,15 +43,16 @@ LAST_ATTEMPT = 4
 
 
 def scheduled_day() -> str:
-    """Return the day that the flow run was scheduled for, as YYYYMMDD in UTC."""
+    """Return the day that the flow run was scheduled for, or today without a schedule, as YYYYMMDD in UTC."""
     return f"{flow_run.scheduled_start_time or datetime.now(UTC):%Y%m%d}"
 
 
 def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> FlowResult:
     """Call `work` while no other flow works in the home, and return its result.
 
-    After a temporary fault, `work` is called again (retry_policy.py). Raises UserError if this flow run has
-    already been attempted LAST_ATTEMPT times, or if the environment is not complete.
+    `work` gets the `Progress` to which it reports. After a temporary fault, it is called again
+    (retry_policy.py). Raises UserError if Prefect has already attempted this flow run LAST_ATTEMPT times, and
+    the errors of `check_environment` if something that the run needs is missing.
     """
     from components.core.progress_view import ProgressView
 
@@ -89,7 +90,9 @@ def nightly(
     """Run the pipeline as `cuda-agent run` does, and ask a person about the new version if it waits for one.
 
     If `dated` is true, the day for which the run was scheduled is the seed, so that every day has a run of
-    its own and a retry on a later day continues the same run. With night.new_tasks it is data.seed too.
+    its own and a retry on a later day continues the same run. If night.new_tasks is true, the day is
+    data.seed too. `redo_from` names a stage from which on all stages run again, or is empty. Returns the
+    run's record.
     """
     day = [f"seed={scheduled_day()}"] if dated else []
     if dated and settings(profile, sets, home).params.night.new_tasks:
@@ -110,7 +113,10 @@ def nightly(
 
 @flow(name="data", persist_result=False)
 def data(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "") -> dict[str, Any]:
-    """Build the data set that the next run will use, unless the data set in the home is up to date."""
+    """Build the data set that the next run will use, unless the data set in the home is up to date.
+
+    Returns the DatasetRecord of the data set as a dictionary.
+    """
     run = PipelineRun(settings(profile, sets, home))
     return work_in_home(run, lambda progress: dataset(run, DiskGuard(progress, run.home)).model_dump())
 
@@ -119,7 +125,12 @@ def data(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "
 def evaluation(
     profile: str = "h20-pool", sets: list[str] | None = None, home: str = "", version: str = "champion"
 ) -> dict[str, Any]:
-    """Evaluate a model version again, and publish a table with the registered and the new figures."""
+    """Evaluate a model version again, and publish a table with its registered and its new figures.
+
+    The table is a Prefect artifact. `version` is a number or an alias. The suite is that of the parameters;
+    held-out tasks are taken from the home's newest data set. Returns the model, the version, the new figures
+    and the folder of the results.
+    """
     run = PipelineRun(settings(profile, sets, home))
 
     def work(progress: Progress) -> FlowResult:
@@ -157,7 +168,10 @@ def evaluation(
 
 @flow(name="promotion", persist_result=False)
 def promotion(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "") -> dict[str, Any]:
-    """Ask a person again about the candidate version, if it still waits for a decision."""
+    """Ask a person again about the version with the alias `candidate`, if it still waits for a decision.
+
+    Returns the audit entry of the answer, or `{"verdict": "nothing waits", …}` if no such version waits.
+    """
     run = PipelineRun(settings(profile, sets, home))
     client, model = connect(run.params.registry, run.home), run.params.registry.model
     version = models.aliases(client, model).get(models.CANDIDATE)

@@ -17,9 +17,9 @@ from flows.steps import Context, EvaluationRecord
 def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: str) -> EvaluationRecord:
     """Evaluate a checkpoint on the run's suite, or return the cached record of its evaluation.
 
-    `checkpoint` is a path relative to the home. `title` is shown to people in order to distinguish the
-    evaluations of one run. It is not part of the cache key, because the same policy under another title gives
-    the same evaluation.
+    `checkpoint` is a path relative to the home, and `digest` is that of the checkpoint's files. `title` is
+    shown to people in order to distinguish the evaluations of one run. It is not part of the cache key,
+    because the same policy under another title gives the same evaluation.
     """
     run, params = context.run, context.params
     suite = load_suite(params, context.dataset_folder)
@@ -60,13 +60,16 @@ def load(context: Context, record: EvaluationRecord) -> Evaluation:
 
 
 def figures(summary: Summary) -> dict[str, Any]:
-    """Return the figures of an evaluation that `cuda-agent run --json` prints."""
+    """Return the seven figures of an evaluation that `cuda-agent run --json` prints, by their names."""
     names = {"pass_rate", "faster_rate", "geomean", "mean_reward", "attempts_mean_reward", "tasks", "errors"}
     return summary.model_dump(include=names)
 
 
 def table(results: tuple[TaskResult, ...]) -> list[dict[str, Any]]:
-    """Return one row for each task, for the table with which MLflow compares runs."""
+    """Return one row for each task's result, which maps columns to values.
+
+    MLflow shows the rows of several runs side by side. The speedups are those over the two baselines.
+    """
     return [
         {
             "task_id": row.task_id,

@@ -1,8 +1,8 @@
 """Say for each stage of a run whether it is cached, or why it would run (`cuda-agent run --explain`).
 
-Nothing is run. A champion from which the night would start is copied into the home. What a stage would make
-is unknown, so behind the first stage that runs only changes of parameters and files are compared, and changed
-inputs are named by the stage that makes them.
+No stage is run, but a champion from which the night would start is copied into the home. What a stage that
+would run makes is not known in advance. So for the stages that read its result, only parameters, sources and
+the other inputs are compared with those of earlier runs, and the unknown inputs are listed as made again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DATA = ("data", "device", "precision", "sandbox")
 
 
 class Explanation(FrozenModel):
-    """Whether a stage is cached, and otherwise phrases that say why it runs."""
+    """The statement whether a stage of a run is cached, and otherwise phrases that say why it would run."""
 
     stage: str
     cached: bool
@@ -42,14 +42,17 @@ class Explanation(FrozenModel):
 
 @dataclass(frozen=True)
 class Known:
-    """What is known about the result of a stage: its digest and key, which are empty if the stage runs."""
+    """The digest and the key of a stage's result, which are both empty if the stage would run."""
 
     digest: str = ""
     key: str = ""
 
 
 class Explainer:
-    """Follows the stages of a run in their order, and collects an explanation of each."""
+    """A collector of explanations, which is told the stages of a run in their order.
+
+    `found` has the explanations so far. The first is that of the data set.
+    """
 
     def __init__(self, run: PipelineRun, params: Params):
         self.run, self.params = run, params
@@ -78,7 +81,12 @@ class Explainer:
         return ""
 
     def stage(self, stage: str, name: str, upstream: dict[str, str], title: str = "") -> Known:
-        """Add the explanation of a stage; an input whose digest is unknown is an empty string."""
+        """Add the explanation of a stage to `found`, and return what is known about the stage's result.
+
+        `stage` is one of run_context.STAGES, and `name` one of stage_keys.READS. `upstream` maps the names of
+        the stage's inputs to their digests, which are empty if they are unknown. `title` is the name that is
+        shown to people, and its default is `name`.
+        """
         inputs = upstream | {"dataset": self.dataset}
         parts = key_parts(self.params, name, inputs, self.run.rerun_number(stage))
         folder = parts.folder(self.run.home)
@@ -113,14 +121,15 @@ class Explainer:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as YAML reads it back, in which keys and tuples are plain."""
+    """Return a value as YAML would read it back, for instance with lists in place of tuples."""
     return yaml.safe_load(yaml.safe_dump(value))
 
 
 def _decided(run: PipelineRun) -> tuple[Params, StartPolicy | None, Unfinished | None]:
-    """Return the parameters of the stages, and what the night starts from and continues.
+    """Return the parameters of the run's stages, the champion it starts from, and the stage it continues.
 
-    A night that has not begun is treated as if it began now.
+    Without a champion or an unfinished stage of an earlier night, None takes its place. A night that has not
+    begun is treated as if it began now.
     """
     if run.params.policy.source != "champion" and not run.params.night.hours:
         return run.params, None, None
@@ -133,7 +142,7 @@ def _decided(run: PipelineRun) -> tuple[Params, StartPolicy | None, Unfinished |
 
 
 def _continued(continues: Unfinished) -> list[Explanation]:
-    """Return explanations of the stages of a night that continues an earlier one."""
+    """Return explanations of the finished stages of an earlier night, and of the stage that is continued."""
     done, total = continues.progress or (0, 0)
     place = f"after update {done} of {total}" if total else "from its beginning"
     return [
@@ -145,7 +154,10 @@ def _continued(continues: Unfinished) -> list[Explanation]:
 
 
 def explain(run: PipelineRun) -> list[Explanation]:
-    """Return an explanation of each stage of the run up to its evaluation, in their order."""
+    """Return an explanation of each stage of the run from the data set to the last evaluation, in order.
+
+    If the run continues an earlier night, the explanations end with the stage that it continues.
+    """
     params, champion, continues = _decided(run)
     explainer = Explainer(run, params)
     if continues is not None:

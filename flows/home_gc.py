@@ -1,7 +1,7 @@
 """Find what can be removed from a home: states of finished stages, unused stages, abandoned temporary files.
 
-A stage is used if a run names it that has a version with an alias, that is not finished, or that is younger
-than the limit, or if the next night continues it.
+A stage is used if the next night continues it, or if a run that is kept names it. A run is kept if a version
+that it registered has an alias, if it is not finished, or if it is younger than a given limit.
 """
 
 import re
@@ -55,9 +55,10 @@ def note_use(run_folder: Path, stage: Path) -> None:
 
 
 def removable(home: Path, references: Mapping[str, str], seconds: float) -> list[Removable]:
-    """Return what can be removed from the home and is older than `seconds`.
+    """Return the files and folders of the home that can be removed and are older than `seconds`.
 
-    `references` maps the keys of runs to reasons to keep them (`retention_refs.references`).
+    Temporary files are also older than ABANDONED_SECONDS. `references` maps the keys of runs to reasons to
+    keep them (`retention_refs.references`). Nothing is removed yet.
     """
     now = time.time()
     used = set(_used_stages(home, references, now - seconds))
@@ -84,7 +85,11 @@ def removable(home: Path, references: Mapping[str, str], seconds: float) -> list
 
 
 def _used_stages(home: Path, references: Mapping[str, str], younger_than: float) -> Iterator[str]:
-    """Yield the folder names of the stages that kept runs and unfinished nights name."""
+    """Yield the folder names of the stages that kept runs and unfinished nights name, some more than once.
+
+    A run is kept if one of its files was written at the time.time() `younger_than` or later, or if
+    `references` has a reason to keep it.
+    """
     texts = list((home / "unfinished").glob("*.json"))
     for run in (home / "runs").glob("*"):
         files = [file for file in (*run.glob("*.json"), *run.glob(USED)) if not file.name.startswith(".")]

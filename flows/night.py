@@ -1,9 +1,9 @@
 """How a night begins and ends: its first policy, the stage that it continues, its budget and its descent.
 
 A night is one run of the pipeline in a series. What it starts from is decided once and stored in night.json
-in the run's folder, so a killed night continues from the same. If its budget ends before the last update, the
-unfinished stage is described in a file of the home, which the next night with equal training parameters and
-sources reads. The file is named by a digest of those (`line_of`).
+in the run's folder, so a killed night starts from the same policy again. If its time budget ends before the
+last update, the unfinished stage is described in a file in the folder `unfinished` of the home. The next
+night with equal training parameters and sources reads that file, which is named by their digest (`line_of`).
 """
 
 import os
@@ -48,7 +48,11 @@ MAX_ANCESTORS = 10
 
 
 class StartPolicy(FrozenModel):
-    """The champion that a night starts from: its version, digest, and the source of its own first policy."""
+    """The champion that a night starts from: its version and the digest of its checkpoint.
+
+    `source` is the value of policy.source, `scratch` or a folder, from which the champion's line of training
+    began.
+    """
 
     version: str
     digest: str
@@ -56,7 +60,10 @@ class StartPolicy(FrozenModel):
 
 
 class Unfinished(FrozenModel):
-    """The stage at which the time budget of a night ended, and everything that was finished before it."""
+    """The stage at which the time budget of a night ended, and the stages that were finished before it.
+
+    `run_id` is that of the night. `seed` and `dataset` are those with which the stage was begun.
+    """
 
     run_id: str
     stage: StageName
@@ -72,7 +79,11 @@ class Unfinished(FrozenModel):
 
 
 class Night(FrozenModel):
-    """What is decided once when a night begins. `started`, a time.time(), is before the data set is made."""
+    """The decisions that are made once when a night begins: its first policy and the stage that it continues.
+
+    `started` is the time.time() at which the night began, before its data set was made. `champion` is None if
+    the night starts from another policy, and `continues` is None if the night continues nothing.
+    """
 
     started: float
     champion: StartPolicy | None
@@ -80,7 +91,10 @@ class Night(FrozenModel):
 
 
 def line_of(params: Params) -> str:
-    """Return the digest of the training parameters and sources, which nights of one line have in common."""
+    """Return 12 digits of a digest of the training parameters and sources.
+
+    Nights with equal digits form a line and may continue each other's stages.
+    """
     sources = {name: closure_digests(*READS[name].modules) for name in STAGES}
     return digest_json({"params": result_values(params, LINE), "sources": sources})[:12]
 
@@ -90,9 +104,10 @@ def _pointer(run: PipelineRun) -> Path:
 
 
 def peek_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
-    """Return what was decided when this night began, or what would be decided now.
+    """Return what was decided when this night began, or what would be decided if it began now.
 
-    An unfinished stage is continued only by a night that has a time budget itself.
+    `started` is the time.time() that a new decision gets. An unfinished stage is continued only by a night
+    that has a time budget itself and is no rerun (`--from`).
     """
     file, pointer = run.folder / NIGHT, _pointer(run)
     if file.is_file():
@@ -103,7 +118,10 @@ def peek_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
 
 
 def open_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
-    """Return what was decided when this night began, or decide it now and store it in the run's folder."""
+    """Return what was decided when this night began; at the first call, decide it and store the decision.
+
+    `started` is the time.time() at which the night began.
+    """
     night = peek_night(run, client, started)
     write_json(run.folder / NIGHT, night.model_dump(mode="json"))
     return night
@@ -112,10 +130,12 @@ def open_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
 def end_night(
     run: PipelineRun, night: Night, unfinished: Unfinished | None, finished: Collection[str]
 ) -> None:
-    """Write or remove the description of the unfinished stage for the next night.
+    """Write or remove the file that describes an unfinished stage for the next night.
 
-    `finished` are the keys of the stages that this night finished or found finished. A description of one of
-    them is removed too: a run without a time budget may have finished what an earlier night left.
+    `unfinished` is the stage at which this night's time budget ended, or None. If it is None, the file is
+    removed if this night continued a stage, or if the file describes a stage with a key in `finished`. These
+    are the stages that this night finished or found finished: a run without a time budget may have finished
+    what an earlier night left.
     """
     pointer = _pointer(run)
     if unfinished is not None:
@@ -127,9 +147,11 @@ def end_night(
 
 
 def find_champion(run: PipelineRun, client: MlflowClient) -> StartPolicy | None:
-    """Return the champion that the run starts from, or None if it starts from something else.
+    """Return the champion that the run starts from, or None.
 
-    The source of its own first policy is recorded in its checkpoint. It is policy.base if it is not recorded.
+    The result is None if policy.source is not `champion` or there is no champion. The champion's checkpoint
+    is copied into the home. Its manifest records the policy from which the champion's line of training began;
+    if it does not, that policy is assumed to be policy.base. Raises UserError if the copy is damaged.
     """
     policy, model = run.params.policy, run.params.registry.model
     version = models.aliases(client, model).get(models.CHAMPION) if policy.source == "champion" else None
@@ -144,7 +166,8 @@ def find_champion(run: PipelineRun, client: MlflowClient) -> StartPolicy | None:
 def keep_checkpoint(home: Path, client: MlflowClient, model: str, version: str) -> Path:
     """Return the folder in the home with a copy of a version's checkpoint, which is made if it is missing.
 
-    Raises UserError if the copy is not the registered checkpoint.
+    `model` is the name of the registered model, and `version` a number or an alias. Raises UserError if the
+    digest of the copy is not the registered one.
     """
     digest = models.describe(client, model, version)["tags"]["checkpoint.digest"]
     folder: Path = home / "champions" / digest[:12]
@@ -163,7 +186,11 @@ def keep_checkpoint(home: Path, client: MlflowClient, model: str, version: str) 
 
 
 def night_params(params: Params, champion: StartPolicy | None) -> Params:
-    """Return the parameters with the source of the first policy of all, `scratch` or a folder."""
+    """Return the parameters with policy.source resolved to `scratch` or a folder if it is `champion`.
+
+    The value is the source from which the champion's line of training began, or policy.base if `champion` is
+    None.
+    """
     if params.policy.source != "champion":
         return params
     source = champion.source if champion else params.policy.base
@@ -173,9 +200,10 @@ def night_params(params: Params, champion: StartPolicy | None) -> Params:
 def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) -> float | None:
     """Return the time.time() at which training has to end, or None without a time budget.
 
-    What follows training is expected to last as long as in the newest finished run of the home with the same
-    profile. In the first run it is expected to last twice as long as an evaluation of the first policy, and
-    at least FIRST_SHARE of the budget, because the gates judge the exploit corpus too.
+    `before` is the evaluation of the night's first policy. What follows training is expected to last as long
+    as in the newest finished run of the home with the same profile. In the first run it is expected to last
+    twice as long as an evaluation of the first policy, and at least FIRST_SHARE of the budget, because the
+    gates judge the exploit corpus too.
     """
     hours = run.params.night.hours
     if not hours:
@@ -197,10 +225,11 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
 
 
 def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool:
-    """Return whether a stage can be begun before the deadline.
+    """Return whether a stage may be begun now, so that it makes an update before the deadline.
 
-    Stage 2 samples all its trajectories before its first update. It is begun only if the whole stage took
-    less time when it was last finished in this home.
+    `deadline` is a time.time(), or None without a time budget. The stage `rejection` samples all its
+    trajectories before its first update. It may be begun only if it took less time than is left when it was
+    last finished in this home. Every other stage may be begun until the deadline.
     """
     if deadline is None:
         return True
@@ -219,10 +248,10 @@ def unfinished_stage(
     record: CheckpointRecord | None = None,
     continues: Unfinished | None = None,
 ) -> Unfinished:
-    """Describe the stage at which the time budget ended.
+    """Return a description of the stage `name`, at which the time budget ended.
 
-    `made` are the finished stages before it. `record` is None if the stage was not begun, and `continues` is
-    the stage of an earlier night that it continued.
+    `made` has the records of the stages that were finished before it. `record` is None if the stage was not
+    begun, and `continues` is the stage of an earlier night that it continued.
     """
     began = continues if continues is not None and name in FIXED_DATA else None
     return Unfinished(
@@ -238,9 +267,11 @@ def unfinished_stage(
 
 
 def carry_over(earlier: Path, folder: Path) -> None:
-    """Let a stage's folder begin with the states, trajectories and metrics of an unfinished stage.
+    """Copy the states, trajectories and metrics of an unfinished stage into the folder of its continuation.
 
-    Files are linked, because they are never changed. The states come last, so that a killed call is repeated.
+    `earlier` is the folder of the unfinished stage. Nothing is done if `folder` already has states or
+    `earlier` has none. Files that are never changed are hard links. The states come last, so that a call that
+    was killed is repeated.
     """
     if (folder / "state").is_dir() or not (earlier / "state").is_dir():
         return
@@ -263,9 +294,10 @@ def carry_over(earlier: Path, folder: Path) -> None:
 
 
 def changes_since(run: PipelineRun, client: MlflowClient, version: str) -> list[str]:
-    """Return a phrase for each result parameter that differs from the run of a version, and for other code.
+    """Return phrases that say in what a run differs from the run that registered a version.
 
-    The result is empty if that run's folder is not in this home.
+    There is one for each result parameter with another value, and "code" if the sources differ. The result is
+    empty if the folder of the version's run is not in this home.
     """
     key = models.describe(client, run.params.registry.model, version)["tags"].get(RUN_KEY, "")
     file = run.home / "runs" / key[:12] / SETTINGS
@@ -283,7 +315,12 @@ def changes_since(run: PipelineRun, client: MlflowClient, version: str) -> list[
 
 
 def night_lineage(context: Context, night: Night, unfinished: Unfinished | None) -> dict[str, Any]:
-    """Return what the night started from, what was new in it, and what it continued and left."""
+    """Return the night's descent as a dictionary for JSON.
+
+    It has the time budget in hours, the policy that the night started from, the version of its champion
+    (`parent`), the stages of earlier nights that it continued and that it left unfinished, and the phrases of
+    `changes_since` for the champion (`new`).
+    """
     run, champion = context.run, night.champion
 
     def place(stage: Unfinished | None) -> dict[str, Any] | None:
@@ -300,7 +337,10 @@ def night_lineage(context: Context, night: Night, unfinished: Unfinished | None)
 
 
 def lineage_tags(lineage: dict[str, Any]) -> dict[str, str]:
-    """Return the tags of a model version and of the MLflow run that record the descent."""
+    """Return the descent of a night as tags for its model version and its MLflow run, without empty ones.
+
+    `lineage` is a result of `night_lineage`.
+    """
     tags = {
         "lineage.start": lineage["start"],
         "lineage.parent": lineage["parent"],
@@ -319,7 +359,10 @@ def _phrase(stage: dict[str, Any] | None) -> str:
 
 
 def descent(client: MlflowClient, model: str, version: str) -> list[dict[str, Any]]:
-    """Return a row for a version and for each version that it descends from, the newest first."""
+    """Return a row for a version and for each version that it descends from, the newest first.
+
+    A row maps columns of the report's table to texts. There are at most MAX_ANCESTORS rows.
+    """
     rows: list[dict[str, Any]] = []
     aliases = models.aliases(client, model)
     number: str | None = version

@@ -63,7 +63,8 @@ def run_pipeline(run: PipelineRun, progress: Progress, server: Server | None = N
     """Run the pipeline as a Prefect flow in this process, and return the run's record.
 
     The caller holds the lock of the home and has called `prepare_environment` (run_context.py). `server` is
-    the process of Prefect's server if the run has one of its own; it is told the number of task runs.
+    the run's own Prefect server, whose attribute `task_runs` is set at the end. It is None if the run uses a
+    server that was already there.
     """
 
     @flow(name="nightly", flow_run_name="{profile}-{run_id}", persist_result=False)
@@ -85,7 +86,9 @@ def run_pipeline(run: PipelineRun, progress: Progress, server: Server | None = N
 def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool = False) -> RunRecord:
     """Run every stage inside the current Prefect flow, and return the run's record.
 
-    `owns_server` says whether Prefect's server has runs of this home only.
+    `owns_server` says whether Prefect's server has runs of this home only. Then all its other unfinished flow
+    runs are marked as crashed, and otherwise only those of this pipeline run. Raises StageFailed if the time
+    budget ended before the first update, and UserError for bad parameters or a full disk.
     """
     started = time.monotonic()
     check_stages(run.params)
@@ -139,7 +142,10 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
 
 
 def has_updates(stages: dict[str, CheckpointRecord]) -> bool:
-    """Return whether a stage that trains the policy has made at least one update."""
+    """Return whether one of the stages that train the policy has made at least one update.
+
+    `stages` maps names to records. The cold start and the critic do not count.
+    """
     trained = [record for name, record in stages.items() if name not in ("coldstart", "critic")]
     return any(record.progress is None or record.progress[0] > 0 for record in trained)
 
@@ -147,9 +153,11 @@ def has_updates(stages: dict[str, CheckpointRecord]) -> bool:
 def train_stages(
     context: Context, night: Night, stages: dict[str, CheckpointRecord], deadline: float | None
 ) -> Unfinished | None:
-    """Train the stages of the night, and add their records to `stages`, which has those that are made.
+    """Run the training stages of the night in their order, and add their records to `stages`.
 
-    Returns the stage at which the deadline ended training, or None if all stages are finished.
+    Stages that `stages` already has are not run. `deadline` is the time.time() at which training ends, or
+    None. Returns a description of the stage at which the deadline ended training, or None if all stages are
+    finished.
     """
     run, params = context.run, context.params
     made = dict(stages)
@@ -188,7 +196,10 @@ def note_start(run: PipelineRun) -> float:
 
 
 def open_context(run: PipelineRun, progress: PageProgress, data: DatasetRecord) -> Context:
-    """Create the objects that all stages share, such as the MLflow run and the pool of judges."""
+    """Create the objects that all stages share, and begin the MLflow run.
+
+    Writes the parameters and the digests of the sources to settings.json in the run's folder.
+    """
     # `cuda-agent runs compare` reads the full parameters and the digest of every source.
     write_json(
         run.folder / SETTINGS,
@@ -224,7 +235,11 @@ def run_record(
     version: str,
     decision: Decision,
 ) -> RunRecord:
-    """Return the run's record without `seconds` and `artifacts`, which nightly_pipeline and publish add."""
+    """Return the run's record for JSON, with its data set, stages, evaluations, version and gates.
+
+    `before` and `after` are the evaluations of the first and the last policy. `nightly_pipeline` and
+    `publish` add the rest: the night, the durations and the address of the stored files.
+    """
     run, data = context.run, context.dataset
     splits = [kernel.split for kernel in read_tasks(context.dataset_folder / "tasks.parquet")]
     figures = {"digest", "reward_before", "reward_after", "seconds", "cached", "stopped"}
@@ -261,7 +276,9 @@ def publish(
 ) -> None:
     """Log the record to MLflow, upload the results to the store, and write run.json.
 
-    The file run.json is written last, because its presence means that the run is finished.
+    `policy` is the record of the last trained policy, and `evaluations` has the evaluations by the names of
+    their MLflow tables. The file run.json is written last, because its presence means that the run is
+    finished.
     """
     run, tracking = context.run, context.tracking
     tracking.figures({key: value for key, value in record.items() if key != "gate"})

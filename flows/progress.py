@@ -88,7 +88,10 @@ class RenamedProgress:
 
 
 class EventProgress:
-    """A `Progress` that also emits the events PROGRESS and COLLAPSING for the flow run `run_id`."""
+    """A `Progress` that also emits the events PROGRESS and COLLAPSING for the flow run with the id `run_id`.
+
+    PROGRESS is emitted at most every PROGRESS_SECONDS, and COLLAPSING once for each stage.
+    """
 
     def __init__(
         self,
@@ -129,7 +132,11 @@ class EventProgress:
                 )
 
     def collapsing(self, stage: str, ppo: Ppo, figures: Mapping[str, float]) -> list[str]:
-        """Return a sentence for each sign of collapse in the figures of a stage's newest step."""
+        """Return a phrase for each sign of collapse in the figures of a stage's newest step.
+
+        The signs are an entropy or a share of truncated trajectories near its limit in `ppo`, and an
+        explained variance below 0 in each of the last CRITIC_STEPS steps.
+        """
         reasons = [
             f"{name} {figures[name]:.2f} nears the limit {limit:g}"
             for name, limit in (("entropy", ppo.max_entropy), ("truncated", ppo.max_truncated))

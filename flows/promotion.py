@@ -32,9 +32,10 @@ from flows.steps import CheckpointRecord, Context, EvaluationRecord, counted
 def register(
     context: Context, policy: CheckpointRecord, evaluation: EvaluationRecord, lineage: dict[str, str]
 ) -> str:
-    """Register the checkpoint and its evidence as a model version, and return the version's number.
+    """Register a checkpoint and its evidence as a model version, and return the version's number.
 
-    `lineage` has the tags of the version's descent.
+    `policy` is the record of the checkpoint, `evaluation` that of its evaluation, and `lineage` has the tags
+    of the version's descent. The version gets the alias `candidate`.
     """
     run, tracking = context.run, context.tracking
     version = models.register(
@@ -85,7 +86,8 @@ def decide(
 ) -> Decision:
     """Run the gates on the version, write the run's report, and return the decision.
 
-    `policy` is the stage whose checkpoint the version has.
+    `policy` is the record of the version's checkpoint. `before` and `evaluation` are the evaluations of the
+    run's first policy and of the version. If `champion` is None, the version is compared with no champion.
     """
     run = context.run
     # One of the gates checks that the report is complete, so the report is first written without a decision.
@@ -166,7 +168,11 @@ def write_run_report(
     decision: Decision | None,
     version: str,
 ) -> None:
-    """Write the HTML report of the run. If `decision` is None, the report has no section on the gates."""
+    """Write the report of the run to report.html in the run's folder.
+
+    `before` and `after` are the evaluations of the run's first and last policy. If `decision` is None, the
+    report has no section on the gates.
+    """
     run, client = context.run, context.tracking.client
     model = run.params.registry.model
     meta = {

@@ -35,9 +35,9 @@ UNAVAILABLE = ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "ABORTED")
 
 
 def retry_kind(error: BaseException) -> str | None:
-    """Return the kind of fault, a key of DELAYS, or None if the fault is permanent.
+    """Return the kind of a temporary fault, a key of DELAYS, or None if the fault is permanent.
 
-    It is decided by the first of the error and its causes that is such a fault.
+    The error and then its causes are searched, and the first one that is a temporary fault decides.
     """
     for seen in error_chain(error):
         match seen:

@@ -60,7 +60,10 @@ LOCK_SECONDS = 3.0
 
 @functools.cache
 def source_commit() -> str:
-    """Return the Git commit of the project, with `-dirty` if files differ from it, or "" without Git."""
+    """Return the Git commit of the project, with `-dirty` if files differ from the commit.
+
+    The result is "" if the project is no Git repository or Git is not installed.
+    """
     command = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -71,9 +74,9 @@ def source_commit() -> str:
 
 @dataclass(frozen=True)
 class Rerun:
-    """A request to run a stage and all later stages again.
+    """A request to run the stage `stage`, one of STAGES, and all later stages again.
 
-    `number` counts the requests of a run, so that each request gives the stages new keys.
+    `number` counts the requests for one run from 1, so that each request gives the stages new keys.
     """
 
     stage: str
@@ -87,8 +90,9 @@ class Busy(UserError):
 class PipelineRun:
     """One pipeline run, whose key is the digest of its parameters, its code and its rerun request.
 
-    The key does not depend on the home, on parameters that only change throughput, or on comments. `night`
-    counts the runs with the same parameters, of which all but the last were ended by their time budget.
+    The key does not depend on the home, on parameters that only change throughput, or on comments in the
+    code. `night` is the number of the run among those with the same parameters, from 1. It is above 1 if the
+    time budget ended training in all earlier ones.
     """
 
     def __init__(self, resolved: Resolved, rerun: Rerun | None = None, night: int = 1):
@@ -161,7 +165,10 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
 
 
 def _newest_night(run: PipelineRun, resolved: Resolved) -> PipelineRun:
-    """Return the run, or the next one with its parameters if its time budget left a stage unfinished."""
+    """Return the run, or the first later one with its parameters that left no stage unfinished.
+
+    A run that has not begun counts as one that left nothing unfinished.
+    """
     number = 1
     while _left_unfinished(run):
         number += 1
@@ -246,9 +253,11 @@ def home_lock(home: Path) -> Iterator[None]:
 
 
 def check_training(params: Params) -> None:
-    """Raise UserError unless there are the policy's folder and a pool that holds it on a Ray cluster.
+    """Raise UserError unless the policy's folder exists and the pool has the memory and machines to train it.
 
-    This is checked before a run starts, because the run itself would fail only after hours.
+    The pool is that of the section `pool`: every role must fit the memory of its GPU, and a Ray cluster must
+    have the resources of the trainers and judges if there are any. This is checked before a run starts,
+    because the run itself would fail only after hours.
     """
     from components.planning.role_memory import check_fits  # imports numpy
 
@@ -266,10 +275,11 @@ def check_training(params: Params) -> None:
 
 
 def check_environment(run: PipelineRun) -> None:
-    """Raise UserError unless programs, store, suite and evaluation programs are there and can be read.
+    """Raise UserError if something that a run needs is missing on this machine or cannot be read.
 
-    Raises IsolationUnavailable if the machine cannot run the sandbox. This is checked before a run starts,
-    because the run itself would fail only after hours.
+    That is a compiler, the artefact store, the evaluation suite, and the programs in data.against. Raises
+    IsolationUnavailable if the machine cannot run the sandbox. This is checked before a run starts, because
+    the run itself would fail only after hours.
     """
     from components.evaluation.suites import HELD_OUT, load_suite  # imports pyarrow
     from components.sandbox.preflight import check_isolation
@@ -294,7 +304,9 @@ def check_environment(run: PipelineRun) -> None:
 def interface_commands(run: PipelineRun, record: Mapping[str, Any]) -> dict[str, str]:
     """Return the commands that serve the web pages of MLflow and Prefect for this home, by program name.
 
-    Without `workflowType` in the address, MLflow's pages begin with the traces of applications.
+    Each is a command line with the address to open then. `record` is the run's record, which has the id of
+    the MLflow experiment. Without `workflowType` in the address, MLflow shows the traces of applications
+    first.
     """
     programs = Path(sys.executable).parent
     tracking = run.params.registry.tracking_uri or f"sqlite:///{run.home / 'mlflow' / 'mlflow.db'}"

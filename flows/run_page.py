@@ -37,13 +37,13 @@ PAUSE_SECONDS = 60.0
 
 
 def keep_logs_off_the_console() -> None:
-    """Let the logs of flow and task runs go to Prefect's server only, because a run has its own display."""
+    """Send the logs of flow and task runs to Prefect's server only, because a run has its own display."""
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logging.getLogger(name).propagate = False
 
 
 def parameters(run: PipelineRun) -> dict[str, Any]:
-    """Return what distinguishes this run from others, by the names that Prefect's page shows."""
+    """Return the values that distinguish this run from others, by the names that Prefect's page shows."""
     return {
         "run_id": run.run_id,
         "profile": run.profile or "base",
@@ -95,7 +95,10 @@ class PageProgress:
             self.show(self.context.task_run, stage, 100.0 * step / max(1, total), text)
 
     def show(self, task_run: TaskRun, stage: str, percent: float, text: str) -> None:
-        """Create or update the progress artifact of a stage."""
+        """Create or update the progress artifact of a stage with a percentage (0 to 100) and a line of text.
+
+        `task_run` is the task run to which a new artifact belongs.
+        """
         if stage in self.artifacts:
             update = ArtifactUpdate(data=percent, description=text)
             self.request(lambda client: client.update_artifact(self.artifacts[stage], update))
@@ -111,13 +114,16 @@ class PageProgress:
         self.request(lambda client: self.artifacts.update({stage: client.create_artifact(new).id}))
 
     def finish(self, stage: str) -> None:
-        """Show a finished stage as done, also if it ended before its last step."""
+        """Set the progress artifact of a finished stage to 100 %, even if it ended before its last step."""
         if stage in self.artifacts:
             update = ArtifactUpdate(data=100.0)
             self.request(lambda client: client.update_artifact(self.artifacts[stage], update))
 
     def request(self, send: Callable[[SyncPrefectClient], object]) -> None:
-        """Call `send` with a client, unless the server did not answer shortly before."""
+        """Call `send` with a client of Prefect's server, without retries.
+
+        After a request that failed, all requests of the next PAUSE_SECONDS are left out.
+        """
         if time.monotonic() < self.paused_until:
             return
         try:

@@ -107,10 +107,10 @@ class Server:
             self._keep_empty_database()
 
     def wait_for_task_runs(self) -> None:
-        """Block until the server has recorded the final states of all tasks, but at most RECORD_SECONDS.
+        """Block until the server has recorded the final states of all task runs, for at most RECORD_SECONDS.
 
-        Tasks report their states as events, which this process sends and the server records in the
-        background, so `task_runs` says how many records the newest flow run must have.
+        This process sends the states as events, which the server records in the background. The wait ends
+        when the newest flow run has `task_runs` task runs in a final state, or when the server has ended.
         """
         if not self.task_runs or self.process.poll() is not None:
             return

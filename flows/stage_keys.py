@@ -29,7 +29,11 @@ COLD_START_SOURCES = ("components.training.demonstration_replay",)
 
 @dataclass(frozen=True)
 class Reads:
-    """What a stage can read: sections or single parameters, and the modules at which its code begins."""
+    """The inputs that the code of a stage can read, apart from files.
+
+    `params` are sections or single parameters by their dotted names. `modules` are the modules at which the
+    stage's code begins; all modules of the project that they import belong to it.
+    """
 
     params: tuple[str, ...]
     modules: tuple[str, ...]
@@ -95,7 +99,10 @@ class KeyParts(FrozenModel):
         return home / "stages" / f"{self.name}-{self.key[:12]}"
 
     def changes(self, older: "KeyParts") -> list[str]:
-        """Return a phrase for each parameter, input and source file that differs from the older key."""
+        """Return a phrase for each parameter, input and source file that differs from the `older` key's.
+
+        "--from" is added if the number of the rerun request differs.
+        """
         found = [
             f"{name} {older.params.get(name, 'absent')!r} -> {self.params.get(name, 'absent')!r}"
             for name in _different(older.params, self.params)
@@ -112,7 +119,11 @@ def _different(older: dict[str, Any], newer: dict[str, Any]) -> list[str]:
 
 
 def key_parts(params: Params, name: str, upstream: dict[str, str], redo: int) -> KeyParts:
-    """Return what the key of the stage `name` is made of; `name` is one of READS."""
+    """Return everything that enters the key of the stage `name`, which is one of READS.
+
+    `upstream` maps the names of the stage's inputs to their digests, and `redo` is the number of the request
+    to run the stage again, or 0.
+    """
     reads = READS[name]
     return KeyParts(
         name=name,

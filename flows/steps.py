@@ -39,7 +39,11 @@ from flows.stage_keys import KEY_FILE, RECORD, KeyParts, key_parts
 
 
 class DatasetRecord(FrozenModel):
-    """A version of the data set. `folder` is relative to the home."""
+    """The record of a data set that a run built or reused.
+
+    `folder` is relative to the home, `figures` is the content of metrics.json, and `seconds` is how long the
+    task took. `cached` is true if nothing was built.
+    """
 
     version: str
     folder: str
@@ -49,9 +53,10 @@ class DatasetRecord(FrozenModel):
 
 
 class StageRecord(FrozenModel):
-    """The result of a stage for later stages.
+    """The result of a stage, from which later stages take its digest, key and folder.
 
-    Prefect caches all fields except `cached`, `key` and `folder`, which `Context.stage` sets after each call.
+    `digest` is that of the stage's output, and `figures` are for MLflow. Prefect caches all fields except
+    `cached`, `key` and `folder`, which `Context.stage` sets after each call.
     """
 
     digest: str
@@ -67,7 +72,11 @@ class StageRecord(FrozenModel):
 
 
 class CheckpointRecord(StageRecord):
-    """A checkpoint and the rewards before and after its training. `checkpoint` is relative to the home."""
+    """The record of a stage that makes a checkpoint.
+
+    `checkpoint` is the checkpoint's folder, relative to the home. The rewards are the mean rewards before and
+    after training, or None for a stage without them. `seconds` is how long the stage took.
+    """
 
     checkpoint: str
     reward_before: float | None
@@ -122,7 +131,7 @@ _started: list[str] = []
 
 
 def counted(work: Callable[P, T]) -> Callable[P, T]:
-    """Return the function of a Prefect task so that `count_task_runs` counts its runs."""
+    """Decorate the function of a Prefect task so that `count_task_runs` counts its runs."""
 
     @functools.wraps(work)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -141,7 +150,8 @@ def count_task_runs() -> int:
 def run_in_folder(folder: Path, upstream: dict[str, str], work: Callable[[Path], R]) -> dict[str, Any]:
     """Call `work` with the stage's folder, and return the record that it makes as JSON for Prefect's cache.
 
-    Each stage calls this task with a name and a cache key of its own. `upstream` is only logged.
+    Each stage calls this task with a name and a cache key of its own. `upstream` maps the names of the
+    stage's inputs to their digests, which are only logged.
     """
     log = get_run_logger()
     inputs = ", ".join(f"{name} {digest[:12]}" for name, digest in upstream.items())
@@ -176,13 +186,17 @@ class Context:
         self.dataset_folder = run.home / dataset.folder
 
     def as_of(self, seed: int, dataset: DatasetRecord) -> "Context":
-        """Return a context with another seed and data set, for a stage that was begun with these."""
+        """Return a copy with another seed and data set, for a stage that was begun with these."""
         context = Context(self.run, self.progress, self.pool, self.tracking, dataset)
         context.params = self.params.model_copy(update={"seed": seed})
         return context
 
     def parts(self, stage: str, name: str, upstream: dict[str, str]) -> KeyParts:
-        """Return what the key of a stage is made of."""
+        """Return everything that enters the key of a stage.
+
+        `stage` is one of run_context.STAGES, `name` one of stage_keys.READS, and `upstream` maps the names of
+        the stage's inputs to their digests. The data set is an input of every stage.
+        """
         inputs = upstream | {"dataset": self.dataset.version}
         return key_parts(self.params, name, inputs, self.run.rerun_number(stage))
 
@@ -198,11 +212,12 @@ class Context:
     ) -> R:
         """Run `work` in the stage's folder as a Prefect task, or return the cached record of an earlier run.
 
-        The cache key is computed from `name`, what this stage reads (stage_keys.READS), the `upstream`
-        digests, the data set and the rerun request. The record of a stage that the time budget
-        ended is not used again. `name` also names the folder, and its default is `stage`.
-        `title` is the name that is shown to people, and its default is `name`. Raises UserError if the files
-        of a cached record are damaged.
+        `work` gets the folder and returns a record of the type `record_type`. `stage` is one of
+        run_context.STAGES. The cache key is computed from `name`, the parameters and sources that this stage
+        reads (stage_keys.READS), the `upstream` digests, the data set and the rerun request. The record of a
+        stage that the time budget ended is not used again. `name` also names the folder, and its default is
+        `stage`. `title` is the name that is shown to people, and its default is `name`. Raises UserError if
+        the files of a cached record are damaged.
         """
         name = name or stage
         title = title or name
@@ -245,9 +260,10 @@ class Context:
 def mark_crashed_runs(tag: str) -> None:
     """Set unfinished flow runs of earlier processes, and their unfinished task runs, to the state Crashed.
 
-    Unfinished means that Prefect has them as RUNNING or PENDING. If `tag` is "", these are all flow runs of
-    the server except the present one. Otherwise they are those with this tag. The unfinished task runs of the
-    present flow run are of an earlier attempt, so the caller has not started any task yet.
+    A run is unfinished if Prefect has it as RUNNING or PENDING. If `tag` is "", all flow runs of the server
+    except the present one are meant, and otherwise those with this tag. The unfinished task runs of the
+    present flow run are set to Crashed too: they are of an earlier attempt, because the caller has not
+    started a task yet.
     """
     crashed: State[None] = Crashed(message="killed; continued by a later attempt")
     unfinished = [StateType.RUNNING, StateType.PENDING]

@@ -1,4 +1,4 @@
-"""The cold start and the training stages 1 to 4 as Prefect tasks, each of which makes a checkpoint."""
+"""The cold start and the training stages as Prefect tasks, each of which makes a checkpoint."""
 
 import shutil
 import time
@@ -16,7 +16,7 @@ CHECKPOINT = "checkpoint"
 
 
 def start_policy(context: Context, champion: StartPolicy | None) -> CheckpointRecord:
-    """Return the checkpoint that a night starts from: the champion, or that of `cold_start` without one."""
+    """Return the checkpoint that a night starts from: the champion's, or `cold_start`'s if there is none."""
     if champion is None:
         return cold_start(context)
     run = context.run
@@ -71,7 +71,10 @@ def cold_start(context: Context) -> CheckpointRecord:
 
 
 def adopt(context: Context, source: Path) -> CheckpointRecord:
-    """Copy a Hugging Face folder as the first checkpoint, and add a manifest with its files' digests."""
+    """Return a checkpoint that is a copy of the Hugging Face folder `source` with a manifest.
+
+    The manifest has the digests of the files. The copy is made in a cached stage.
+    """
     files = digest_tree(source, exclude=(MANIFEST,))
 
     def work(folder: Path) -> CheckpointRecord:
@@ -108,14 +111,13 @@ def train(
 ) -> CheckpointRecord | None:
     """Run one training stage as a cached Prefect task, and return the record of its checkpoint.
 
-    Without `may_begin`, a stage that no earlier attempt of this night has begun returns None.
-
     `policy` is the actor that the stage starts with, and `critic` the critic if it needs one. `sampled` are
-    the stages whose trajectories the stage reads, and `earlier` the finished ones of this night, whose states
-    are deleted. `deadline` is the time.time() at which the stage ends after
-    a whole update. `continues` is the stage of an earlier night that this one continues. Stages 2 and 3 learn
-    from a fixed set of trajectories, so they continue with the seed and the data set with which they began.
-    Stages 1 and 4 continue with those of the present night.
+    the stages whose trajectories the stage reads, and `earlier` the finished stages of this night, whose
+    states are deleted. `deadline` is the time.time() after which the stage ends with its current update.
+    `continues` is the stage of an earlier night that this one continues. The stages `rejection` and `critic`
+    learn from a fixed set of trajectories, so they continue with the seed and the data set with which they
+    began. `warmup` and `agentic` continue with those of the present night. If `may_begin` is false, a stage
+    that no earlier attempt has begun is not run, and None is returned.
     """
     if continues is not None and name in FIXED_DATA:
         context = context.as_of(continues.seed, continues.dataset)
@@ -166,7 +168,8 @@ def checkpoint_record(
 ) -> CheckpointRecord:
     """Return the record of the checkpoint in a stage's folder.
 
-    `result` has the rewards and figures of a training stage. It is None for the cold start.
+    `digest` is the checkpoint's, and `seconds` is how long the stage took. `result` has the rewards and
+    figures of a training stage, and is None for a first policy.
     """
     return CheckpointRecord(
         checkpoint=(folder / (result.checkpoint if result else CHECKPOINT))
