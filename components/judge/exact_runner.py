@@ -145,13 +145,18 @@ class ExactRunner:
             )
             self.deferred = [call, *self.deferred[:1]] if is_largest else [self.deferred[0], call]
 
+    def forget_deferred(self) -> None:
+        """Drop the deferred calls of a candidate that failed, so that the next candidate's count anew."""
+        self.deferred, self.deferrable = [], 0
+
     def wrong_deferred_call(self) -> str | None:
         """Compare the deferred calls, and return the reason why one of them is wrong, or None.
 
         No timed runner of the task may exist, nor the memory of one. The reason and the errors that are
         raised are those of `wrong_call`.
         """
-        deferred, self.deferred, self.deferrable = self.deferred, [], 0
+        deferred = self.deferred
+        self.forget_deferred()
         try:
             for call in deferred:
                 expected = self.outputs(functools.partial(self._write_inputs, call.mix))

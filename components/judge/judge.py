@@ -231,7 +231,7 @@ class Judge:
                 raise Rejected("build_failed", "compiler", log) from error
             raise
         runners = {"candidate": candidate, **runners}
-        bench.exact.deferred.clear()  # of a candidate that failed
+        bench.exact.forget_deferred()
         try:
             report("comparing outputs with the reference")
             with rejecting(RUN_ERRORS):

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from components.core.errors import InfrastructureError, UserError
-from components.core.files import digest_json, remove_tree, scratch_folder
+from components.core.files import digest_bytes, digest_json, remove_tree, scratch_folder
 from components.core.params import Params
 from components.core.ray_cluster import NAMESPACE, bundle, connect, name_in_run, reserve
 from components.core.task import KernelTask
@@ -157,7 +157,7 @@ class RemoteJudges:
         """
         with self.lock:
             indices = [index for index in range(len(self.actors)) if index != self.failed.get(key)] or [0]
-            index = indices[int.from_bytes(key.encode()[-8:], "big") % len(indices)]
+            index = indices[int(digest_bytes(key.encode())[:8], 16) % len(indices)]
             least_loaded = min(indices, key=self.loads.__getitem__)
             if self.loads[index] - self.loads[least_loaded] >= self.workers:
                 index = least_loaded

@@ -200,19 +200,19 @@ def named_shapes(name: str) -> ModelShapes:
 def policy_shapes(policy: Policy, profile: str) -> ModelShapes:
     """Return the shapes of the policy that a profile trains.
 
-    If the folder that policy.source names is not on this machine, the shapes are those of the public model in
-    PROFILE_MODELS. Raises UserError if the folder is missing and the profile is not in PROFILE_MODELS, or if
-    the folder's model cannot be planned.
+    If the folder of the policy, policy.source or for a champion policy.base, is not on this machine, the
+    shapes are those of the public model in PROFILE_MODELS. Raises UserError if the folder is missing and the
+    profile is not in PROFILE_MODELS, or if the folder's model cannot be planned.
     """
-    source = policy.base if policy.source == "champion" else policy.source
+    field, source = ("base", policy.base) if policy.source == "champion" else ("source", policy.source)
     if source == "scratch":
         return scratch_shapes(policy)
-    if Path(policy.source).is_dir():
-        return read_shapes(Path(policy.source))
+    if Path(source).is_dir():
+        return read_shapes(Path(source))
     if profile in PROFILE_MODELS:
         return named_shapes(PROFILE_MODELS[profile])
     raise UserError(
-        f"policy.source: {policy.source} is no folder; give the folder of a Hugging Face model, "
+        f"policy.{field}: {source} is no folder; give the folder of a Hugging Face model, "
         f"or plan for the size of a public model with --model ({', '.join(CONFIGURATIONS)})."
     )
 

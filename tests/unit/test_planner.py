@@ -202,3 +202,5 @@ def test_a_plan_without_a_folder_or_a_profile_asks_for_a_model(tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(model_shapes.CONFIGURATIONS["Llama-3.1-8B"]))
     found = model_shapes.policy_shapes(policy.model_copy(update={"source": str(tmp_path)}), "hf")
     assert found.parameters == 8_030_261_248 and found.name == str(tmp_path / "config.json")
+    champion = policy.model_copy(update={"source": "champion", "base": str(tmp_path)})
+    assert model_shapes.policy_shapes(champion, "hf") == found
