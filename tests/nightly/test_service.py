@@ -57,8 +57,9 @@ def test_a_token_is_printed_once_and_opens_the_service(tmp_path: Path) -> None:
     secret = json.loads(made.stdout)["token"]
     assert secret not in file.read_text()
     process, address = start(tmp_path, "--tokens", str(file))
-    assert httpx.get(f"{address}/v1/tasks").status_code == 401
-    assert httpx.get(f"{address}/v1/tasks", headers={"Authorization": f"Bearer {secret}"}).status_code == 200
+    headers = {"Authorization": f"Bearer {secret}"}
+    assert httpx.get(f"{address}/v1/tasks", timeout=60).status_code == 401
+    assert httpx.get(f"{address}/v1/tasks", headers=headers, timeout=60).status_code == 200
     process.terminate()
     assert process.wait(60) == 143
 

@@ -14,7 +14,7 @@ SCRIPT = corpus.HERE / "bench" / "load_service.py"
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    options = {"clients": 16, "jobs": 160, "measured": 0.06, "flood": 100, "singles": 1, "growth": 60}
+    options = {"clients": 12, "jobs": 72, "measured": 0.05, "flood": 30, "singles": 1}
     arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     home = tmp_path_factory.mktemp("home")
     command = [sys.executable, str(SCRIPT), "--home", str(home), *arguments]
@@ -24,7 +24,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def test_no_job_is_lost_or_judged_twice_and_memory_stays_flat(report: Any) -> None:
-    assert report["faults"] == [] and report["jobs"] == report["judged"] == 161
+    assert report["faults"] == [] and report["jobs"] == report["judged"] == 73
     journal: Path = report["home"] / "service" / "cpu" / "verdicts"
     assert len(list(journal.glob("*/*.json"))) >= report["jobs"]
 
@@ -32,5 +32,5 @@ def test_no_job_is_lost_or_judged_twice_and_memory_stays_flat(report: Any) -> No
 def test_a_single_job_is_not_kept_waiting_by_a_flood(report: Any) -> None:
     """The jobs that end before it were running when it came, or began beside it on the other workers."""
     flood = report["flood"]
-    assert flood["flood_still_queued"] > 80
+    assert flood["flood_still_queued"] > 20
     assert max(flood["measured_between"]) <= 6
