@@ -32,10 +32,11 @@ def passes_ablation(
 ) -> bool:
     """Return whether the output varies, float32 is precise enough for it, and every operator changes it.
 
-    `run` applies a chain to a fixed input in the given dtype. The output must have at least `min_values`
-    elements, and enough of about `max_samples` of them must have distinct values. `max_float32_error` is the
-    largest RMS difference between the outputs in float32 and float64, relative to the output's RMS. If
-    `ablate_single` is true, a chain of one operator is compared with its input.
+    `run` applies a chain of operators to a fixed input in the given dtype and returns the output. The output
+    must have at least `min_values` elements, and of a sample of at most `max_samples` of them, 60 % or 100
+    must be distinct. `max_float32_error` is the largest RMS difference between the outputs in float32 and
+    float64, relative to the output's RMS. A chain of one operator is compared with its input if
+    `ablate_single` is true, and otherwise its operator is not left out.
     """
     try:
         out = run(chain, torch.float32)
@@ -59,10 +60,10 @@ def passes_ablation(
 def _has_effect(
     out: Tensor, rest: Sequence[T], run: Callable[[Sequence[T], torch.dtype], Tensor], min_change: float
 ) -> bool:
-    """Return whether leaving out an operator changes the output.
+    """Return whether leaving out an operator changes the output's shape, or its values by `min_change` (RMS).
 
     `out` is the output of the whole chain, and `rest` is the chain without the operator. The result is also
-    true if the rest cannot be applied to the input.
+    true if `run` cannot apply the rest to its input.
     """
     try:
         without = run(rest, torch.float32)
@@ -72,7 +73,7 @@ def _has_effect(
 
 
 def probe(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return two fixed tensors with normally distributed values."""
+    """Return two fixed tensors of this shape with normally distributed values, equal in every call."""
     generator = torch.Generator().manual_seed(20260227)
     x, y = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     return x, y

@@ -39,8 +39,9 @@ Steps = tuple[Step, ...]
 def is_held_out(ops: Sequence[str], seed: int) -> bool:
     """Return whether the operator sequence is reserved for held-out tasks.
 
-    A hash of the seed and the sequence decides, so that all parts of the pipeline agree without a common
-    list. All spellings of an operator give the same result.
+    `ops` has the operators' names in their order. A hash of the seed and the sequence decides, so that all
+    parts of the pipeline agree without a common list. All spellings of an operator, such as nn.ReLU and
+    F.relu, give the same result.
     """
     digest = digest_bytes(f"{seed}:{'>'.join(map(canonical, ops))}".encode())
     return int(digest[:16], 16) < HELD_OUT_SHARE * 2**64
@@ -52,7 +53,10 @@ def split_of(ops: Sequence[str], seed: int) -> Literal["train", "held_out"]:
 
 
 def composed_task(code: str, ops: tuple[str, ...], seed: int, data_source: str = "") -> KernelTask:
-    """Return a task with the split of its operators. By default, `data_source` is torch#N for N operators."""
+    """Return a task with the source `code`, the operators `ops`, and the split that `split_of` gives them.
+
+    By default, `data_source` is torch#N for N operators.
+    """
     return KernelTask(
         code=code, ops=ops, data_source=data_source or f"torch#{len(ops)}", split=split_of(ops, seed)
     )
@@ -64,7 +68,7 @@ def draw_weighted(rng: random.Random, weights: Mapping[int, float]) -> int:
 
 
 def write_source(steps: Steps, rows: int, cols: int) -> str:
-    """Return the source of a task with these operators on inputs of the shape [rows, cols]."""
+    """Return the Python source of a task that applies the steps in order to inputs of shape [rows, cols]."""
     operators = [BY_NAME[name] for name, _ in steps]
     init = "".join(f"        {operator.init.format(cols=cols)}\n" for operator in operators if operator.init)
     lines = "\n".join(f"        x = {BY_NAME[name].line.format(*constants)}" for name, constants in steps)
@@ -93,11 +97,11 @@ _probe = functools.cache(probe)
 
 @functools.cache
 def _width_after(name: str, width: int, cols: int) -> int:
-    """Return the number of columns of an operator's output, or 0 if it cannot follow.
+    """Return the number of columns of an operator's output for an input with `width` columns, or 0.
 
-    It cannot follow if it raises an error or its output is not a float32 matrix with as many rows. The
-    operator is applied to a float32 meta tensor with `width` columns. `cols` is the number of columns of
-    the task's input. The result does not depend on constants or on the number of rows.
+    The result is 0 if the operator `name` raises an error on a float32 matrix of this width, or if its output
+    is not a float32 matrix with as many rows. `cols` is the number of columns of the task's input. The
+    operator is applied to meta tensors. The result does not depend on constants or on the number of rows.
     """
     operator, rows = BY_NAME[name], ROWS[0]
     x, y = torch.empty(rows, width, device="meta"), torch.empty(rows, cols, device="meta")
@@ -111,7 +115,10 @@ def _width_after(name: str, width: int, cols: int) -> int:
 
 
 def fits(steps: Steps, cols: int) -> bool:
-    """Return whether every operator of the chain fits the output of the operator before it."""
+    """Return whether every operator of the chain can be applied to the output of the operator before it.
+
+    `cols` is the number of columns of the task's input, to which the first operator is applied.
+    """
     width = cols
     for name, _ in steps:
         width = width and _width_after(name, width, cols)
@@ -139,11 +146,11 @@ def every_operator_matters(steps: Steps) -> bool:
 
 
 def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
-    """Return whether the kernel writer supports the chain.
+    """Return whether the rule-based kernel writer supports a chain of these operators.
 
-    In a supported chain each row operator, each operator with parameters and the second input occur at most
-    once. Row operators and reductions together occur at most twice. Only elementwise operators follow a
-    reduction, and no operator follows itself.
+    In a supported chain each row operator, each operator with parameters, and the second input occur at most
+    once. There is at most one reduction, and at most two row operators and reductions together. Only
+    elementwise operators follow a reduction, and no operator follows itself.
     """
     names = [operator.name for operator in operators]
     kinds = [operator.kind for operator in operators]
@@ -177,7 +184,7 @@ def _shapes(data: Data) -> list[tuple[int, int]]:
 
 
 def estimate_eager_seconds(steps: Steps, numel: int, device: Device) -> float:
-    """Estimate the eager time of a chain in seconds.
+    """Estimate the eager time of one call of a chain in seconds, for an input of `numel` elements.
 
     The estimate is used to choose the size of a task, whose time the judge then measures.
     """
@@ -193,10 +200,11 @@ def estimate_eager_seconds(steps: Steps, numel: int, device: Device) -> float:
 
 
 def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTask:
-    """Return a composed task whose estimated eager time lies within data.eager_seconds if possible.
+    """Return a random task whose estimated eager time lies within data.eager_seconds if possible.
 
-    The field `ops` has the operators in their order, `data_source` is torch#N for N operators, and `split`
-    depends on `is_held_out`. Raises UserError if data.numel permits no shape.
+    `rng` draws the operators, their number (according to data.operator_mix), constants and shape. The field
+    `ops` has the operators in their order, `data_source` is torch#N for N operators, and `split` depends on
+    `is_held_out`. Raises UserError if data.numel permits no shape.
     """
     shapes, count = _shapes(data), draw_weighted(rng, data.operator_mix)
     fastest, slowest = data.eager_seconds[0] * 1.3, data.eager_seconds[1] / 1.3

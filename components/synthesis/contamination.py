@@ -28,10 +28,11 @@ Subtrees = Counter[str]
 
 
 def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
-    """Return how often each subtree occurs in the normalised `Model`.
+    """Return how often each subtree occurs in the normalised syntax trees of the methods of `Model`.
 
-    If `constants` is true, the values of constants are kept and the functions `get_inputs` and
-    `get_init_inputs` are included. Then equal results mean equal operator graphs on equal shapes.
+    `code` is the source of a task. Subtrees are named by texts of at most 64 characters. If `constants` is
+    true, the values of constants are kept and the functions `get_inputs` and `get_init_inputs` are included.
+    Then equal results mean equal operator graphs on equal shapes.
     """
     counts: Subtrees = Counter()
     for node in ast.parse(code).body:
@@ -47,7 +48,7 @@ def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
 
 
 def graph_digest(code: str) -> str:
-    """Return a digest of the operator graph.
+    """Return a digest of the operator graph and the input shapes of a task's source.
 
     It is equal for sources that differ only in the names of variables, in module prefixes and in formatting.
     """
@@ -131,10 +132,10 @@ def _has_model(code: str) -> bool:
 
 
 def _inline_assignments(function: ast.FunctionDef) -> list[ast.stmt]:
-    """Return the statements of a function with its assignments `name = expression` inlined.
+    """Return the statements of a function, in which a name that was assigned is replaced by its expression.
 
-    An expression with more than MAX_INLINED_NODES syntax nodes is not inlined. The docstring and
-    super().__init__() are removed.
+    The assignments `name = expression` themselves are removed. An expression with more than MAX_INLINED_NODES
+    syntax nodes is not inlined. The docstring and super().__init__() are removed.
     """
     values: dict[str, ast.expr] = {}
     body: list[ast.stmt] = []

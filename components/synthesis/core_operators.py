@@ -22,7 +22,7 @@ THRESHOLDS = ("0.1", "0.2", "0.25", "0.3", "0.4", "0.5")
 
 @dataclass(frozen=True)
 class CoreOperator:
-    """A core operator with its constants and parameters."""
+    """A core operator: its name and kind, the permitted values of its constants, and its parameters."""
 
     name: str
     kind: Literal["elementwise", "row", "reduction", "parameter", "second_input"]
@@ -94,7 +94,7 @@ BY_NAME = {seed.name: seed for seed in CORE_OPERATORS}
 
 
 def canonical(name: str) -> str:
-    """Return a name that is equal for all spellings of an operator.
+    """Return the canonical name of an operator, which is equal for all its spellings with a dot.
 
     For example, it is leakyrelu for nn.LeakyReLU and F.leaky_relu. A name without a dot is returned
     unchanged.

@@ -1,4 +1,4 @@
-"""The cost of an operator, which is the number of floating-point operations and of bytes in eager mode.
+"""The cost of an operator: the floating-point operations, bytes and kernel launches of one eager call.
 
 The cost is computed on meta tensors, without executing the operator.
 """
@@ -50,7 +50,10 @@ class OperatorCost:
 
 
 class Meter(TorchDispatchMode):
-    """A context manager that adds the cost of torch operators to `cost`. The tensors may be meta tensors."""
+    """A context manager that adds the cost of the torch operators that its block calls to `cost`.
+
+    The tensors may be meta tensors. Operators that only make a view cost nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +75,10 @@ class Meter(TorchDispatchMode):
 def operator_cost(
     template: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> OperatorCost | None:
-    """Return the cost of a template on an input with this shape and strides, or None if it does not fit."""
+    """Return the cost of a template on a float32 input with this shape and strides.
+
+    The result is None if the template cannot be applied to such an input (`output_layout`).
+    """
     with Meter() as meter:
         after = output_layout.__wrapped__(template, shape, stride)
     return None if after is None else replace(meter.cost, after=after)
@@ -83,8 +89,9 @@ def estimate_operator_seconds(
 ) -> tuple[float, float]:
     """Estimate the eager seconds that do not depend on the size of the input, and those that grow with it.
 
-    The estimate is used to choose a size. On a GPU, the fixed part is the time of the kernel launches, which
-    is nearly the whole time for a small input. On a CPU, the fixed part is 0.
+    `cost` is the cost of the template on the input, for whose size the second number holds. The estimate is
+    used to choose a size. On a GPU, the fixed part is the time of the kernel launches, which is nearly the
+    whole time for a small input. On a CPU, the fixed part is 0.
     """
     if device == "cuda":
         return cost.calls * GPU_LAUNCH, cost.flops / GPU_FLOPS + cost.bytes / GPU_BANDWIDTH

@@ -45,7 +45,11 @@ AHEAD = 2
 
 
 class AdmissionPool(Protocol):
-    """The methods of the judge pool that a build uses."""
+    """Interface to the part of the judge pool that building a data set needs.
+
+    `admit` submits the source of a task for admission. If `headroom` is true, the figures are also measured
+    from which the headroom is computed.
+    """
 
     def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]: ...
 
@@ -54,8 +58,8 @@ class AdmissionPool(Protocol):
 class TaskCandidate:
     """A task that may become part of a data set, with its state in the build.
 
-    The state is a refusal because of the task's source, a submitted judgement, or neither. An import has
-    candidates too, which are not composed.
+    `refused` is set if the task is refused because of its source, and `judgement` once the task is submitted
+    to the judge. The task is composed, or read from an imported file.
     """
 
     task: KernelTask
@@ -68,7 +72,7 @@ class TaskCandidate:
 
     @property
     def is_ruled_out(self) -> bool:
-        """Return whether neither the task nor another size of it can be admitted."""
+        """Return whether it is already known that neither the task nor a resized one will be admitted."""
         if self.refused is not None or self.judgement is None or not self.judgement.done():
             return self.refused is not None
         admission = self.judgement.result()
@@ -82,7 +86,7 @@ Quota = tuple[str, str]
 
 
 def task_quotas(data: Data) -> Counter[Quota]:
-    """Return the number of tasks of each split and kind according to the parameters.
+    """Return how many tasks of each split and kind a data set with these parameters has.
 
     Tasks of the core operators have only the kind "", because the number of their operators is drawn at
     random.
@@ -180,8 +184,8 @@ class DatasetBuilder:
     def needs(self, candidate: TaskCandidate, open_quotas: Counter[Quota]) -> bool:
         """Return whether the candidate is needed, and decrement its number in `open_quotas` if it is.
 
-        `open_quotas` are the missing tasks on the assumption that all earlier candidates are admitted that
-        still can be.
+        `open_quotas` has the number of missing tasks of each quota if all earlier candidates of the window
+        that can still be admitted are counted as admitted.
         """
         quota = self.quota(candidate.task)
         if candidate.is_ruled_out or (self.wanted is not None and open_quotas[quota] <= 0):
@@ -207,9 +211,9 @@ class DatasetBuilder:
         return self.pool.admit(task.code, headroom=self.params.data.headroom)
 
     def feed(self) -> None:
-        """Submit needed candidates of the window to the pool, in their order.
+        """Submit candidates of the window that are needed to the pool, in their order.
 
-        At most AHEAD candidates for each worker are submitted and not yet judged.
+        It stops when AHEAD candidates for each worker of the pool are submitted and not yet judged.
         """
         in_flight = sum(
             1
@@ -228,6 +232,7 @@ class DatasetBuilder:
         """Wait for the admission of the window's first candidate and return it.
 
         Returns None if the candidate need not be judged, because it is refused or its quota is complete.
+        Other candidates are submitted meanwhile.
         """
         first = self.window[0]
         quota = self.quota(first.task)
@@ -330,10 +335,11 @@ def build_dataset(
     """Build a data set and write it to the folder `out`.
 
     The files are tasks.parquet, rejected.parquet, metrics.json, plots/*.csv and README.md. Equal parameters
-    and verdicts give an equal data set, whatever the order of the verdicts is. `seeds` is the folder of the
-    mined table, which is not needed if data.operators is `core`. If data.composer names a server of a
-    language model, its answers are stored in the folder `answers` beside `seeds`. Raises UserError if
-    data.against cannot be read, if nearly no candidate is admitted, or if `out` contains another data set.
+    and verdicts give an equal data set, whatever the order of the verdicts is. `seeds` is the folder with the
+    table of mined operators, which is not needed if data.operators is `core`. If data.composer names a server
+    of a language model, its answers are stored in the folder `answers` beside `seeds`. Raises UserError if
+    data.against cannot be read, if MAX_REFUSED_IN_A_ROW candidates in a row are refused, if the composer
+    finds nothing new, or if `out` contains another data set. Raises InfrastructureError if the judge fails.
     """
     check_output_folder(out)
     data = params.data
@@ -380,8 +386,8 @@ def admit_tasks(
 ) -> DatasetSummary:
     """Judge the first `total` of the given tasks, and write a data set of the admitted ones to `out`.
 
-    Tasks that are refused because of their source are not judged. The files are the same as those of
-    `build_dataset`. Raises UserError if no task is admitted.
+    Tasks that are refused because of their source are not judged. The files have the names of those that
+    `build_dataset` writes. Raises UserError if no task is admitted or if `out` contains another data set.
     """
     check_output_folder(out)
     builder = DatasetBuilder(params, pool, progress, None)

@@ -40,7 +40,10 @@ QUANTILES = (0, 0.1, 0.5, 0.9, 1)
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rejected candidate with the reason, which programs can read, and a detail for people."""
+    """A rejected candidate with the reason and a detail.
+
+    The reason is a word that programs can read, such as "duplicate_graph", and the detail a text for people.
+    """
 
     task: KernelTask
     reason: str
@@ -49,10 +52,11 @@ class Rejection:
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The tasks that one build of a data set admitted and rejected, with their numbers.
+    """The result of one build of a data set: its version and the candidates it admitted and rejected.
 
     `candidates` is the number of candidates that were admitted, rejected or left out. `surplus` is the number
-    of those left out without a judgement, because their quotas were complete.
+    of those that were left out without a judgement, because no more tasks of their split and kind were
+    needed.
     """
 
     version: str
@@ -65,12 +69,12 @@ class DatasetSummary:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Return the number of rejections by reason, in descending order."""
+        """Return the number of rejections for each reason, the most frequent reason first."""
         return dict(Counter(rejection.reason for rejection in self.rejected).most_common())
 
     @property
     def funnel(self) -> list[tuple[str, int]]:
-        """Return the steps of the build and the number of candidates that remain after each step."""
+        """Return the name of each step of the build, and the number of candidates that remain after it."""
         unseen = self.candidates - sum(
             count for reason, count in self.reasons.items() if reason in FIRST_LOOK
         )
@@ -83,7 +87,7 @@ class DatasetSummary:
 
 
 def write_summary(folder: Path, params: Params, summary: DatasetSummary) -> None:
-    """Write rejected.parquet, metrics.json, plots/*.csv and README.md beside tasks.parquet."""
+    """Write rejected.parquet, metrics.json, plots/*.csv and README.md into the folder of tasks.parquet."""
     _write_rejected(folder / "rejected.parquet", summary.rejected)
     figures = metrics(summary)
     write_json(folder / "metrics.json", figures)
@@ -120,7 +124,10 @@ def write_summary(folder: Path, params: Params, summary: DatasetSummary) -> None
 
 
 def metrics(summary: DatasetSummary) -> dict[str, Any]:
-    """Return the figures of a data set that `dvc metrics show` and the report show."""
+    """Return the figures of a data set by name, which `dvc metrics show` and the report show.
+
+    Times are in seconds. Figures that no task has are left out of their group, which may be empty.
+    """
     times = [task.evidence["eager_seconds"] for task in summary.admitted]
     left = [task.evidence["headroom"] for task in summary.admitted if "headroom" in task.evidence]
     splits = Counter(task.split for task in summary.admitted)
@@ -157,7 +164,10 @@ def metrics(summary: DatasetSummary) -> dict[str, Any]:
 
 
 def card(params: Params, summary: DatasetSummary, figures: dict[str, Any]) -> str:
-    """Return the text of the data card, which is the README.md of the data set."""
+    """Return the text of the data card, which is the README.md of the data set.
+
+    `figures` is the result of `metrics`.
+    """
     funnel = "\n".join(f"| {step} | {count} |" for step, count in summary.funnel)
     reasons = (
         "\n".join(f"| {reason} | {count} |" for reason, count in summary.reasons.items()) or "| none | 0 |"

@@ -44,7 +44,7 @@ class LineProgress:
 def seeds(params: Params, out: Path) -> str:
     """Mine the table of operators into the folder `out`, and return a line of text on the result.
 
-    For the core operators, the output folder stays empty and torch is not imported.
+    If data.operators is `core`, nothing is mined, the folder is only created, and torch is not imported.
     """
     out.mkdir(parents=True, exist_ok=True)
     if params.data.operators == "core":

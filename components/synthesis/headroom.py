@@ -19,9 +19,11 @@ MAX_REPEATS = 4
 
 
 def compute_headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str, Any]:
-    """Return `headroom` and `operations` (None if unknown), computed from the evidence of an admission.
+    """Return the entries `headroom` and `operations` for the evidence of a task.
 
-    The result is empty if the time of torch.compile was not measured.
+    `evidence` is that of the task's admission. `flops` is the number of floating-point operations of one
+    call, or None if it is unknown, and becomes `operations`. The result is empty if the time of torch.compile
+    was not measured.
     """
     if "compile_seconds" not in evidence:
         return {}

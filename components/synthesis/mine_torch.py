@@ -43,7 +43,7 @@ MAX_VARIANTS = 14
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument in the signature of an operator."""
+    """An argument in the signature of an operator: its name, and whether it is required and a tensor."""
 
     name: str
     is_required: bool
@@ -51,9 +51,10 @@ class Argument:
 
 
 def mine() -> tuple[list[OperatorTemplate], dict[str, str]]:
-    """Return all templates in the order of their names, and the reason for each public name without one.
+    """Return all templates in a fixed order, and the reason for each public name that has no template.
 
-    Mining takes about ten seconds.
+    The order is that of the namespaces torch.nn, torch.nn.functional, torch and torch.special. Mining takes
+    about ten seconds.
     """
     templates: list[OperatorTemplate] = []
     left_out: dict[str, str] = {}
@@ -89,9 +90,10 @@ def _public() -> Iterator[tuple[str, Any]]:
 
 
 def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], str]:
-    """Return the templates of calls of the operator `thing` that run, and the reason if there is none.
+    """Return the templates of calls of the operator `thing` that run, and the reason if none does.
 
-    Each template has the ranks of input tensors for which it runs. The reason is empty if there is one.
+    `name` is the operator's public name, such as F.gelu. Each template has the ranks of input tensors for
+    which it runs. The reason is empty if there is a template.
     """
     short = name.rpartition(".")[2]
     for reason, pattern in EXCLUDED.items():
@@ -113,7 +115,10 @@ def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], s
 
 
 def _gives_several(template: OperatorTemplate) -> bool:
-    """Return whether the operator returns a tuple, such as (values, indices)."""
+    """Return whether the call of a template returns a tuple or list, such as (values, indices).
+
+    The first shape in SMALL on which the call runs decides.
+    """
     for shape in SMALL.values():
         x = torch.empty(shape, device="meta")
         try:
@@ -124,7 +129,10 @@ def _gives_several(template: OperatorTemplate) -> bool:
 
 
 def _candidates(name: str, thing: Any) -> Iterator[tuple[str, str]]:
-    """Yield (init, call) for each combination of arguments that torch_rules.py permits."""
+    """Yield (init, call) of a template for each combination of arguments that torch_rules.py permits.
+
+    `thing` is the module class or the function with the public name `name`. `init` is empty for a function.
+    """
     if isinstance(thing, type):
         for arguments in _fill_arguments(_signature(thing)):
             takes = [a for a in _signature(vars(nn)[thing.__name__].forward)[1:] if a.is_required]
@@ -146,10 +154,10 @@ def _candidates(name: str, thing: Any) -> Iterator[tuple[str, str]]:
 
 
 def _fill_arguments(arguments: list[Argument]) -> Iterator[list[str]]:
-    """Yield lists of arguments for a call.
+    """Yield lists of keyword arguments for a call, as texts such as "dim=-1".
 
-    The first has only the required and the forced arguments. Each further list has one argument with another
-    value. Nothing is yielded if there is no rule for a required argument.
+    The first list has only the required arguments and those in FORCED. Each further list has one argument
+    more, or one with another value from ARGUMENTS. Nothing is yielded if ARGUMENTS lacks a required argument.
     """
     if any(a.is_required and a.name not in ARGUMENTS for a in arguments):
         return
@@ -162,7 +170,7 @@ def _fill_arguments(arguments: list[Argument]) -> Iterator[list[str]]:
 
 
 def _missing_rule(name: str, thing: Any) -> str:
-    """Return the reason why no call could be written from the signature."""
+    """Return the reason why no call of the operator `thing` could be written from its signature."""
     signatures = [_signature(thing)] if isinstance(thing, type) else list(_overloads(name, thing))
     if not signatures:
         return "has no signature that can be read"
@@ -200,9 +208,10 @@ def _signature(function: Any) -> list[Argument]:
 
 
 def _overloads(name: str, thing: Any) -> Iterator[list[Argument]]:
-    """Yield the Python signature of a function or, if it has none, the signatures of its aten operator.
+    """Yield the arguments of a function's Python signature or, if it has none, of its aten overloads.
 
-    Signatures with an `out` argument are left out.
+    `name` is the function's public name, such as torch.cumsum. Signatures with an `out` argument are left
+    out.
     """
     if signature := _signature(thing):
         yield signature
@@ -222,7 +231,10 @@ def _overloads(name: str, thing: Any) -> Iterator[list[Argument]]:
 
 
 class _DispatchRecorder(TorchDispatchMode):
-    """A recorder of the dispatched operators and of their arguments that are not tensors."""
+    """A context manager that records the operators that torch dispatches in its block.
+
+    `calls` has each operator with those of its arguments that are no tensors.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +254,10 @@ def _trace(template: OperatorTemplate) -> str:
 
 
 def _find_defect(template: OperatorTemplate) -> str:
-    """Return the reason why a template with one rank cannot be used in tasks, or an empty string."""
+    """Return the reason why a template cannot be used in tasks, or an empty string.
+
+    The template is tried on inputs of the first of its ranks.
+    """
     shape = SMALL[template.ranks[0]]
     if output_layout(template, shape, torch.empty(shape, device="meta").stride()) is None:
         return "fits no float32 tensor of rank 2 to 5 and gives one back"

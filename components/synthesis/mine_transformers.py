@@ -1,9 +1,10 @@
 """Mining of modules from the installed transformers library.
 
-Modules are norms, activations, attention, feed-forward blocks, rotary embeddings and routers. Each is the
-source of a task. It is extracted from its file in the library, together with all definitions of the file that
-it uses. Annotations and decorators are removed, and the configuration is replaced by a namespace of the
-values that the source reads. A module that needs another file of the library is left out.
+Modules are norms, activations, attention, feed-forward blocks, rotary embeddings and routers. Each module
+becomes the core of a task's source. It is extracted from its file in the library, together with all
+definitions of the file that it uses. Annotations and decorators are removed, and the configuration is
+replaced by a namespace of the values that the source reads. A module that needs another file of the library
+is left out.
 """
 
 import ast
@@ -113,9 +114,10 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 
 def _config(family: str) -> Any:
-    """Return the default configuration of a family, or None if it has none.
+    """Return the default configuration of a model family, or None if the family has none.
 
-    If there are several, the configuration of the text model is returned.
+    `family` is a folder's name in transformers.models. If the family has several configurations, that of its
+    text model is returned.
     """
     try:
         library = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
@@ -131,9 +133,10 @@ def _config(family: str) -> Any:
 
 
 def _module(library: LibraryFile, family: str, name: str, config: Any) -> TransformersModule:
-    """Return a class of the library as a module, with inputs on which it runs.
+    """Return the class `name` of a library file as a module, with inputs on which it runs.
 
-    Raises CannotExtract with the reason if it runs on no inputs.
+    `config` is the default configuration of the family, or None. Raises CannotExtract with the reason if the
+    class cannot be extracted, or if it runs on none of the inputs that are tried.
     """
     code = library.extract(name)
     node = library.defined[name]
@@ -168,10 +171,10 @@ def _module(library: LibraryFile, family: str, name: str, config: Any) -> Transf
 
 
 def _rotation(library: LibraryFile, family: str, name: str) -> TransformersModule:
-    """Return a function that applies rotary embeddings as a module with one output.
+    """Return the function `name` of a library file, which applies rotary embeddings, as a module.
 
     The arguments of the function are (q, k, cos, sin) or (x, cos, sin). If the function has two results, the
-    output is their concatenation. Raises CannotExtract with the reason if it does not run.
+    module's output is their concatenation. Raises CannotExtract with the reason if neither call runs.
     """
     code = library.extract(name)
     inputs = ("torch.randn({batch}, {heads}, {length}, 64)",) * 2 + ("torch.randn(1, {length}, 64)",) * 2
@@ -189,9 +192,10 @@ _NOTHING = object()
 
 
 def _required(node: ast.ClassDef, method: str, library: LibraryFile) -> list[str]:
-    """Return the names of the required arguments of a method.
+    """Return the names of the arguments that a call of a method of the class `node` has to pass.
 
-    They are the arguments without a default and position_embeddings, without which attention does not run.
+    They are the arguments without a default, and position_embeddings, without which attention does not run.
+    A method that the class lacks is looked up in its base classes in the same file.
     """
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == method:

@@ -36,7 +36,10 @@ NAMESPACE: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 
 @dataclass(frozen=True)
 class OperatorTemplate:
-    """A template of the source of one operator."""
+    """A template of the Python source that calls one operator.
+
+    `call` is an expression with fields such as `{x}`, which `fill_template` replaces.
+    """
 
     # Public name in the task's source, for example nn.Conv2d, F.gelu or torch.cumsum.
     name: str
@@ -58,10 +61,11 @@ class OperatorTemplate:
 
 @dataclass(frozen=True)
 class TransformersModule:
-    """A self-contained module of transformers with its source, its construction and its call.
+    """A self-contained module of transformers, from which `write_module_source` makes the source of a task.
 
-    The source has all definitions that the module uses. `inputs` are expressions with fields for sizes such
-    as `{batch}`, `{length}` and `{hidden}`.
+    `code` has all definitions that the module uses. `init` and `call` are the expressions that create the
+    module and call it. `inputs` are the expressions for the inputs, with fields for sizes such as `{batch}`,
+    `{length}` and `{hidden}`.
     """
 
     name: str
@@ -77,7 +81,7 @@ class TransformersModule:
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """The operators mined from one version of torch and one version of transformers."""
+    """The templates and modules mined from one version of torch and one version of transformers."""
 
     torch: str
     transformers: str
@@ -88,16 +92,17 @@ class OperatorTable:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """Return the distinct operators. Spellings such as nn.LeakyReLU and F.leaky_relu are one operator."""
+        """Return the canonical names of the operators, each once, in ascending order."""
         return tuple(sorted({template.operator for template in self.templates}))
 
 
 def fill_template(
     template: OperatorTemplate, shape: Sequence[int], attribute: str = "self.op"
 ) -> tuple[str, str]:
-    """Return `init` and `call` of a template for an input of this shape.
+    """Return `init` and `call` of a template, with all fields filled in for an input of this shape.
 
-    `attribute` is the expression for the module or parameter that `init` creates.
+    `attribute` is the expression for the module or parameter that `init` creates. The input is called `x`
+    and the second input `y`.
     """
     values = {
         "channels": shape[1],
@@ -113,9 +118,9 @@ def fill_template(
 
 @functools.lru_cache(maxsize=65536)
 def function_of(call: str) -> Any:
-    """Return the text of a call as a function of (x, y, self).
+    """Return a function of (x, y, self) that evaluates the expression `call`.
 
-    The text is evaluated, so it must come from a template of this project.
+    The text is executed as Python code, so it must come from a template of this project.
     """
     return eval(f"lambda x, y, self: {call}", dict(NAMESPACE))
 
@@ -123,9 +128,9 @@ def function_of(call: str) -> Any:
 def make_module(template: OperatorTemplate, x: Tensor) -> SimpleNamespace:
     """Return an object that takes the place of the task's module when a template is tried.
 
-    Its attribute `op` is the module or parameter that the template's `init` creates, or None. It fits an
-    input with the shape, device and dtype of `x`. On the CPU, its parameters have the same values in every
-    call.
+    Its attribute `op` is the module or parameter that the template's `init` creates for an input with the
+    shape, device and dtype of `x`, or None if the template needs none. On the CPU, the parameters have the
+    same values in every call.
     """
     init, _ = fill_template(template, x.shape)
     if not init:
@@ -145,7 +150,7 @@ def make_module(template: OperatorTemplate, x: Tensor) -> SimpleNamespace:
 
 @torch.no_grad()
 def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Set parameters to fixed random values.
+    """Set the named parameters to random values that are equal in every call.
 
     The values are drawn from a separate generator, because other threads use the global one.
     """
@@ -166,9 +171,10 @@ def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
 def apply_template(
     template: OperatorTemplate, x: Tensor, y: Tensor | None, module: SimpleNamespace | None = None
 ) -> Tensor:
-    """Return the output of the template for real or meta tensors.
+    """Return the output of the template for the inputs `x` and `y`, which may be meta tensors.
 
-    If `module` is None, `make_module` creates it.
+    `y` may be None if the template has no second input. `module` is a result of `make_module`, which is
+    called if it is None. An input that does not fit raises one of FIT_ERRORS.
     """
     output: Tensor = function_of(fill_template(template, x.shape)[1])(
         x, y, module or make_module(template, x)

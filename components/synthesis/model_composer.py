@@ -57,8 +57,8 @@ class ModelComposer:
     def __init__(self, operators: Sequence[str], data: Data, answers: Path):
         """Create the client of the language model's server, `data.composer`.
 
-        `operators` has the names from which each request draws. `answers` is the folder in which the model's
-        answers are kept, so that an interrupted build does not ask again.
+        `operators` has the operators' names, some of which are drawn for each request. `answers` is the
+        folder in which the model's answers are kept, so that an interrupted build does not ask again.
         """
         self.operators, self.data, self.answers = operators, data, answers
         self.client = ChatClient(data.composer, data.composer_model, option="data.composer")
@@ -86,9 +86,11 @@ class ModelComposer:
             self.client.close()
 
     def _answer(self, ops: tuple[str, ...], number: int) -> dict[str, str]:
-        """Return the text and the finish reason of an answer, which is stored if it is new.
+        """Return the model's answer to the request `number` for a task with the operators `ops`.
 
-        Raises UserError if the server returns no usable answer.
+        The answer has the keys `content` and `finish_reason`. It is read from the folder `answers` if it is
+        stored there, and otherwise requested from the server and stored. Raises UserError if the server
+        fails.
         """
         (low, high), (fastest, slowest) = self.data.numel, self.data.eager_seconds
         question = QUESTION.format(

@@ -34,7 +34,8 @@ def library_versions() -> tuple[str, str]:
 def load_operator_table(folder: Path, progress: Progress) -> "OperatorTable":
     """Return the table of mined operators for the installed libraries from a folder below `folder`.
 
-    If there is none, the operators are mined first, which takes about a minute on one core.
+    The folder is named by a digest of the libraries' versions and the sources in RULES. If it is missing, the
+    operators are mined first, which takes about a minute on one core.
     """
     from components.synthesis.mined_operators import OperatorTable
 
@@ -57,7 +58,10 @@ def load_operator_table(folder: Path, progress: Progress) -> "OperatorTable":
 
 
 def write_table(folder: Path, table: "OperatorTable") -> None:
-    """Write operators.json, which `load_operator_table` reads, and left_out.csv, which is for people."""
+    """Write the table to operators.json in the folder, and the reasons of names left out to left_out.csv.
+
+    `load_operator_table` reads the first file. The second is for people.
+    """
     atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")
     rows = [
         "name,reason",

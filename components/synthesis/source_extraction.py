@@ -44,7 +44,7 @@ STANDARD = {
 
 
 class CannotExtract(Exception):
-    """The error that a class or function cannot become a task. Its message gives the reason."""
+    """Error raised if a class or function of transformers cannot become a task; its message is the reason."""
 
 
 class LibraryFile:
@@ -92,7 +92,7 @@ class LibraryFile:
         ]
 
     def extract(self, name: str) -> str:
-        """Return the source of a definition with all definitions that it uses.
+        """Return the source of the class or function `name`, with all imports and definitions that it uses.
 
         Raises CannotExtract if it uses a definition of another file of the library.
         """
@@ -126,7 +126,7 @@ class LibraryFile:
 
 
 class SourceCleaner(ast.NodeTransformer):
-    """A transformer that removes annotations, docstrings and decorators.
+    """A transformer of syntax trees that removes annotations, docstrings and decorators.
 
     It also replaces the choice of an attention implementation by the eager function of the file, the base
     class GradientCheckpointingLayer by nn.Module, and empty or zero parameters by random ones.

@@ -28,8 +28,8 @@ MIN_SPREAD = 1e-3
 class TaskFilter:
     """A filter that refuses candidates because of their source or of the judge's admission.
 
-    It also refuses duplicates of earlier candidates. So it remembers the sources that it has checked, and its
-    results depend on the order of the candidates.
+    It also refuses duplicates of candidates that it has checked before. So it remembers digests of their
+    sources, and its results depend on the order of the candidates.
     """
 
     def __init__(self, data: Data):
@@ -41,7 +41,10 @@ class TaskFilter:
         self.nearest_programs: dict[str, tuple[float, str]] = {}
 
     def check_source(self, task: KernelTask) -> tuple[str, str]:
-        """Return the reason and the detail of a refusal because of the source, or two empty strings."""
+        """Return the reason and the detail of a refusal because of the source, or two empty strings.
+
+        The reason is a word such as "hostile", and the detail a text for people.
+        """
         try:
             check_contract(task.code, "candidate")
             return self._find_refusal(task)

@@ -1,4 +1,4 @@
-"""The import of tasks from a parquet file with the public columns, and checks of its rows."""
+"""The import of tasks from a parquet file with the columns of the public data set, and checks of its rows."""
 
 import ast
 import json
@@ -74,9 +74,10 @@ def parse_operators(value: Any) -> tuple[str, ...]:
 
 
 def check_rows(tasks: list[KernelTask], data: Data) -> dict[int, Rejection]:
-    """Check the source of every row in order, without executing it, and return the refusals by row.
+    """Check the source of every row in order, without executing it, and return the refusals by row number.
 
-    A held-out row is refused if its operator sequence also occurs in a training row.
+    `tasks` are the tasks of the rows. A held-out row is refused if its operator sequence also occurs in a
+    training row.
     """
     task_filter = TaskFilter(data)
     trained = {task.ops for task in tasks if task.split == "train"}
@@ -91,7 +92,10 @@ def check_rows(tasks: list[KernelTask], data: Data) -> dict[int, Rejection]:
 
 
 def nearest_tasks(task: KernelTask, others: list[KernelTask], count: int) -> list[tuple[float, KernelTask]]:
-    """Return the `count` most similar other tasks with their similarity, the most similar first."""
+    """Return the `count` tasks of `others` that are most similar to `task`, with their similarity (0 to 1).
+
+    The most similar task is first. `task` itself is left out.
+    """
     subtrees = count_subtrees(task.code)
     near = (
         (similarity(subtrees, count_subtrees(other.code)), other)

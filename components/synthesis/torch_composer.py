@@ -60,7 +60,10 @@ Layout = tuple[Shape, Shape]
 
 @dataclass(frozen=True)
 class Draft:
-    """A composed task with its templates or its module, and the shape of its first input."""
+    """A composed task with the templates or the module that it is made of, and the shape of its first input.
+
+    A draft can be written again for another shape (`TorchComposer.resize`).
+    """
 
     task: KernelTask
     parts: tuple[OperatorTemplate, ...] | TransformersModule
@@ -102,16 +105,20 @@ class TorchComposer:
             yield self.compose()
 
     def compose(self) -> Draft:
-        """Return a draft whose kind is drawn according to data.transformers_share and data.operator_mix."""
+        """Return a draft whose kind is drawn according to data.transformers_share and data.operator_mix.
+
+        The kind is a module of transformers, or a chain with a number of operators.
+        """
         if self.modules and self.rng.random() < self.data.transformers_share:
             return self._write_module(self.rng.choice(self.modules), self.rng.choice(self.block_shapes))
         count = draw_weighted(self.rng, self.data.operator_mix)
         return next(filter(None, map(self._draw_chain, itertools.repeat(count))))
 
     def resize(self, draft: Draft, seconds: float) -> Draft | None:
-        """Return the task with a size whose eager time should be near the middle of data.eager_seconds.
+        """Return the draft in another size, whose eager time should be near the middle of data.eager_seconds.
 
-        `seconds` is the measured eager time of the draft. Returns None if no other size is near enough.
+        `seconds` is the measured eager time of the draft, which is assumed to be proportional to the number
+        of elements. Returns None if no other size has half to twice the wanted number of elements.
         """
         low, high = self.data.eager_seconds
         factor = math.sqrt(low * high) / max(seconds, 1e-7)
@@ -169,9 +176,9 @@ class TorchComposer:
         return self.rng.sample(near, min(MAX_SIZES_TRIED, len(near)))
 
     def _estimate(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> tuple[float, float]:
-        """Estimate the eager seconds of a chain that do not depend on the size, and those that do.
+        """Estimate the eager seconds of a chain that do not depend on the input's size, and those that do.
 
-        Both are infinite if the chain does not fit the shape.
+        `shape` is the shape of the input. Both numbers are infinite if the chain cannot be applied to it.
         """
         walked = _walk(chain, shape)
         if walked is None:
@@ -198,7 +205,10 @@ class TorchComposer:
 
 
 def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape]) -> str:
-    """Return the source of a task with a chain of templates. `shapes` are their input shapes."""
+    """Return the Python source of a task with a chain of templates, whose input shapes are `shapes`.
+
+    There is one shape for each template.
+    """
     init, lines, second = "", [], None
     for index, (template, shape) in enumerate(zip(chain, shapes, strict=False), 1):
         attribute = f"self.{template.name.rpartition('.')[2].lower()}_{index}"
@@ -217,7 +227,11 @@ def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape
 
 
 def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> bool:
-    """Return whether the output varies and leaving out any operator changes it by at least 1 % (RMS)."""
+    """Return whether the output varies and leaving out any operator changes it by at least 1 % (RMS).
+
+    `shape` is that of the small input on which the chain is tried. The only operator of a chain of one is not
+    left out.
+    """
 
     def run(templates: Sequence[OperatorTemplate], dtype: torch.dtype) -> Tensor:
         x, _ = probe(shape, dtype)
@@ -231,9 +245,9 @@ def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> b
 
 
 def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Layout, OperatorCost]] | None:
-    """Return the layout of each operator's input and the operator's cost.
+    """Return the layout of each operator's input and the operator's cost, for a chain with an input `shape`.
 
-    Returns None if an operator cannot take its input, or if a tensor becomes too large.
+    Returns None if an operator cannot be applied to its input, or if a tensor becomes too large.
     """
     layout, walked = (shape, _contiguous(shape)), []
     for template in chain:
@@ -255,6 +269,6 @@ def _contiguous(shape: Shape) -> Shape:
 
 
 def _shapes(rank: int, numel: tuple[int, int]) -> list[Shape]:
-    """Return the input shapes with this rank whose number of elements lies within data.numel."""
+    """Return the input shapes with this rank whose number of elements lies within `numel` (low, high)."""
     shapes = ((*axes, axes[-1]) if rank >= 4 else axes for axes in itertools.product(*AXES[rank]))
     return [shape for shape in shapes if numel[0] <= math.prod(shape) <= numel[1]]

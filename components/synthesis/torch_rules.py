@@ -1,4 +1,4 @@
-"""The rules for mining torch: values of arguments, templates written by hand, and names that are left out."""
+"""The rules for mining operators of torch: values of arguments, templates written by hand, excluded names."""
 
 # Values of arguments by the name of the argument. The first value is used for a required argument. Each other
 # value, and each value of an optional argument, gives a further template.

@@ -78,7 +78,11 @@ def scale_config(config: dict[str, Any], hidden: int) -> dict[str, Any]:
 
 
 def write_module_source(module: TransformersModule, batch: int, length: int, hidden: int) -> str:
-    """Return the source of a task with the module, for inputs of these sizes."""
+    """Return the Python source of a task with the module, for inputs of these sizes.
+
+    `batch`, `length` and `hidden` are the axes of the main input. An image input is a square whose side is
+    the root of `length`.
+    """
     values = {
         "batch": batch,
         "length": length,
