@@ -155,7 +155,7 @@ def run_in_folder(folder: Path, upstream: dict[str, str], work: Callable[[Path],
     """
     log = get_run_logger()
     inputs = ", ".join(f"{name} {digest[:12]}" for name, digest in upstream.items())
-    log.info(f"begins in stages/{folder.name} with {inputs}")
+    log.info(f"begins in stages/{folder.name}" + (f" with {inputs}" if inputs else ""))
     record = work(folder)
     log.info(f"made {record.digest[:12]} in stages/{folder.name}")
     return record.cacheable()
