@@ -71,7 +71,7 @@ def add_adapter(model: PreTrainedModel, settings: Adapter) -> None:
 def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
     """Return a context in which `model` computes without its adapter, as before the adapter was trained.
 
-    Gradients of the adapter cannot be computed in it. Does nothing if `model` has no adapter.
+    The adapter gets no gradients in this context. A model without an adapter is left as it is.
     """
     if not model._hf_peft_config_loaded:
         yield
@@ -84,7 +84,7 @@ def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _matches(layer: str, target: str) -> bool:
-    """Return whether a target is the name of a layer, or the last parts of the name."""
+    """Return whether `target` is the dotted name `layer` or consists of the last parts of that name."""
     return f".{layer}".endswith(f".{target}")
 
 

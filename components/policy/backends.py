@@ -21,7 +21,7 @@ def open_sampler(
 ) -> Sampler:
     """Return a sampler of the model in `folder`. `version` is the name of its weights in trajectories.
 
-    If the backend is a vLLM server, the weights are sent to it.
+    The backend is that of `policy.backend`. If it is `vllm-server`, the weights are sent to the servers.
     """
     settings, dtype = params.policy, params.engine.dtype
     if settings.backend == "transformers":

@@ -72,7 +72,7 @@ class _Reply(_ServerRecord):
 
 
 class ChatTurn(_ServerRecord):
-    """One sampled turn."""
+    """One turn of the assistant: its text, its tool calls and the reason why it ended, such as "stop"."""
 
     content: str
     calls: tuple[NativeCall, ...]
@@ -149,10 +149,11 @@ class ChatClient:
         temperature: float,
         seed: int,
     ) -> ChatTurn:
-        """Sample the assistant's next turn.
+        """Sample the assistant's next turn after `messages`.
 
-        Raises ServerFailed if no attempt returned a usable turn, and ToolsUnsupported if the server refuses
-        `tools`.
+        `tools` are the descriptions of the tools that the model may call, in the form of the server's
+        interface. Raises ServerFailed if no attempt returned a usable turn, and ToolsUnsupported if the
+        server refuses `tools`.
         """
         body = {
             "model": self.choose_model(),

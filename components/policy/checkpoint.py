@@ -45,7 +45,7 @@ class Manifest(FrozenModel):
     `stage` is the training stage that wrote the checkpoint, `parent` the digest of the checkpoint from which
     this stage started, and `dataset` the version of its data set. `code` identifies the source code that was
     run. `files` has the digest of every file by path, and `digest`, computed from `files`, identifies the
-    whole checkpoint.
+    whole checkpoint. `params` and `figures` are the parameters and the figures of the stage.
     """
 
     stage: str
@@ -112,10 +112,10 @@ def save_checkpoint(
 
 
 def write_model(folder: Path, model: PreTrainedModel, bucket_bytes: int = BUCKET_BYTES) -> None:
-    """Write the configuration and the weights of `model` under the file names of `save_pretrained`.
+    """Write the configuration and weights of `model` to `folder`, with the file names of `save_pretrained`.
 
-    If the model is sharded, the ranks that do not write must iterate over `weight_buckets` with the same
-    `bucket_bytes` instead.
+    A file of weights has at most about `bucket_bytes` bytes. If the model is sharded, the ranks that do not
+    write must iterate over `weight_buckets` with the same `bucket_bytes` instead.
     """
     from safetensors.torch import save_file
 
@@ -149,7 +149,7 @@ def write_model(folder: Path, model: PreTrainedModel, bucket_bytes: int = BUCKET
 
 
 def _write_adapter(folder: Path, model: PreTrainedModel, bucket_bytes: int) -> None:
-    """Write the adapter of `model` as peft's `save_pretrained` does."""
+    """Write the adapter of `model` to `folder` in peft's format, from buckets of at most `bucket_bytes`."""
     from safetensors.torch import save_file
 
     from components.policy.weight_stream import ADAPTER, adapter_buckets
@@ -193,8 +193,8 @@ def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
 def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
     """Convert the errors that transformers raises in the block for a damaged folder into a UserError.
 
-    `what` names the part of the folder in the message. Errors of the operating system other than a missing
-    file are raised unchanged.
+    `what` names the part of the folder that the block loads, such as "tokenizer", for the message. Errors of
+    the operating system other than a missing file are raised unchanged.
     """
     from jinja2 import TemplateError
     from safetensors import SafetensorError
@@ -242,7 +242,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def load_generation_config(folder: Path) -> GenerationConfig:
-    """Return the generation config of the model in a folder, made from its config if the folder has none."""
+    """Return the generation config of the model in a folder.
+
+    If the folder has none, it is made from the model's config. Raises UserError if neither can be loaded.
+    """
     from transformers import AutoConfig, GenerationConfig
 
     with explain_load_errors(folder, "generation config"):

@@ -21,7 +21,9 @@ def skill() -> str:
 def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -> str:
     """Return the content of the user message for a task with the source `code`.
 
-    The compact prompt is the source itself. The full prompt is SKILL.md followed by the source.
+    If `policy.prompt` is `compact`, the message is the source itself. Otherwise it is SKILL.md, the device
+    and the source. `in_turns` says whether the message asks for work in several turns or for an answer in
+    one.
     """
     if policy.prompt == "compact":
         return code + IN_TURNS if in_turns else code

@@ -20,7 +20,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class _RowLayer(DynamicLayer):
-    """Keys and values of one layer, [rows, heads, width, head_dim], at least as many rows as are in use."""
+    """The keys and values of one layer of a model, each of shape [rows, heads, width, head_dim].
+
+    Rows of which a forward pass makes no use come after those that are in use.
+    """
 
     def __init__(self, rows: int):
         super().__init__()
@@ -31,7 +34,10 @@ class _RowLayer(DynamicLayer):
         self.width = 0
 
     def reserve(self, keys: Tensor, values: Tensor, width: int) -> None:
-        """Make room for `width` tokens; `keys` and `values` [rows, heads, tokens, head_dim] give the form."""
+        """Allocate memory for at least `width` tokens in each row, and keep what the rows have.
+
+        `keys` and `values` [rows, heads, tokens, head_dim] determine the heads, head_dim, dtype and device.
+        """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
             self.key_rows, self.value_rows = (
@@ -47,7 +53,11 @@ class _RowLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write one token of each row, [rows in use, heads, 1, head_dim], and return all keys and values."""
+        """Write the keys and values of one token of each row in use, and return those of all their tokens.
+
+        The arguments have the shape [rows in use, heads, 1, head_dim], and the results [rows in use, heads,
+        width, head_dim]. The token's place in each row is that of `positions`.
+        """
         self.reserve(key_states, value_states, self.width)
         used = torch.arange(len(key_states), device=key_states.device)
         self.key_rows[used, :, self.positions] = key_states[:, :, 0]
@@ -62,7 +72,10 @@ class RowCache(DynamicCache):
     """The cache of all layers of a model for `rows` sequences."""
 
     def __init__(self, config: PretrainedConfig, rows: int):
-        """Make an empty cache; raises UserError if the model keeps more than keys and values."""
+        """Create an empty cache for a model with the configuration `config`.
+
+        Raises UserError if a layer of the model has another state than keys and values.
+        """
         super().__init__(config=config)
         if not {type(layer) for layer in self.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}:
             raise UserError(
@@ -77,7 +90,10 @@ class RowCache(DynamicCache):
         self.layers = list(self.row_layers)
 
     def insert(self, row: int, prefix: DynamicCache) -> None:
-        """Copy the keys and values of one sequence, [1, heads, tokens, head_dim] in each layer, to a row."""
+        """Copy the keys and values of one sequence to the row `row`.
+
+        They are those of `prefix`, of shape [1, heads, tokens, head_dim] in each layer.
+        """
         for layer, computed in zip(self.row_layers, prefix.layers, strict=True):
             assert isinstance(computed, DynamicLayer)
             keys, values = computed.keys, computed.values
@@ -87,7 +103,7 @@ class RowCache(DynamicCache):
             layer.value_rows[row, :, : keys.shape[2]] = values[0]
 
     def move(self, source: int, target: int) -> None:
-        """Copy a row to another one."""
+        """Copy the row `source` over the row `target`."""
         for layer in self.row_layers:
             for states in (layer.key_rows, layer.value_rows):
                 states[target] = states[source]
@@ -95,9 +111,9 @@ class RowCache(DynamicCache):
     def step(self, positions: Tensor, dtype: torch.dtype) -> Any:
         """Prepare a forward pass of one token in each row, and return its attention mask.
 
-        `positions` [rows in use] are those of the new tokens. The mask is 0 where a token may attend and the
-        least number of `dtype` elsewhere, [rows in use, 1, 1, width]. If only some layers have a sliding
-        window, it is a dictionary with the mask of each kind of layer.
+        `positions` [rows in use] has the position of each row's new token. The mask is 0 where a token may
+        attend and the least number of `dtype` elsewhere, [rows in use, 1, 1, width]. If only some layers have
+        a sliding window, it is a dictionary with the mask of each kind of layer.
         """
         width = -(-(int(positions.max()) + 1) // WIDTH_STEP) * WIDTH_STEP
         for layer in self.row_layers:

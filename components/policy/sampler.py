@@ -52,9 +52,10 @@ class Sampler(Protocol):
 def complete_all(
     sampler: Sampler, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float, seed: int
 ) -> list[Completion]:
-    """Sample one completion for each prompt, in the order of the prompts, each with a seed of its own.
+    """Return one completion for each prompt, in the order of the prompts.
 
-    At most as many as the backend can hold are sampled at the same time.
+    Each completion has a seed of its own, which is derived from `seed` and the prompt's index. At most
+    `sampler.capacity()` completions are sampled at the same time.
     """
 
     async def complete() -> list[Completion]:
@@ -80,8 +81,8 @@ def complete_all(
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig | None) -> tuple[int, ...]:
     """Return the ids of all tokens that end a turn, in ascending order.
 
-    They are the tokenizer's end-of-sequence token and those of the model's generation config, which may have
-    several, such as one for an answer and one for a tool call.
+    They are the tokenizer's end-of-sequence token and those of the model's generation config `generation`,
+    which may have several, such as one for an answer and one for a tool call, or be None.
     """
     ids = generation.eos_token_id if generation is not None else None
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]

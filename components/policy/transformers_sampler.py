@@ -1,4 +1,4 @@
-"""This module samples from a policy with transformers in this process, so vLLM is not needed.
+"""A sampler that runs a policy with transformers in this process, so vLLM is not needed.
 
 A thread samples one token for all running sequences at a time. A sequence joins when there is a free row and
 leaves when it ends, so no sequence waits for another one to end.
@@ -47,14 +47,17 @@ class _Sequence:
     is_cancelled: bool = False
 
     def append(self, token: int, logprob: float, version: str, stop: tuple[int, ...]) -> str:
-        """Add a sampled token, and return the reason why the sequence ends with it, or ""."""
+        """Add a sampled token, and return why the sequence ends: "stop", "length", or "" if it goes on.
+
+        `logprob` is in nats. `version` is the name of the weights, and `stop` has the tokens that end a turn.
+        """
         self.ids.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
         return "stop" if token in stop else "length" if len(self.logprobs) == len(self.uniforms) else ""
 
     def completion(self, finish_reason: str) -> Completion:
-        """Return the sampled part of the sequence."""
+        """Return the sampled part of the sequence, which ended for the reason `finish_reason`."""
         versions = self.versions[0] if len(set(self.versions)) == 1 else tuple(self.versions)
         return Completion(tuple(self.ids[self.prompt :]), tuple(self.logprobs), finish_reason, versions)
 
@@ -90,7 +93,10 @@ class TransformersSampler:
         device: str,
         version: str,
     ):
-        """Sample from `model`, at most `batch` sequences at a time."""
+        """Sample from `model`, which is on `device`, at most `batch` sequences at a time.
+
+        `version` is the name of the weights. Raises UserError if the model has other layers than attention.
+        """
         self.model = model
         self.version = version
         self.batch = batch
@@ -145,7 +151,7 @@ class TransformersSampler:
 
     @torch.no_grad()
     def _run(self) -> None:
-        """Sample until no sequence is left."""
+        """Sample the waiting sequences until none is left; this is the work of the sampler's thread."""
         running: list[_Sequence] = []
         cache = RowCache(self.model.config, self.batch)
         while True:
@@ -188,7 +194,7 @@ class TransformersSampler:
         return min(self.batch, max(LEAST_ROWS, 1 << (running - 1).bit_length()))
 
     def _evaluate_prompt(self, sequence: _Sequence, cache: RowCache, row: int) -> None:
-        """Write the keys and values of all tokens but the last one to a row of the cache."""
+        """Write the keys and values of all tokens of a new sequence but the last to the row of the cache."""
         if len(sequence.ids) == 1:
             return
         ids = torch.tensor([sequence.ids[:-1]], device=self.device)
@@ -197,7 +203,10 @@ class TransformersSampler:
         cache.insert(row, prefix)
 
     def _step(self, running: Sequence[_Sequence], cache: RowCache) -> dict[int, str]:
-        """Sample one token for each sequence, and return the reasons of the ends by row."""
+        """Sample one token for each sequence, and return why sequences ended, by their index in `running`.
+
+        The reason is "stop" or "length", or "" for a sequence that was cancelled.
+        """
         empty = self._rows(len(running)) - len(running)
         ids = torch.tensor([one.ids[-1] for one in running] + [0] * empty, device=self.device)
         positions = torch.tensor([len(one.ids) - 1 for one in running] + [0] * empty, device=self.device)
@@ -227,9 +236,10 @@ class TransformersSampler:
 def draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token for each row, and return the tokens and their log-probabilities.
 
-    `logits` has the shape [batch, vocabulary]. `uniforms` [batch] has a random number in [0, 1) for each row,
-    at which the cumulative distribution is inverted. The computation is in float64, because in float32 the
-    cumulative sum would lose rare tokens. In a row of temperature 0, the most probable token is returned.
+    `logits` has the shape [batch, vocabulary], and all other tensors have the shape [batch]. `uniforms` has a
+    random number in [0, 1) for each row, at which the cumulative distribution is inverted. The computation is
+    in float64, because in float32 the cumulative sum would lose rare tokens. In a row of temperature 0, the
+    most probable token is returned.
     """
     scale = torch.where(temperatures == 0, 1.0, temperatures).double()
     logprobs = torch.log_softmax(logits.double() / scale[:, None], dim=-1)

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Replica:
-    """One server of a fleet and what the fleet knows about it."""
+    """The state of one server of a fleet, as far as the fleet knows it."""
 
     server: VllmServer
     # Name of the weights that the server has, and what its workers report about them; see `vllm_worker.py`.
@@ -90,7 +90,10 @@ class Replica:
             self.lost.clear()
 
     def failed(self) -> None:
-        """Rest after a failure, for longer after each; failures at the same time count once."""
+        """Send no request to the server for a time after a failure, which grows with each failure in a row.
+
+        A failure during this time is not counted.
+        """
         if self.is_resting():
             return
         self.failures += 1
@@ -98,11 +101,12 @@ class Replica:
         self.resting_until = time.monotonic() + longest * random.uniform(0.5, 1.0)
 
     def read(self, load: Load, context: int) -> None:
-        """Adjust the number of sequences in flight to the figures that the server has reported.
+        """Adjust the number of sequences in flight (`limit`) to the figures that the server has reported.
 
-        It begins with as many whole contexts as the cache holds. It grows by a quarter if it is used up, the
-        cache has room, and as many requests were completed since it last grew. It shrinks by a fifth if the
-        cache is full or sequences were preempted.
+        `context` is the largest number of tokens of a sequence. The limit is at least the number of such
+        sequences that the cache holds. It grows by a quarter if it is used up, the cache has room, and as
+        many requests were completed since it last changed. It shrinks by a fifth if the cache is full or
+        sequences were preempted.
         """
         least = max(1.0, load.cache_tokens // context)
         preempted = self.load is not None and load.preemptions > self.load.preemptions
@@ -168,7 +172,7 @@ class Fleet:
         self.before: dict[int, Load] = {}
 
     def all(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]]) -> list[T]:
-        """Return the results of `call` for each of `replicas`, made at the same time."""
+        """Return the results of `call` for all of `replicas`, in their order; the calls run concurrently."""
 
         async def every() -> list[T]:
             return await asyncio.gather(*(call(replica) for replica in replicas))
@@ -180,21 +184,24 @@ class Fleet:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     async def complete(self, request: Request, session: str) -> Completion:
-        """Return a completion, whose request is sent to the server of `session`.
+        """Return the completion of a request, which is sent to the server of `session`.
 
-        A completion that the server ends for a push of weights is continued. Raises UserError if no server
-        completes it within the patience of the fleet.
+        If a server ends a completion early for a push of weights, the rest is requested afterwards. Raises
+        UserError if no server completes it within the patience of the fleet.
         """
         return await asyncio.wrap_future(
             asyncio.run_coroutine_threadsafe(self._complete(request, session), self.loop)
         )
 
     def capacity(self) -> int:
-        """Return the number of sequences that the servers can hold, of which at least one is assumed."""
+        """Return the number of sequences that the usable servers can hold together, at least 1."""
         return max(1, int(sum(replica.limit for replica in self.replicas if replica.is_usable())))
 
     def figures(self) -> dict[str, float]:
-        """Return the health, load and cache hits of the servers since the last call of this method."""
+        """Return figures of the servers' health and load by name, for the metrics of a training step.
+
+        Cache hits, retries and moves are counted since the last call of this method.
+        """
         known = [(replica, replica.load) for replica in self.replicas if replica.load is not None]
         queries = hits = 0
         for replica, load in known:
@@ -216,7 +223,10 @@ class Fleet:
         return found
 
     async def _open(self, replica: Replica) -> ServerUnavailable | None:
-        """Prepare a server for sampling; return the fault of one that fails, which is not used."""
+        """Prepare a server for sampling, and return None, or the fault of a server that does not answer.
+
+        A server with a fault is not used until the next push of weights.
+        """
         try:
             await replica.server.open(EXAMINATION_SECONDS)
             replica.read(await replica.server.load(), self.context)
@@ -227,10 +237,11 @@ class Fleet:
         return None
 
     async def _examine(self, replica: Replica, failed: float) -> None:
-        """Find out whether a server that failed at the time `failed` answers and still has its weights.
+        """Find out whether a server that failed answers and still has its weights.
 
-        A server that was restarted has the weights with which it was started, so it is not used until the
-        next push. A pause or sleep of the server goes on; a server that sleeps was not restarted.
+        `failed` is the time.monotonic() of the failure; a server that was examined since then is not examined
+        again. A server that was restarted has the weights with which it was started, so it is not used until
+        the next push. The examination does not end a pause or sleep of the server.
         """
         async with replica.examining:
             if replica.examined > failed:
@@ -275,7 +286,10 @@ class Fleet:
     async def _try(
         self, replica: Replica, request: Request, found: Completion, session: str
     ) -> Completion | None:
-        """Return what follows `found` from a server, or None if it rests or fails."""
+        """Return the tokens after `found`, sampled by a server, or None if the server rests or fails.
+
+        `request` is the whole request, of which `found` has been completed so far.
+        """
         if replica.is_resting():
             return None
         rest = dataclasses.replace(
@@ -315,9 +329,10 @@ class Fleet:
             lost.cancel()
 
     def _replica(self, session: str, may_move: bool) -> Replica | None:
-        """Return the server of a session, or the least loaded one if it has none or its server fails.
+        """Return the server of a session, or None if no server is usable.
 
-        `may_move` says whether the session leaves a server that refuses its requests.
+        A session without a server, or whose server has failed, is assigned to the least loaded one.
+        `may_move` says whether a session also leaves a server that answers but refuses its requests.
         """
         usable = [replica for replica in self.replicas if replica.is_usable()]
         ready = [replica for replica in usable if not replica.is_resting()]
@@ -367,7 +382,7 @@ class Fleet:
 
 
 def _joined(first: Completion, rest: Completion) -> Completion:
-    """Return the completion of which `rest` continues `first`."""
+    """Return the completion that consists of `first` and its continuation `rest`."""
     if not first.ids:
         return rest
     names = (

@@ -1,4 +1,4 @@
-"""A vLLM that is loaded by this process and runs its engine in a child process."""
+"""A vLLM engine that this process starts as a child process, for sampling without a server."""
 
 import asyncio
 import os
@@ -66,7 +66,10 @@ class LocalVllm:
         return SEQUENCES
 
     async def complete(self, request: Request, session: str) -> Completion:
-        """Return one completion; it is sampled together with all that others have asked for."""
+        """Return the completion of a request, which is sampled in one batch with all requests that wait.
+
+        `session` has no effect.
+        """
         return await asyncio.get_running_loop().run_in_executor(self.threads, self._wait, request)
 
     def _wait(self, request: Request) -> Completion:
@@ -115,7 +118,10 @@ class LocalVllm:
         ]
 
     def begin(self, pause: str) -> list[dict[str, Any]]:
-        """Return what `expect_weights` of each worker returned; no request runs during a push."""
+        """Begin a push, and return what `Fingerprint.expect_weights` of each worker returned.
+
+        The caller sends no request during a push, so `pause` has no effect.
+        """
         found: list[dict[str, Any]] = self.llm.collective_rpc("expect_weights")
         return found
 
@@ -133,7 +139,11 @@ class LocalVllm:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
 
     def end(self, version: str, fault: Callable[[list[Any]], str]) -> None:
-        """Check the weights as `FleetWeights.end` does."""
+        """Check the weights of all workers after a push, and use them under the name `version`.
+
+        `fault` says how the reports of the workers differ from what was sent, or returns "". Raises UserError
+        if they differ.
+        """
         if problem := fault(self.llm.collective_rpc("weight_report")):
             raise UserError(
                 f"policy.backend: vLLM does not hold the weights that were sent to it ({problem}); run the "

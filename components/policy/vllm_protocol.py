@@ -1,8 +1,7 @@
 """The requests that vLLM's HTTP server understands and the answers that it gives, by its version.
 
-The routes and fields are those of vLLM 0.24 and 0.33, which differ in two points that matter here: since
-0.33, a route for token ids reports which weights sampled each token, and the buffers of a transfer over NCCL
-are described once and not with every update.
+The routes and fields are those of vLLM 0.24 and 0.33, which differ in one point that matters here: since
+0.33, a route for token ids reports which weights sampled each token.
 """
 
 import re
@@ -36,7 +35,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Load:
-    """Figures that a server reports about itself. Counts of tokens and preemptions grow from its start."""
+    """Figures that a server reports about itself.
+
+    `cache_tokens` is the number of tokens that the key-value cache holds, and `cache_usage` the share of it
+    in use. `running` and `waiting` are numbers of sequences. `preemptions` and, in tokens, `prefix_queries`
+    and `prefix_hits` are counted from the server's start.
+    """
 
     cache_tokens: int
     cache_usage: float
@@ -48,10 +52,13 @@ class Load:
 
 
 class VllmProtocol:
-    """The routes, bodies and answers of one version of vLLM."""
+    """The form of the requests and answers of one version of vLLM's HTTP server."""
 
     def __init__(self, version: str):
-        """Raise UserError if `version`, the answer of /version, is older than `OLDEST`."""
+        """Create the form for `version`, the answer of /version; a name without numbers counts as new.
+
+        Raises UserError if the version is older than `OLDEST`.
+        """
         numbers = re.match(r"(\d+)\.(\d+)", version)
         self.number = (int(numbers.group(1)), int(numbers.group(2))) if numbers else TOKEN_VERSIONS
         if self.number < OLDEST:
@@ -62,7 +69,10 @@ class VllmProtocol:
         self.names_versions = self.number >= TOKEN_VERSIONS
 
     def completion(self, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
-        """Return the route and the body of a request; cached prefixes are shared only under equal `salt`."""
+        """Return the route and the JSON body of a request for a completion.
+
+        Requests share cached prefixes only if their `salt` is equal.
+        """
         sampling = {
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
@@ -101,10 +111,10 @@ class VllmProtocol:
 def checked(
     ids: Sequence[int], logprobs: Sequence[float], finish_reason: str, versions: str | tuple[str, ...]
 ) -> Completion:
-    """Return the completion that vLLM sampled.
+    """Return a completion of vLLM after checking that its parts belong together.
 
-    Raises UserError if the completion is not complete: a log-probability or the name of a token's weights is
-    missing, or it ended for another reason than those in `ENDS`.
+    Raises UserError if there is not one log-probability and one name of weights for each token, or if the
+    completion ended for another reason than those in `ENDS`.
     """
     named = len(ids) if isinstance(versions, str) else len(versions)
     if len(ids) != len(logprobs) or named != len(ids) or finish_reason not in ENDS:
@@ -116,7 +126,7 @@ def checked(
 
 
 def read_load(text: str) -> Load:
-    """Return the figures in the answer of /metrics; figures of several engines are added."""
+    """Return the figures in `text`, the answer of /metrics; figures of several engines are added."""
     sums: dict[str, float] = {}
     cache = 0
     for name, labels, value in METRIC.findall(text):

@@ -32,7 +32,10 @@ class VllmSampler:
     """
 
     def __init__(self, vllm: LocalVllm | Fleet, stop: tuple[int, ...], settings: Policy, *, version: str):
-        """Sample from `vllm`, where a turn ends after any of the tokens `stop`."""
+        """Sample from `vllm`, where a turn ends after any of the tokens `stop`.
+
+        `version` is the name of the weights that vLLM has.
+        """
         self.vllm = vllm
         self.weights = FleetWeights(vllm) if isinstance(vllm, Fleet) else vllm
         self.version = version
@@ -42,7 +45,11 @@ class VllmSampler:
         self.asleep = False
 
     def capacity(self) -> int:
-        """Return how many sequences the cache of vLLM holds, by its own figures."""
+        """Return how many sequences vLLM should sample at the same time.
+
+        For servers, the number follows from the figures that they report. For a vLLM of this process, it is
+        constant.
+        """
         return self.vllm.capacity()
 
     async def complete(
@@ -56,7 +63,7 @@ class VllmSampler:
         return await self.vllm.complete(request, session)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of the servers since the last call; there are none of a vLLM of this process."""
+        """Return the figures of the servers (`Fleet.figures`); for a vLLM of this process there are none."""
         return self.vllm.figures() if isinstance(self.vllm, Fleet) else {}
 
     def push(
@@ -96,7 +103,11 @@ class VllmSampler:
         self.push_seconds = time.monotonic() - started
 
     def _send(self, weights: Sequence[tuple[str, Tensor]], devices: Sequence[str]) -> None:
-        """Send one bucket to all workers, which read it from the memory of their own device."""
+        """Send one bucket of weights to all workers, which read it from the memory of their own device.
+
+        `devices` are the devices of the workers, by `device_name`. Raises UserError if this process cannot
+        use one of them.
+        """
         own = weights[0][1].device
         seen = {device_name(own): own} | (
             {device_name(device): device for device in map(_cuda, range(torch.cuda.device_count()))}
@@ -133,10 +144,11 @@ def _cuda(index: int) -> torch.device:
 def open_vllm_sampler(
     params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
 ) -> VllmSampler:
-    """Return a sampler that uses vLLM.
+    """Return a sampler that uses vLLM, whose weights get the name `version`.
 
-    If the backend is `vllm-server`, it uses the servers `policy.servers`. Otherwise it loads the model in
-    `folder` into a vLLM of this process.
+    If `policy.backend` is `vllm-server`, it uses the servers `policy.servers` with the weights that they
+    have, and only the generation config is read from `folder`. Otherwise it loads the model in `folder` into
+    a vLLM of this process.
     """
     settings = params.policy
     vllm: Fleet | LocalVllm = (

@@ -23,9 +23,9 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class ServerUnavailable(ConnectionError):
-    """Exception that is raised if a server gives no answer, or one that may pass.
+    """Exception that is raised if a server does not answer, or refuses a request that may succeed later.
 
-    `status` is the status of the answer, and 0 if there was none.
+    `status` is the HTTP status of the answer, and 0 if there was none.
     """
 
     def __init__(self, text: str, status: int = 0):
@@ -34,7 +34,7 @@ class ServerUnavailable(ConnectionError):
 
 
 class VllmServer:
-    """A model on a vLLM server, from which it is sampled and where its weights are updated, over HTTP.
+    """A client of one vLLM server, which samples from the server's model and updates its weights over HTTP.
 
     `protocol` is that of the server's version once `open` has returned.
     """
@@ -46,12 +46,15 @@ class VllmServer:
         self.protocol = VllmProtocol("0.24")
 
     async def probe(self) -> None:
-        """Find the server's version; raise ServerUnavailable if it does not answer."""
+        """Ask the server for its version and set `protocol` accordingly.
+
+        Raises ServerUnavailable if the server does not answer, and UserError if its version is too old.
+        """
         await self.call("GET", "/health")
         self.protocol = VllmProtocol(str((await self.call("GET", "/version")).get("version", "")))
 
     async def open(self, seconds: float) -> None:
-        """Find the server's version, and end what a killed training process may have left: sleep or a pause.
+        """Ask the server for its version, and end a sleep or pause that a killed training process has left.
 
         Raises ServerUnavailable if the server does not answer within `seconds`.
         """
@@ -69,7 +72,7 @@ class VllmServer:
         return bool((await self.call("GET", "/is_sleeping")).get("is_sleeping"))
 
     async def complete(self, request: Request, version: str) -> Completion:
-        """Return a completion; `version` names the weights that the server has.
+        """Return the completion of a request; `version` is the name of the weights that the server has.
 
         If the coroutine is cancelled, its connection is closed, and the server aborts the request.
         """
@@ -80,15 +83,16 @@ class VllmServer:
         return read_load(await self._text("GET", "/metrics"))
 
     async def workers(self, method: str, arguments: dict[str, Any] | None = None) -> list[Any]:
-        """Call a method of every worker of the server, and return the results of the workers."""
+        """Call the method `method` of every worker of the server, and return one result for each worker."""
         answer = await self.call("POST", "/collective_rpc", {"method": method, "kwargs": arguments or {}})
         return list(answer.get("results", []))
 
     async def call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object in the answer, or an empty one if the answer has no content.
+        """Send a request to a route of the server, and return the JSON object in the answer.
 
-        Raises UserError if the server has no such route or refuses the request for good, and
-        ServerUnavailable if the request may succeed later.
+        `method` is "GET" or "POST". An answer without content gives an empty dictionary. Raises UserError if
+        the server has no such route or refuses the request for good, and ServerUnavailable if the request may
+        succeed later.
         """
         response = await self._answer(method, route, body)
         answer: dict[str, Any] = response.json() if response.content else {}

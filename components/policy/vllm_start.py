@@ -1,4 +1,4 @@
-"""Starting of vLLM servers on this host, with the options that sampling and new weights need."""
+"""Start vLLM servers on this host, with the options that sampling and pushes of weights need."""
 
 import contextlib
 import os
@@ -45,7 +45,9 @@ def launches(
 ) -> list[Launch]:
     """Return the servers of a fleet, each with the next `tensor_parallel` of `gpus` and the next port.
 
-    `vllm` is the executable of vLLM's own environment. Raises UserError if there are too few GPUs.
+    There are `replicas` servers of the checkpoint `model`, from the port `port` on. `vllm` is the executable
+    of vLLM's own environment, and `logs` the folder of the log files. Raises UserError if there are too few
+    GPUs.
     """
     if len(gpus) < replicas * tensor_parallel:
         raise UserError(
@@ -80,10 +82,11 @@ def launches(
 
 @contextlib.contextmanager
 def running(fleet: Sequence[Launch], report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
-    """Start the servers, yield when all of them are healthy, and end them all afterwards.
+    """Start the servers, yield when all of them are healthy, and end them all after the block.
 
-    The function that is yielded starts servers again that have ended, until it is interrupted. `report` is
-    called with one sentence for each such event. Raises UserError if a server ends before it is healthy.
+    A function is yielded that never returns and starts each server again that has ended. It calls `report`
+    with one sentence each time. Raises UserError if a server ends before it is healthy, or is not healthy
+    within START_SECONDS.
     """
     processes: dict[Launch, subprocess.Popen[bytes]] = {}
     try:
@@ -150,7 +153,7 @@ def _wait_until_healthy(processes: dict[Launch, subprocess.Popen[bytes]]) -> Non
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes with all that they have started, forcibly if they take too long."""
+    """End the processes and their children by SIGTERM, and by SIGKILL after END_SECONDS."""
     for kind, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):

@@ -1,7 +1,7 @@
 """The weights of all servers of a fleet, which are replaced together.
 
-An update is made in the order of vLLM's routes: pause, start, one update for each bucket, finish, resume. A
-server that fails in between is left out and not sampled from until the next push.
+A push calls vLLM's routes in this order: pause, start, one update for each bucket, finish, resume. A server
+that fails during a push is left out of it and not sampled from until the next one.
 """
 
 import asyncio
@@ -20,7 +20,10 @@ T = TypeVar("T")
 
 
 class FleetWeights:
-    """The weights of the servers of a fleet. `targets` are the servers that take part in the present push."""
+    """Interface with which the weights of all servers of a fleet are replaced.
+
+    `targets` are the servers that take part in the present push.
+    """
 
     def __init__(self, fleet: Fleet):
         self.fleet = fleet
@@ -29,8 +32,9 @@ class FleetWeights:
     def begin(self, pause: str) -> list[dict[str, Any]]:
         """Pause all servers that answer, and return what `expect_weights` of each of their workers returned.
 
-        `pause` is the mode in which running requests are kept, aborted or awaited. Raises UserError if a
-        server's workers lack the extension or if it divides requests among engines of its own.
+        `pause` is the parameter `policy.push_pause`, which says whether running requests are kept, aborted or
+        awaited. Raises UserError if a server's workers lack the extension or if it divides requests among
+        engines of its own.
         """
         # The fleet asks doubted servers again and again, so they are left out here unless all are doubted.
         answering = [replica for replica in self.fleet.replicas if not replica.doubted]
@@ -61,7 +65,7 @@ class FleetWeights:
         return [worker for workers in self._each(prepare) for worker in workers]
 
     def start(self, init: dict[str, Any]) -> None:
-        """Begin an update by vLLM's weight transfer engine, which is initialised with `init`."""
+        """Begin an update by vLLM's weight transfer engine, which every server initialises with `init`."""
 
         async def start(replica: Replica) -> None:
             call = replica.server.call
@@ -79,9 +83,10 @@ class FleetWeights:
         self._each(start)
 
     def update(self, info: Callable[[], dict[str, Any]]) -> None:
-        """Send one bucket, and return when every server has loaded it.
+        """Send one bucket of weights, and return when every server has loaded it.
 
-        `info` is called for each server, because a memory handle can be opened only once.
+        `info` returns the description of the bucket for vLLM (`update_info`). It is called for each server,
+        because a memory handle can be opened only once.
         """
         self._each(lambda replica: replica.server.call("POST", "/update_weights", {"update_info": info()}))
 
@@ -90,7 +95,7 @@ class FleetWeights:
         self._each(lambda replica: replica.server.call("POST", "/finish_weight_update", body))
 
     def reload(self, folder: str, version: str) -> None:
-        """Let every server load the checkpoint in `folder`."""
+        """Have every server load the checkpoint in `folder`, whose weights have the name `version`."""
 
         async def load(replica: Replica) -> None:
             await replica.server.workers("reload_weights", {"weights_path": folder})
@@ -100,10 +105,10 @@ class FleetWeights:
         self._each(load)
 
     def end(self, version: str, fault: Callable[[list[Any]], str]) -> None:
-        """Check the weights of every server, and use it with them under the name `version`.
+        """Check the weights of every server, and sample from it under their name `version` from now on.
 
-        `fault` says how the reports of a server's workers differ from what was sent. Raises UserError if no
-        server has the new weights, or if one has others although it answered every call.
+        `fault` says how the reports of a server's workers differ from what was sent, or returns "". Raises
+        UserError if no server has the new weights, or if one has others although it answered every call.
         """
 
         async def end(replica: Replica) -> None:
@@ -123,7 +128,7 @@ class FleetWeights:
         self._each(end)
 
     def resume(self) -> None:
-        """Let the servers of the present push sample again, also if it failed."""
+        """End the pause of the servers that take part in the present push, also if the push failed."""
         targets, self.targets = self.targets, []
         self._post(targets, "/resume")
 
@@ -134,7 +139,7 @@ class FleetWeights:
         self._post([replica for replica in self.fleet.replicas if replica.is_usable()], "/wake_up")
 
     def _post(self, replicas: Sequence[Replica], route: str) -> None:
-        """Call a route of servers, of which those that fail are doubted."""
+        """Make a POST request to the route of each server at the same time, and doubt servers that fail."""
 
         async def post(replica: Replica) -> None:
             try:
@@ -145,9 +150,10 @@ class FleetWeights:
         self.fleet.all(replicas, post)
 
     def _each(self, call: Callable[[Replica], Awaitable[T]]) -> list[T]:
-        """Make a call for each target at the same time, and return the results; leave out those that fail.
+        """Make a call for each target at the same time, and return the results of those that succeed.
 
-        Raises UserError if none is left.
+        A call that a server refuses as busy is repeated for REFUSED_SECONDS. Servers that fail are removed
+        from `targets`. Raises UserError if none is left.
         """
         failed: dict[Replica, ServerUnavailable] = {}
 

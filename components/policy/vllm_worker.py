@@ -14,7 +14,7 @@ from components.policy.weights import MODULUS, device_name, fingerprint, named_f
 
 
 class Fingerprint:
-    """Extension that gives each vLLM worker methods that identify its weights.
+    """A base class that gives each vLLM worker methods that identify its weights.
 
     vLLM adds this class to the bases of its worker class. `VllmSampler` calls `expect_weights` before it
     sends weights, and `weight_report` to check that all of them have arrived.
@@ -45,7 +45,9 @@ class Fingerprint:
     def weight_report(self: Any) -> dict[str, Any]:
         """Return fingerprints of the received weights and of each parameter of this worker.
 
-        `key_value_copies` is the number of tensor parallel workers that hold the same key and value heads.
+        `received` is None if `expect_weights` was not called, and `parameters` has a number by parameter
+        name. `key_value_copies` is the number of tensor parallel workers that hold the same key and value
+        heads.
         """
         parameters = dict(self.get_model().named_parameters())
         dtype = max(parameters.values(), key=Tensor.numel).dtype

@@ -29,7 +29,7 @@ BASE, LOW_RANK_A, LOW_RANK_B = ".base_layer.", f".lora_A.{ADAPTER}.", f".lora_B.
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor of the model without adapters.
+    """A tensor of the public checkpoint format, which has no adapters.
 
     If `low_rank` is given, it has the matrices A [rank, in] and B [out, rank] of an adapter and their scale,
     and the value is `stored` + scale * B A.
@@ -70,7 +70,11 @@ def weight_buckets(model: PreTrainedModel, limit_bytes: int) -> Iterator[dict[st
 
 
 def adapter_buckets(model: PreTrainedModel, limit_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield the adapter's matrices under the names of peft's file format, in buckets as `weight_buckets`."""
+    """Yield the matrices of the model's adapter by their names in peft's file format, in buckets.
+
+    A bucket has at most `limit_bytes`, or one larger matrix, and is valid until the next one is requested.
+    Every rank must iterate over the whole stream if ZeRO 3 has sharded the model.
+    """
     matrices = [
         [_Weight(f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", tensor)]
         for name, tensor in model.state_dict(keep_vars=True).items()
@@ -82,7 +86,10 @@ def adapter_buckets(model: PreTrainedModel, limit_bytes: int) -> Iterator[dict[s
 
 
 def _weights(model: PreTrainedModel) -> Iterator[_Weight]:
-    """Yield parameters and persistent buffers in the order of the modules, and tied parameters once."""
+    """Yield the parameters and persistent buffers of `model` in the order of its modules.
+
+    Tied parameters occur once. An adapter's matrices belong to the weight that they change.
+    """
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     seen = set()
     for name, tensor in tensors.items():
@@ -103,10 +110,10 @@ def _weights(model: PreTrainedModel) -> Iterator[_Weight]:
 
 
 def _conversion_groups(model: PreTrainedModel, weights: Iterator[_Weight]) -> list[list[_Weight]]:
-    """Group the weights that the public format stores as one tensor, which must be converted together.
+    """Return the weights in groups, each with those that the public format stores as one tensor.
 
-    Most groups have one weight. Some formats fuse matrices that transformers separates, such as query, key
-    and value.
+    The weights of a group must be converted together. Most groups have one weight. Some formats fuse matrices
+    that transformers separates, such as query, key and value.
     """
     conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(
         model, add_legacy=False

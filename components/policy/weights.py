@@ -1,4 +1,4 @@
-"""This module prepares weights for a transfer to vLLM's workers and checks that they have arrived.
+"""Prepare weights for a transfer to vLLM's workers, and check that they have arrived.
 
 The process that receives the weights imports this file too (`components.policy.vllm_worker`), so the file
 needs only torch.
@@ -36,7 +36,7 @@ def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
 
 
 def named_fingerprint(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
-    """Return a number that identifies a name and the values of its tensor after a cast to `dtype`."""
+    """Return a number below MODULUS that identifies a name and the values of its tensor, cast to `dtype`."""
     return fingerprint([tensor], dtype) * (2 * zlib.crc32(name.encode()) + 1) % MODULUS
 
 
@@ -53,7 +53,7 @@ class Sent:
             self.named = (self.named + named_fingerprint(name, tensor, self.dtype)) % MODULUS
 
     def fault(self, reports: Sequence[Mapping[str, Any]]) -> str:
-        """Return how the workers of one server differ from what was sent, or nothing if they do not.
+        """Return a phrase that says how one server's weights differ from those sent, or "" if they do not.
 
         `reports` are those of `components.policy.vllm_worker`. Every worker must have received all weights.
         Together their parameters must have the sent values, if tensor parallelism keeps one copy of each
@@ -72,7 +72,10 @@ class Sent:
 
 
 def update_info(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Return the part of vLLM's `update_info` that all backends have: names, dtypes and shapes."""
+    """Return the names, dtypes and shapes of weights in the form of vLLM's `update_info`.
+
+    All backends of vLLM's weight transfer need this part.
+    """
     return {
         "names": [name for name, _ in weights],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
