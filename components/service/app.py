@@ -46,7 +46,11 @@ Wait = Annotated[
 
 
 def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
-    """Return the application of the service; without `tokens` every caller has the rights of `LOCAL`."""
+    """Return the ASGI application with all routes of the service.
+
+    `tokens` has the tokens of the callers. If it is None, every caller has the rights of `LOCAL`, and only
+    requests to a host name of the own machine are answered.
+    """
 
     def authenticate(secret: str | None) -> Token:
         if tokens is None:

@@ -1,4 +1,4 @@
-"""Limit of the size of a request's body, which is checked before and while the body is read."""
+"""Limit of the size of an HTTP request's body, which is checked before and while the body is read."""
 
 import json
 from collections.abc import MutableMapping
@@ -51,7 +51,7 @@ class BodyLimit:
         await self.app(scope, limited, send)
 
     async def _drop(self, receive: Receive) -> None:
-        """Read the rest of a body, up to `DROPPED` times the limit, and keep nothing of it."""
+        """Read and discard the rest of a request's body, up to `DROPPED` times the limit."""
         left, more = DROPPED * self.limit, True
         while left > 0 and more:
             message = await receive()

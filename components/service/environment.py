@@ -36,7 +36,7 @@ SPLIT = "tasks"
 
 
 class Reset(FrozenModel):
-    """Data of a reset."""
+    """Data of the message `reset`, which begins an episode."""
 
     task_id: str = Field("", description="a task of this server; a random one if it is empty")
     max_turns: int = Field(20, ge=1, le=200, description="the episode ends with this tool call")
@@ -44,14 +44,14 @@ class Reset(FrozenModel):
 
 
 class Action(FrozenModel):
-    """Data of a step: one tool call; the call `Finish` ends the episode."""
+    """Data of the message `step`, which is one tool call; the call `Finish` ends the episode."""
 
     tool: str
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class RequestError(Exception):
-    """Error that is sent to the client with a code; the session goes on."""
+    """Error in a client's message, which is answered with `code` and a text, and does not end the session."""
 
     def __init__(self, code: str, message: str):
         super().__init__(message)
@@ -79,7 +79,10 @@ class Sessions:
 
 
 def _answer(session: Session, kind: str, data: Any) -> dict[str, Any]:
-    """Return the answer to one message; raise RequestError if it cannot be followed."""
+    """Return the JSON answer to one message of the type `kind`.
+
+    Raises RequestError if the type or the data are not valid, or if the judge fails.
+    """
     try:
         if kind == "reset":
             reset = Reset.model_validate(data)
@@ -148,7 +151,7 @@ async def _serve(socket: WebSocket, session: Session, sessions: Sessions) -> Non
 
 
 def make_environment(sessions: Sessions) -> FastAPI:
-    """Return the application of an environment server."""
+    """Return the ASGI application of an environment server with these sessions."""
     app = FastAPI(title="CUDA Agent environment", version=VERSION)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_HOSTS)
 

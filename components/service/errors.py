@@ -1,4 +1,4 @@
-"""The error that the service answers a request with."""
+"""The error with which the service answers a request."""
 
 
 class ServiceError(Exception):

@@ -57,7 +57,7 @@ def export_tasks(
 
 
 def instruction(task: KernelTask, device: Device) -> str:
-    """Return the text that the agent gets: how kernels are written, and the task."""
+    """Return the text that an agent gets: SKILL.md, adapted to a container, and the task's source."""
     text = skill()
     for passage, replacement in PASSAGES.items():
         text = text.replace(passage, replacement)
@@ -91,7 +91,7 @@ def _write(folder: Path, name: str, task: KernelTask, device: Device, service: s
 
 
 def _settings(name: str, task: KernelTask, device: Device, service: str, image: str) -> str:
-    """Return task.toml; strings are written as JSON, which TOML reads."""
+    """Return the text of task.toml; strings are written as in JSON, because TOML reads this form too."""
     judge = f"""\
 CUDA_AGENT_JUDGE = {json.dumps(f"${{CUDA_AGENT_JUDGE:-{service}}}")}
 CUDA_AGENT_TOKEN = "${{CUDA_AGENT_TOKEN:-}}"

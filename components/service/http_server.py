@@ -69,7 +69,11 @@ def serving(
     listener: socket.socket,
     tokens: TokenFile | None,
 ) -> Iterator[JobService]:
-    """Serve HTTP on `listener` inside the context; `folder` has the queue and the journal of the service."""
+    """Serve HTTP on `listener` inside the context, and yield the service.
+
+    `folder` has the queue and the journal of the service, and `tasks` are the tasks that callers may name.
+    `tokens` has the tokens of the callers, or is None if none are needed.
+    """
     service = JobService(judges, params, folder, tasks)
     server = uvicorn.Server(
         uvicorn.Config(

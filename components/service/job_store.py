@@ -93,9 +93,9 @@ class JobStore:
         return StoredJob(**rows[0]) if rows else None
 
     def put(self, job: StoredJob) -> None:
-        """Add a job at the end of the queue; a job with the same id is replaced.
+        """Add a job at the end of the queue, in place of the job with the same id if there is one.
 
-        A queued job counts as a submission, also if it replaces one that failed.
+        A job in the state `queued` counts as a submission (`since`), also if it replaces one that failed.
         """
         columns = [name for name in vars(job) if name != "seq"]
         self._rows(
@@ -106,16 +106,19 @@ class JobStore:
             self._rows("INSERT INTO submissions VALUES (?, ?)", job.token, job.created)
 
     def name(self, token: str, name: str, job_id: str) -> None:
-        """Give a job a name of the token's own; a name that was given before names this job from now on."""
+        """Give the job `job_id` a name, which is valid for one token.
+
+        If the token used the name for another job before, the name is moved.
+        """
         self._rows("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", token, name, job_id)
 
     def named(self, token: str, name: str) -> str | None:
-        """Return the id of the job with a name of the token, or None if there is none."""
+        """Return the id of the job to which the token has given `name`, or None if there is none."""
         rows = self._rows("SELECT job FROM names WHERE token = ? AND name = ?", token, name)
         return str(rows[0]["job"]) if rows else None
 
     def waiting(self) -> dict[str, StoredJob]:
-        """Return the first queued job of each token that has one."""
+        """Return the first queued job of each token that has one, by the token's name."""
         rows = self._rows(
             "SELECT * FROM jobs WHERE seq IN "
             "(SELECT min(seq) FROM jobs WHERE state = 'queued' GROUP BY token)"
@@ -161,7 +164,10 @@ class JobStore:
         )
 
     def measurements(self, subject: str) -> int:
-        """Return how many measurements of an equal candidate its token has asked for."""
+        """Return how many jobs have this subject, without cancelled ones.
+
+        This is how often the subject's token has asked for a measurement of the subject's candidate.
+        """
         return int(
             self._number(
                 "SELECT count(*) FROM jobs WHERE subject = ? AND state != 'cancelled'",
@@ -172,7 +178,8 @@ class JobStore:
     def since(self, token: str, moment: float) -> tuple[int, float]:
         """Return the number of the token's submissions since `moment`, and when the first of them was made.
 
-        Older ones are forgotten.
+        Both times are values of time.time(); the second is 0 without submissions. Older submissions are
+        deleted from the store.
         """
         self._rows("DELETE FROM submissions WHERE token = ? AND created < ?", token, moment)
         row = self._rows("SELECT count(*), min(created) FROM submissions WHERE token = ?", token)[0]

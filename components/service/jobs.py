@@ -57,10 +57,11 @@ T = TypeVar("T")
 
 
 class JobService:
-    """Service that accepts, queues and judges jobs, and answers what has become of them.
+    """Service that accepts jobs, queues them, has them judged, and reports their states and results.
 
-    `folder` has the queue and, in `verdicts`, the journal. `tasks` are the tasks that callers may name. If
-    `workers` is 0, jobs are accepted and stay queued.
+    `folder` has the queue and, in `verdicts`, the journal. `tasks` are the tasks that callers may name.
+    `workers` is the number of threads that judge, by default sandbox.build_workers; if it is 0, jobs are
+    accepted and stay queued. `capacity` is the largest number of jobs that may be queued or running.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class JobService:
             thread.start()
 
     def submit(self, token: Token, body: JudgementBody | AdmissionBody) -> JobView:
-        """Return the job of a request, which is new, waiting, or has its result already.
+        """Return the job of a request, which is queued unless it is known already.
 
         Raises ServiceError if the request is not allowed, or if the queue or the token's quota is full.
         """
@@ -155,7 +156,11 @@ class JobService:
         )
 
     def task(self, token: Token, body: JudgementBody | AdmissionBody) -> KernelTask:
-        """Return the task of a request; raise ServiceError if it is unknown, no task, or not allowed."""
+        """Return the task that a request names or contains.
+
+        Raises ServiceError if the service lists no such task, if the source is no task, or if the token may
+        not send sources of tasks.
+        """
         if isinstance(body, JudgementBody) and body.task:
             return self.listed_task(body.task)
         task = KernelTask(code=body.code)
@@ -178,7 +183,10 @@ class JobService:
         return task
 
     def params_of(self, body: JudgementBody | AdmissionBody) -> Params:
-        """Return the service's parameters with those that the request may choose."""
+        """Return the service's parameters, in which those that the request chooses are replaced.
+
+        A request may choose the precision, the labels, and for an admission the window of eager times.
+        """
         params = self.params
         if body.precision is not None:
             params = params.model_copy(update={"precision": body.precision})
@@ -221,7 +229,7 @@ class JobService:
             )
 
     def find(self, token: Token, job_id: str) -> StoredJob:
-        """Return a job of the token; raise ServiceError if there is none, or if it is another token's."""
+        """Return the job `job_id`; raise ServiceError if there is none, or if it is another token's."""
         job = self.store.get(job_id)
         if job is None or job.token != token.name:
             raise ServiceError(404, f"job: no job {job_id[:100]!r} of the token {token.name}.")
@@ -262,7 +270,10 @@ class JobService:
 
     @contextlib.contextmanager
     def watch(self, job_id: str, changed: Callable[[], None]) -> Iterator[None]:
-        """Call `changed`, in any thread, whenever the job's state or progress changes inside the context."""
+        """Call `changed` whenever the job's state or progress changes inside the context.
+
+        The call may come from any thread.
+        """
         with self.condition:
             self.watchers.setdefault(job_id, []).append(changed)
         try:
@@ -295,9 +306,9 @@ class JobService:
             self._notify(job.id)
 
     def _stored(self, call: Callable[[], T]) -> T | None:
-        """Return the result of `call`, which is repeated while the database fails, for instance a full disk.
+        """Return the result of `call`, which is repeated while the database fails, as on a full disk.
 
-        Returns None if the service closes meanwhile.
+        Returns None if the service is closing when the database fails.
         """
         while True:
             try:
@@ -326,7 +337,7 @@ class JobService:
     def _choose(self) -> StoredJob | None:
         """Return the first job of the token that was served least recently, or None if none may run.
 
-        One worker is kept free of every token's jobs, so that another token's job can begin at once.
+        The jobs of one token may occupy all workers but one, so that another token's job can begin at once.
         """
         most = max(1, self.workers - 1)
         jobs = [job for token, job in self.store.waiting().items() if self.running[token] < most]
@@ -370,7 +381,7 @@ class JobService:
         return "done", "", 200
 
     def stop(self) -> None:
-        """Begin no further job, and let every request that waits for a job return."""
+        """Set `closing`, so that no further job begins and every request that waits for a job returns."""
         with self.condition:
             self.closing = True
             self.condition.notify_all()
@@ -379,7 +390,7 @@ class JobService:
             self._notify(job_id)
 
     def close(self) -> None:
-        """Wait for the running jobs; the queued ones stay queued for the next service of the folder."""
+        """Wait for the running jobs, and close the store; queued jobs stay queued for the next service."""
         self.stop()
         for thread in self.threads:
             thread.join()

@@ -1,4 +1,4 @@
-"""The interface of the judges that the service needs; `judge/resident.py` has them."""
+"""The interface of the judges that the service needs, which `judge/resident.py` implements."""
 
 import contextlib
 from typing import Protocol
@@ -11,7 +11,7 @@ from components.judge.verdict import Admission, Verdict
 
 
 class ServiceJudge(Protocol):
-    """Interface of a judge that reports its progress."""
+    """Interface of a judge that calls `report` with the step of its work."""
 
     def verdict(
         self, task: KernelTask, files: dict[str, str], *, compare_compile: bool, report: Report
@@ -19,7 +19,11 @@ class ServiceJudge(Protocol):
 
 
 class ServiceJudges(Protocol):
-    """Interface of the judges of one device (`resident.Judges`)."""
+    """Interface of the judges of one device (`resident.Judges`).
+
+    `using` yields the judge for these parameters, `admit` checks a task, and `on_behalf_of` attributes the
+    work of this thread in its block to a caller.
+    """
 
     device: Device
 

@@ -44,7 +44,11 @@ NameInPath = Annotated[str, Path(min_length=1, max_length=100)]
 
 
 class Evaluation(BaseModel):
-    """Request of KernelGYM; its other fields have no effect."""
+    """Request of KernelGYM to judge the candidate `kernel_code`, one file, on the task `reference_code`.
+
+    `task_id` is the name that the caller gives the evaluation, and `entry_point` must be "Model". All other
+    fields of KernelGYM have no effect.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -55,7 +59,7 @@ class Evaluation(BaseModel):
 
 
 class Batch(BaseModel):
-    """Several requests of KernelGYM."""
+    """Request of KernelGYM to judge several candidates; `batch_id` is the caller's name for it."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -64,7 +68,10 @@ class Batch(BaseModel):
 
 
 class Result(BaseModel):
-    """Answer of KernelGYM, with times in milliseconds; `metadata` has the whole verdict."""
+    """Answer of KernelGYM to an evaluation, with times in milliseconds and the whole verdict in `metadata`.
+
+    `speedup` is the ratio to the eager baseline. Fields without a value are None until there is a verdict.
+    """
 
     task_id: str
     status: Status
@@ -80,7 +87,7 @@ class Result(BaseModel):
 
 
 class BatchResult(BaseModel):
-    """Answer to a batch."""
+    """Answer of KernelGYM to a batch, with the results in the order of the batch's tasks."""
 
     batch_id: str
     total_tasks: int
@@ -91,7 +98,7 @@ class BatchResult(BaseModel):
 
 
 class TaskStatus(BaseModel):
-    """State of an evaluation."""
+    """Answer of KernelGYM to a question for the state of an evaluation."""
 
     task_id: str
     status: Status
@@ -100,7 +107,7 @@ class TaskStatus(BaseModel):
 
 
 def result_of(name: str, job: JobView) -> Result:
-    """Return the answer for a job that the caller calls `name`."""
+    """Return KernelGYM's form of a job's state or verdict; `name` is the caller's name for the job."""
     verdict = job.verdict
     if verdict is None:
         return Result(task_id=name, status=STATUSES[job.state], error_message=job.error or None)
@@ -124,7 +131,10 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 
 def add_kernelgym_routes(app: FastAPI, service: JobService, caller: Callable[..., Token]) -> None:
-    """Add the routes to the service `app`; `caller` is the dependency that tells the token of a request."""
+    """Add KernelGYM's routes to the application `app` of the service.
+
+    `caller` is a dependency of FastAPI that returns the token of a request.
+    """
 
     def submit(token: Token, evaluation: Evaluation) -> JobView:
         if evaluation.entry_point != ENTRY_POINT:

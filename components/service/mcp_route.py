@@ -45,7 +45,10 @@ class Guard:
 
 @contextlib.asynccontextmanager
 async def serving_mcp(app: FastAPI, authenticate: Callable[[str | None], object]) -> AsyncIterator[None]:
-    """Add the route `/mcp` to the service `app`, and answer its requests inside the context."""
+    """Add the route `/mcp` to the application `app` of the service, and answer its requests in the context.
+
+    `authenticate` is passed on to `Guard`.
+    """
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         server = make_mcp_server(client, is_remote=True)

@@ -30,7 +30,7 @@ REASON_ROW = re.compile(r"^\| (`\w+: .*?) \| (.*) \|$", re.MULTILINE)
 
 
 class Answer(BaseModel):
-    """A verdict in short, or the job to wait for."""
+    """Answer of the tools `judge` and `wait`: the main fields of a verdict, or a job that is not done."""
 
     job: str
     state: str
@@ -46,10 +46,10 @@ class Answer(BaseModel):
 
 
 def make_mcp_server(client: httpx.AsyncClient, *, is_remote: bool = False) -> MCPServer[Any]:
-    """Return the server, whose tools send requests by `client`.
+    """Return an MCP server, whose tools send requests to the judge's HTTP service by `client`.
 
-    An agent on this machine names the folder of its workspace. With `is_remote` it sends the files, and its
-    requests carry the token that its own request came with.
+    The tool `judge` takes the folder of a workspace on this machine, or the texts of the files if `is_remote`
+    is true. If an agent's request has a token, the requests to the service have the same token.
     """
     server: MCPServer[Any] = MCPServer("cuda-agent-judge", instructions=INSTRUCTIONS, log_level="ERROR")
 

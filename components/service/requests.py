@@ -33,7 +33,7 @@ PUBLIC_EVIDENCE = (
 
 
 def _check_text(text: str) -> str:
-    """Raise ValueError if the text has surrogates, which JSON can represent and UTF-8 cannot."""
+    """Return the text; raise ValueError if it has surrogates, which JSON can represent and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -55,7 +55,7 @@ Measurement = Annotated[
 
 
 class JudgementBody(FrozenModel):
-    """Request to judge a candidate on a task that the service lists, or on a task of the caller."""
+    """Request to judge a candidate on a task that the service lists, or whose source the caller sends."""
 
     task: str = Field("", description="task_id of a task that GET /v1/tasks lists")
     code: Source = Field("", description="source of a task of the caller")

@@ -1,4 +1,4 @@
-"""Sessions of the environment: one episode each, stepped by a trainer or an agent that runs elsewhere.
+"""Sessions of the environment server: episodes whose tool calls a trainer or an agent elsewhere makes.
 
 A step is one tool call. The milestone is the only reward, and is given once, when the episode ends. Files are
 judged as soon as they are written, so that a trainer that makes the calls of many rollouts one after another
@@ -45,8 +45,8 @@ class Observation(FrozenModel):
 class Session:
     """One episode at a time, with its workspace and tools; `reset` begins another one.
 
-    `tasks` are the tasks by task id. `epoch` is the server's own name of a set of judgements: equal
-    candidates of its sessions share one measurement, so that a caller cannot measure until luck helps.
+    `tasks` are the tasks by task id. `epoch` is the name under which all sessions of the server share one
+    measurement of equal candidates, so that a caller cannot repeat a measurement until it is fast by chance.
     """
 
     def __init__(self, tasks: dict[str, KernelTask], params: Params, pool: JudgePool, epoch: str):
@@ -81,7 +81,8 @@ class Session:
         """Make one tool call, and return the observation, the reward and whether the episode has ended.
 
         The episode ends with the call `Finish` or the last turn. The reward is the milestone then, and None
-        before. Raises InfrastructureError if the judge itself fails; the episode then has no reward.
+        before. Raises ValueError if the episode has ended, and InfrastructureError if the judge itself fails;
+        the episode then has no reward.
         """
         if self.done or self.tools is None or self.workspace is None:
             raise ValueError("the episode has ended; send a reset first")
@@ -117,7 +118,7 @@ class Session:
         )
 
     def close(self) -> None:
-        """End the episode, and the processes of its shell."""
+        """End the episode without a reward, and end the processes of its shell."""
         self.done = True
         if self.tools is not None:
             self.tools.close()
@@ -125,7 +126,7 @@ class Session:
 
 
 def tools() -> list[Any]:
-    """Return the tools in the form that chat templates take, with the call that ends an episode."""
+    """Return descriptions of the tools and of the call `Finish` in the form that chat templates take."""
     finish = {
         "name": FINISH,
         "description": "End the episode with the files as they are; the reward is given once, for them.",

@@ -29,8 +29,10 @@ PLACES: Mapping[str, tuple[str, str]] = {
 def install_skill(agent: str, project: Path, service: str, token: Path | None) -> list[Path]:
     """Write the skill and the MCP configuration of one agent, and return the files that were written.
 
-    Raises UserError, before anything is written, if the agent is unknown, if a skill of this name differs
-    from every one that this command writes, or if the configuration cannot be extended.
+    `agent` is a key of PLACES, `project` the folder of the agent's project, `service` the address of the
+    judge's service, and `token` the file with the token's secret, if one is needed. Raises UserError, before
+    anything is written, if the agent is unknown, if the skill's file exists and is not the skill, or if the
+    configuration cannot be extended.
     """
     if agent not in PLACES:
         raise UserError(f"{agent}: unknown agent; give one of {', '.join(PLACES)}.")
@@ -64,7 +66,11 @@ def _read(config: Path) -> str:
 
 
 def _json(config: Path, arguments: list[str]) -> str:
-    """Return the JSON configuration with the judge's server added and all else kept."""
+    """Return the text of a JSON configuration with the judge's MCP server added and all else kept.
+
+    `arguments` are those of the server's command. Raises UserError if the file is not such a configuration,
+    or if it has another server with this name.
+    """
     entry = {"command": sys.executable, "args": arguments}
     try:
         record: Any = json.loads(_read(config) or "{}")
@@ -79,7 +85,11 @@ def _json(config: Path, arguments: list[str]) -> str:
 
 
 def _toml(config: Path, arguments: list[str]) -> str:
-    """Return the TOML configuration with the judge's server at its end, if it is not in it yet."""
+    """Return the text of a TOML configuration, at whose end the judge's MCP server is added if it is missing.
+
+    `arguments` are those of the server's command. Raises UserError if the file is not TOML, or if it has a
+    server with this name and other arguments.
+    """
     text = _read(config)
     try:
         servers = tomllib.loads(text).get("mcp_servers", {})

@@ -59,8 +59,9 @@ def write_tokens(path: Path, tokens: list[Token]) -> None:
 def create_token(path: Path, token: Token, days: float | None) -> str:
     """Add `token` to a token file, which is made if necessary, and return its secret, which is not stored.
 
-    The digest and the expiry of `token` are replaced; without `days` it never expires. Raises UserError if
-    the file has a token of this name, or if the name is that of callers without a token.
+    The digest and the expiry of `token` are replaced. It expires after `days` days, or never if `days` is
+    None. Raises UserError if the file has a token of this name, or if the name is that of callers without a
+    token.
     """
     if token.name == LOCAL.name:
         raise UserError(
@@ -77,7 +78,7 @@ def create_token(path: Path, token: Token, days: float | None) -> str:
 
 
 class TokenFile:
-    """Tokens of a file, which is read again whenever it has changed."""
+    """The tokens of a token file, which `find` reads again whenever it has changed."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -14,7 +14,7 @@ from components.service.tokens import Token
 
 @contextlib.contextmanager
 def changes(service: JobService, job_id: str) -> Iterator[asyncio.Event]:
-    """Yield an event of this loop that is set whenever the job changes."""
+    """Yield an event of the running event loop that is set whenever the job's state or progress changes."""
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def changed() -> None:
@@ -26,7 +26,7 @@ def changes(service: JobService, job_id: str) -> Iterator[asyncio.Event]:
 
 
 async def ended(service: JobService, token: Token, job_id: str, seconds: float) -> JobView:
-    """Return the job when it has ended, or as it is after `seconds` or when the service closes."""
+    """Wait for the end of a job, for at most `seconds` or until the service closes, and return its state."""
     deadline = time.monotonic() + seconds
     with changes(service, job_id) as event:
         while True:

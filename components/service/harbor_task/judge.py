@@ -1,4 +1,4 @@
-"""Asks the judge for its verdict on the files in the current folder, with the standard library only.
+"""Ask the judge for its verdict on the files in the current folder, with the standard library only.
 
     python3 judge.py                       prints what was wrong, or the times and the milestone
     python3 judge.py --reward FOLDER       also writes reward.json and verdict.json there
@@ -29,7 +29,7 @@ LABELS = {"rules": "kernel-only", "weights": "state_dict", "tolerance": "strict"
 
 
 def candidate(folder: Path) -> dict[str, str]:
-    """Return the texts of model_new.py and kernels/* by path, without links and hidden files."""
+    """Return the texts of model_new.py and kernels/* in `folder` by path, without links and hidden files."""
     paths = [folder / "model_new.py", *sorted((folder / "kernels").glob("*"))]
     return {
         path.relative_to(folder).as_posix(): path.read_bytes().decode(errors="replace")
@@ -39,7 +39,12 @@ def candidate(folder: Path) -> dict[str, str]:
 
 
 def ask(path: str, body: object = None) -> tuple[int, dict[str, Any], float]:
-    """Return status, answer and the seconds after which to ask again; retry while the service is silent."""
+    """Send a request to a path of the service, and return the status, the answer and a delay.
+
+    The request is a POST of `body` as JSON, or a GET if `body` is None. The delay is the number of seconds
+    after which to ask again. The request is repeated while the service cannot be reached. Exits with a
+    sentence if this takes longer than SILENT_SECONDS.
+    """
     address = os.environ.get("CUDA_AGENT_JUDGE", "http://127.0.0.1:8470").rstrip("/")
     headers = {"Content-Type": "application/json"}
     if token := os.environ.get("CUDA_AGENT_TOKEN", ""):
@@ -62,7 +67,12 @@ def ask(path: str, body: object = None) -> tuple[int, dict[str, Any], float]:
 
 
 def verdict(task: str, files: dict[str, str]) -> dict[str, Any]:
-    """Return the judge's verdict; exit with a sentence if the judge fails or refuses."""
+    """Return the judge's verdict on a candidate as a dictionary.
+
+    `task` is the source of the task, and `files` has the candidate's texts by path. A candidate that is
+    larger than the service accepts gets the verdict `load_failed`. Exits with a sentence if the judge fails
+    or refuses the request.
+    """
     too_large = {"status": "load_failed", "reason": "too_large", "milestone": -1}
     body = {"code": task, "files": files, "labels": LABELS}
     if len(json.dumps(body)) > BODY_BYTES:
@@ -85,7 +95,7 @@ def verdict(task: str, files: dict[str, str]) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> str:
-    """Return the lines that a person or a policy reads."""
+    """Return the lines that are printed for a verdict: the fault with its log, or speed-up and milestone."""
     if found["status"] != "correct":
         return f"[FAIL] {found['status']}: {found['reason']}\n{found.get('log', '')}".strip()
     ratios = [f"{ratio['estimate']:.2f}x {name}" for name, ratio in found["speedup"].items() if ratio]

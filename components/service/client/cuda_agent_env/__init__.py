@@ -1,4 +1,4 @@
-"""Client of the environment that `cuda-agent environment` serves; it needs only the package websockets.
+"""Client of the environment server that `cuda-agent environment` starts; needs only the package websockets.
 
 `KernelEnv` is an environment for TRL's `environment_factory`, and `Session` is one episode for any program.
 """

@@ -1,4 +1,4 @@
-"""One session of the environment, over a WebSocket in OpenEnv's wire form."""
+"""A client for one session of the environment server, over a WebSocket in OpenEnv's wire form."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ MESSAGE_BYTES = 16 << 20
 
 
 class EnvironmentFailed(RuntimeError):
-    """Error that the server reports, with its code, such as JUDGE_FAILED or CAPACITY_REACHED."""
+    """Error raised if the server answers with an error, whose `code` is, for instance, JUDGE_FAILED."""
 
     def __init__(self, code: str, message: str):
         super().__init__(f"{code}: {message}")
@@ -26,7 +26,11 @@ class EnvironmentFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Step:
-    """Answer to a reset or a step; `reward` is the milestone when `done`, and None before."""
+    """Answer of the server to a reset or a step.
+
+    `text` is the task's message or the tool's output. `done` is true at the end of the episode; `reward` is
+    the milestone then, and None before. `observation` has all fields of the server's observation.
+    """
 
     text: str
     reward: float | None
@@ -35,14 +39,21 @@ class Step:
 
 
 def list_tasks(url: str = "") -> list[str]:
-    """Return the ids of the server's tasks."""
+    """Return the ids of the tasks of the server at `url`.
+
+    By default, `url` is the value of CUDA_AGENT_URL, or DEFAULT_URL.
+    """
     address = url or os.environ.get("CUDA_AGENT_URL", DEFAULT_URL)
     with urllib.request.urlopen(f"{address.rstrip('/')}/kernels/tasks") as answer:
         return [task["task_id"] for task in json.load(answer)["tasks"]]
 
 
 class Session:
-    """Client of one session, which connects at the first reset; `last` is the last answer."""
+    """Client of one session of the environment server, which connects to it at the first reset.
+
+    By default, `url` is the value of CUDA_AGENT_URL, or DEFAULT_URL. `last` is the last answer. Every method
+    that asks the server raises EnvironmentFailed if the server answers with an error.
+    """
 
     def __init__(self, url: str = ""):
         self.last: Step | None = None
@@ -50,11 +61,15 @@ class Session:
         self.connection: ClientConnection | None = None
 
     def reset(self, task_id: str = "", *, max_turns: int = 20, message: str = "full") -> Step:
-        """Begin an episode, on a random task of the server unless `task_id` names one."""
+        """Begin an episode on the task `task_id`, or on a random one if it is empty, and return the message.
+
+        The episode ends with the tool call number `max_turns` at the latest. The message is the task's source
+        if `message` is "compact"; if it is "full", the message begins with how a kernel is written.
+        """
         return self._ask("reset", {"task_id": task_id, "max_turns": max_turns, "message": message})
 
     def step(self, tool: str, **arguments: Any) -> Step:
-        """Make one tool call; the tools are listed at the server's /metadata."""
+        """Make one call of the tool `tool`; the server's route /metadata lists the tools and arguments."""
         return self._ask("step", {"tool": tool, "arguments": arguments})
 
     def finish(self) -> Step:
@@ -86,7 +101,7 @@ class Session:
         return found
 
     def close(self) -> None:
-        """End the session."""
+        """End the session by closing its connection; the next call opens a new session."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None

@@ -8,13 +8,19 @@ from cuda_agent_env.session import Session
 
 
 class KernelEnv:
-    """One rollout: the public methods are the policy's tools, and the milestone is the reward."""
+    """One rollout of TRL, which makes one episode at a time in a session of the environment server.
+
+    The methods `write`, `read` and `run` are the policy's tools. The reward is the milestone.
+    """
 
     def __init__(self, session: Session | None = None) -> None:
         self._session = session or Session()
 
     def reset(self, task_id: str = "", max_turns: int = 20, message: str = "compact", **_: object) -> str:
-        """Begin an episode on the task of the row, or on a random one, and return its message."""
+        """Begin an episode on the task of the data set's row, or on a random one, and return its message.
+
+        `task_id`, `max_turns` and `message` are columns of the row (`Session.reset`); others have no effect.
+        """
         text: str = self._session.reset(task_id, max_turns=max_turns, message=message).text
         return text
 

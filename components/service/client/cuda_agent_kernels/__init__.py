@@ -27,14 +27,17 @@ class KernelData(vf.TaskData):
 
 
 class KernelTask(vf.Task[KernelData, KernelState]):
-    """Making one module faster; the reward is the milestone: -1, 1, 2 or 3."""
+    """A task of verifiers: to make one module faster; the reward is the milestone: -1, 1, 2 or 3."""
 
     async def setup(self, trace: vf.Trace) -> None:
         for name in ("environment", "task_id", "max_turns"):
             setattr(trace.state, name, getattr(self.data, name))
 
     async def finalize(self, trace: vf.Trace) -> None:
-        """Have the rollout's files judged; EnvironmentFailed if the judge fails, and then no reward."""
+        """Have the rollout's files judged, and store the status and the milestone in the rollout's state.
+
+        Raises EnvironmentFailed if the judge fails; the rollout then has no reward.
+        """
         work = functools.partial(_judged, self.data, trace.state.files)
         step = await asyncio.get_running_loop().run_in_executor(THREADS, work)
         trace.state.status, trace.state.milestone = step.observation["status"], step.reward
@@ -60,7 +63,7 @@ class KernelConfig(vf.TasksetConfig):
 
 
 class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
-    """The tasks of an environment server."""
+    """Taskset of verifiers with all tasks of one environment server."""
 
     @classmethod
     def toolsets(cls, config: KernelConfig) -> list[vf.Toolset]:

@@ -24,7 +24,7 @@ THREADS = ThreadPoolExecutor(256, thread_name_prefix="session")
 
 
 class KernelState(vf.State):
-    """What a tool server needs of a rollout, the files that it left, and what the judge says of them."""
+    """State of a rollout: its task and server, its files, and their verdict's status and milestone."""
 
     environment: str = ""
     task_id: str = ""
@@ -35,7 +35,10 @@ class KernelState(vf.State):
 
 
 class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
-    """The tools write, read and run; calls of different rollouts do not wait for each other."""
+    """Tool server of verifiers with the tools write, read and run of all rollouts.
+
+    Calls of different rollouts do not wait for each other.
+    """
 
     TOOL_PREFIX = None
 
@@ -50,11 +53,11 @@ class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
             mcp.add_tool(call, name=tool.__name__, description=tool.__doc__)
 
     def _rollout(self) -> str:
-        """Return the id of the rollout that calls."""
+        """Return the id of the rollout that made the present tool call."""
         return self._state_channel()[2] or ""
 
     def _in_order(self, call: Callable[..., Awaitable[str]]) -> Callable[..., Awaitable[str]]:
-        """Return the tool such that a rollout's calls, with their changes of its state, do not overlap."""
+        """Wrap a tool so that the calls of one rollout, which change the rollout's state, do not overlap."""
 
         @functools.wraps(call)
         async def ordered(**arguments: str) -> str:
@@ -64,7 +67,7 @@ class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
         return ordered
 
     def _in_session(self, tool: Callable[..., str]) -> Callable[..., Awaitable[str]]:
-        """Return the tool in the session of the calling rollout, whose state gets the files afterwards."""
+        """Wrap a tool so that it runs in the calling rollout's session, whose files its state then gets."""
 
         @functools.wraps(tool)
         async def call(**arguments: str) -> str:
@@ -86,7 +89,11 @@ class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
 
 
 def open_session(environment: str, task_id: str, turns: int, files: dict[str, str]) -> Session:
-    """Return a session on a task with the files in it and, if there are so many, `turns` turns left."""
+    """Return a session on a task in which `files` are written and `turns` turns are left.
+
+    `environment` is the address of the environment server. Fewer turns are left if they and the files
+    together exceed MOST_TURNS.
+    """
     session = Session(environment)
     session.reset(task_id, max_turns=min(MOST_TURNS, turns + len(files)))
     for path, text in files.items():
