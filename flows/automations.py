@@ -49,7 +49,7 @@ NIGHTLY = ResourceSpecification({"prefect.resource.name": "nightly", "prefect.re
 
 
 def automations(block: UUID | None) -> list[AutomationCore]:
-    """Return every automation of the project.
+    """Return the definitions of all Prefect automations of the project.
 
     `block` is the id of the notification block through which alerts are sent. If it is None, no notification
     is sent.

@@ -46,7 +46,7 @@ def start_reaper() -> None:
 
 
 def processes_with_mark(mark: str) -> list[int]:
-    """Return the ids of the processes that have the mark in their environment."""
+    """Return the ids of the processes in whose environment CUDA_AGENT_LEASH has the value `mark`."""
     needle = f"{VARIABLE}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():

@@ -67,8 +67,9 @@ def retry_by_kind(
 ) -> T:
     """Return the result of `call`, which is repeated after temporary faults with the delays of their kind.
 
-    `call` must be safe to repeat. `report` is called with one line for each fault. Raises the last error if
-    it is permanent, or if all delays of its kind are used up.
+    `call` must be safe to repeat. `report` is called with one line for each fault, and `sleep` with the
+    seconds to wait after it. Raises the last error if it is permanent, or if all delays of its kind are used
+    up.
     """
     used: Counter[str] = Counter()
     while True:

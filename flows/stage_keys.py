@@ -78,7 +78,7 @@ READS = {
 
 
 class KeyParts(FrozenModel):
-    """Everything that enters the key of a stage."""
+    """The name, values and digests from which the key of a stage is computed."""
 
     name: str
     # Values of the parameters, by dotted key.

@@ -187,7 +187,8 @@ class TransformersSampler:
         """Return the number of rows of a forward pass in which `running` sequences take part.
 
         On a GPU, a matrix product with another number of rows may be summed in another order, so the number
-        is always the same. On cpu it is a power of two, because all of those give the same sums.
+        is always `batch`. On cpu it is a power of two, because all of those give the same sums, but at most
+        `batch`.
         """
         if self.device.type != "cpu":
             return self.batch

@@ -77,7 +77,7 @@ class Replica:
         return not self.doubted and not self.outdated
 
     def share(self) -> float:
-        """Return the load by recently active sessions, as a share of the number that the server can hold."""
+        """Return the number of recently active sessions, divided by the number that the server can hold."""
         since = time.monotonic() - IDLE_SECONDS
         return sum(last >= since for last in self.sessions.values()) / self.limit
 

@@ -43,7 +43,7 @@ class _Weight:
         return [self.stored, *(self.low_rank[:2] if self.low_rank else ())]
 
     def value(self) -> Tensor:
-        """Return the tensor; all `parts` must be gathered.
+        """Return the value of the tensor; the caller has gathered all `parts` if they are sharded.
 
         The sum with an adapter is computed in float32 and rounded once to the dtype of `stored`.
         """
@@ -145,7 +145,7 @@ def _split(groups: Sequence[list[_Weight]], limit_bytes: int) -> Iterator[list[_
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Return the size of a tensor in bytes, that of the complete tensor if ZeRO 3 has sharded it."""
+    """Return the size of a tensor in bytes, or that of the whole tensor if ZeRO 3 has sharded it."""
     return int(getattr(tensor, "ds_numel", tensor.numel())) * tensor.element_size()
 
 

@@ -150,7 +150,7 @@ def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
 
     @app.get("/metrics")
     def metrics(token: Caller) -> Response:
-        """Return the metrics for Prometheus, to an operator."""
+        """Return the metrics for Prometheus; only a token of an operator may read them."""
         if not token.operator:
             raise ServiceError(403, "metrics: only a token made with --operator may read them.")
         telemetry.SERVICE_JOBS.set(service.store.active())

@@ -47,8 +47,9 @@ UPDATE jobs SET state = 'queued' WHERE state = 'running';
 
 @dataclass(frozen=True)
 class StoredJob:
-    """One row of the store.
+    """One job as it is stored.
 
+    `token` is the name of the caller's token, `created` a time.time(), and `body` the request as JSON.
     `subject` identifies what is measured for whom: all measurements of an equal candidate for one token have
     the same. `error` and `status` (of HTTP) say why a job failed.
     """
@@ -70,7 +71,7 @@ class StoredJob:
 
 
 class JobStore:
-    """The jobs in the database `path`, for all threads of this process."""
+    """A queue of jobs in the SQLite database `path`, which all threads of this process may use."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +127,10 @@ class JobStore:
         return {row["token"]: StoredJob(**row) for row in rows}
 
     def move(self, job_id: str, state: State, *before: State) -> bool:
-        """Change the state of a job if it is one of `before`, and return whether it was."""
+        """Set the state of a job to `state` if it is one of `before` now, and return whether it was.
+
+        A job that begins to run counts one more attempt, and a cancelled job loses its body.
+        """
         marks = ", ".join("?" * len(before))
         rows = self._rows(
             "UPDATE jobs SET state = ?1, attempts = attempts + (?1 = 'running'), "

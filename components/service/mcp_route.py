@@ -24,9 +24,10 @@ LOOPBACK_ORIGIN = re.compile(r"https?://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?"
 
 
 class Guard:
-    """ASGI application that passes on requests with a token, and none of other machines' web pages.
+    """ASGI application that passes authenticated requests on to `app`.
 
-    `authenticate` takes the token's secret or None, and raises ServiceError if the caller has no rights.
+    Requests that a web page of another machine sends are refused. `authenticate` takes the token's secret or
+    None, and raises ServiceError if the caller has no rights.
     """
 
     def __init__(self, app: ASGIApp, authenticate: Callable[[str | None], object]):

@@ -138,6 +138,6 @@ class TaskView(TaskSummary):
 
 
 def public_verdict(verdict: Verdict) -> Verdict:
-    """Return the verdict without the evidence that would help a later candidate of the task."""
+    """Return the verdict with only the evidence in PUBLIC_EVIDENCE, which helps no later candidate."""
     evidence = {name: verdict.evidence[name] for name in PUBLIC_EVIDENCE if name in verdict.evidence}
     return verdict.model_copy(update={"evidence": evidence})

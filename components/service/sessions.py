@@ -28,7 +28,7 @@ KERNELS = "kernels/"
 
 
 class Observation(FrozenModel):
-    """What a session says after a reset or a step.
+    """The answer of a session to a reset or a step.
 
     `text` is the task's message after a reset, and the tool's observation after a step. `status` and `reason`
     are those of the last verdict at the end of an episode, and empty before.

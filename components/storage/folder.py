@@ -83,10 +83,9 @@ class FolderStore:
         return self.root / ".sha256" / check_key(key)
 
     def _recorded(self, key: str) -> str:
-        """Return the SHA-256 that was recorded when the object was written.
+        """Return the SHA-256 that was recorded when the object `key` was written, or "".
 
-        It is empty if the writer was killed before it recorded the digest, or if another program wrote the
-        object.
+        None was recorded if the writer was killed before it could, or if another program wrote the object.
         """
         note = self._note(key)
         return note.read_text().strip() if note.is_file() else ""

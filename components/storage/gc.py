@@ -23,7 +23,10 @@ WORD = re.compile(r"[0-9a-f]{12,64}")
 
 @dataclass(frozen=True)
 class Group:
-    """Objects that are kept or removed together."""
+    """A group of objects that are kept or removed together.
+
+    `name` is the beginning of their keys, `checkpoints/<digest>` or `runs/<run>`.
+    """
 
     name: str
     entries: tuple[StoredObject, ...]

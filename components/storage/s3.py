@@ -167,9 +167,11 @@ class S3Store:
             self.client.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload)
 
     def _write(self, name: str, source: Path, sha256: str, size: int) -> str:
-        """Write the object unless its key exists, and return the SHA-256 that is recorded for the key.
+        """Write the file `source` as the object `name` unless it exists, and return the object's SHA-256.
 
-        It differs from `sha256` if another process has written other bytes to the key.
+        `sha256` and `size` (in bytes) are those of the file. The returned digest is the recorded one, which
+        differs from `sha256` if another process has written other bytes. Raises StoreUnavailable if the
+        object is missing after the write.
         """
         try:
             if size > self.part_bytes:
@@ -269,9 +271,9 @@ class S3Store:
             raise
 
     def _recorded(self, name: str) -> str | None:
-        """Return the SHA-256 that was recorded when the object was written, or None if there is no object.
+        """Return the SHA-256 that was recorded when the object `name` was written.
 
-        It is empty if another program wrote the object.
+        The result is None if there is no object, and empty if another program wrote it.
         """
         head = self._head(name)
         return None if head is None else str(head["Metadata"].get("sha256", ""))

@@ -182,10 +182,10 @@ class DatasetBuilder:
         return replace(candidate, refused=Rejection(task, reason, detail)) if reason else candidate
 
     def needs(self, candidate: TaskCandidate, open_quotas: Counter[Quota]) -> bool:
-        """Return whether the candidate is needed, and decrement its number in `open_quotas` if it is.
+        """Return whether a candidate is needed, and if it is, subtract it from `open_quotas`.
 
-        `open_quotas` has the number of missing tasks of each quota if all earlier candidates of the window
-        that can still be admitted are counted as admitted.
+        `open_quotas` has the number of missing tasks of each split and kind, in which all earlier candidates
+        of the window that can still be admitted are counted as admitted.
         """
         quota = self.quota(candidate.task)
         if candidate.is_ruled_out or (self.wanted is not None and open_quotas[quota] <= 0):
@@ -194,13 +194,13 @@ class DatasetBuilder:
         return True
 
     def missing(self) -> Counter[Quota]:
-        """Return the number of tasks of each quota that are not yet admitted."""
+        """Return the number of tasks of each split and kind that the data set still lacks."""
         return Counter({quota: count - self.done[quota] for quota, count in (self.wanted or {}).items()})
 
     def open_quotas(self) -> Counter[Quota]:
-        """Return the number of missing tasks of each quota.
+        """Return the number of missing tasks of each split and kind that no candidate of the window can fill.
 
-        All candidates in the window that can still be admitted are treated as admitted.
+        All candidates in the window that can still be admitted are counted as admitted.
         """
         open_quotas = self.missing()
         for candidate in self.window:
@@ -231,8 +231,8 @@ class DatasetBuilder:
     def await_admission(self) -> Admission | None:
         """Wait for the admission of the window's first candidate and return it.
 
-        Returns None if the candidate need not be judged, because it is refused or its quota is complete.
-        Other candidates are submitted meanwhile.
+        Returns None if the candidate need not be judged, because it is refused or no more tasks of its split
+        and kind are needed. Other candidates are submitted meanwhile.
         """
         first = self.window[0]
         quota = self.quota(first.task)

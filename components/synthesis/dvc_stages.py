@@ -61,7 +61,7 @@ def seeds(params: Params, out: Path) -> str:
 def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
     """Compose tasks, judge them, write the data set to `out`, and return a line of text on the result.
 
-    `seeds` is the folder of the mined table, and `verdicts` the folder of the journal of verdicts.
+    `seeds` is the folder with the table of mined operators, and `verdicts` that of the journal of verdicts.
     """
     from components.judge.open_pool import open_pool
     from components.synthesis.dataset import build_dataset

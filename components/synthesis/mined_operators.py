@@ -189,7 +189,7 @@ def output_layout(
     """Return the shape and the strides of the output for a float32 input with this shape and strides.
 
     The template is applied to meta tensors. The result is None if the template does not fit, which means that
-    it raises an exception, changes the dtype, or returns a tensor whose rank is not 2 to 5.
+    it raises an exception, or returns anything but a float32 tensor of rank 2 to 5 that is not empty.
     """
     x = torch.empty_strided(shape, stride, device="meta")
     y = torch.empty(shape, device="meta") if template.second else None

@@ -59,8 +59,8 @@ def find_forbidden(code: str) -> str:
 def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:
     """Return a description of the first wrong label of a task, or an empty string.
 
-    A label is wrong if `ops` names an operator that is not in the source, or if `data_source` is torch#N and
-    the number of operators is not N.
+    A label is wrong if `ops` names an operator that is not in the source, if `data_source` is torch#N and the
+    number of operators is not N, or if it is torch#N or transformers and `ops` is empty.
     """
     number = re.fullmatch(r"torch#(\d+)", data_source)
     if not ops and (number or data_source == "transformers"):
