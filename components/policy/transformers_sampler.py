@@ -153,7 +153,7 @@ class TransformersSampler:
     def _run(self) -> None:
         """Sample the waiting sequences until none is left; this is the work of the sampler's thread."""
         running: list[_Sequence] = []
-        cache = RowCache(self.model.config, self.batch)
+        cache = RowCache(self.model.config, self._rows(self.batch))
         while True:
             with self.lock:
                 joining = [
@@ -187,12 +187,11 @@ class TransformersSampler:
         """Return the number of rows of a forward pass in which `running` sequences take part.
 
         On a GPU, a matrix product with another number of rows may be summed in another order, so the number
-        is always `batch`. On cpu it is a power of two, because all of those give the same sums, but at most
-        `batch`.
+        is always `batch`. On cpu it is a power of two, because all of those give the same sums.
         """
         if self.device.type != "cpu":
             return self.batch
-        return min(self.batch, max(LEAST_ROWS, 1 << (running - 1).bit_length()))
+        return max(LEAST_ROWS, 1 << (running - 1).bit_length())
 
     def _evaluate_prompt(self, sequence: _Sequence, cache: RowCache, row: int) -> None:
         """Write the keys and values of all tokens of a new sequence but the last to the row of the cache."""

@@ -240,7 +240,7 @@ def test_no_bit_of_a_completion_depends_on_the_sequences_beside_it_or_on_its_mom
 
     alone = asyncio.run(completions(8, 1, list(range(20))))
     assert len({len(completion.ids) for completion in alone.values()}) > 3
-    for batch, places in ((8, 8), (16, 5), (64, 20)):
+    for batch, places in ((8, 8), (2, 2), (12, 12), (16, 5), (64, 20)):
         order = random.Random(batch).sample(range(20), 20)
         assert asyncio.run(completions(batch, places, order)) == alone
 
