@@ -146,7 +146,7 @@ class ExactRunner:
             self.deferred = [call, *self.deferred[:1]] if is_largest else [self.deferred[0], call]
 
     def forget_deferred(self) -> None:
-        """Drop the deferred calls of a candidate that failed, so that the next candidate's count anew."""
+        """Drop the deferred calls of a candidate that failed; the number of deferrable calls becomes 0."""
         self.deferred, self.deferrable = [], 0
 
     def wrong_deferred_call(self) -> str | None:

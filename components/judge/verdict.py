@@ -47,7 +47,7 @@ class Labels(FrozenModel):
 
 
 def with_standard_labels(params: Params) -> Params:
-    """Return a copy of `params` with the labels of training and promotion."""
+    """Return a copy of `params` whose labels have the values that training and promotion require."""
     sandbox = params.sandbox.model_copy(update=Labels().model_dump())
     return params.model_copy(update={"sandbox": sandbox})
 

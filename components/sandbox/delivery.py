@@ -169,10 +169,10 @@ class DeviceDelivery:
         self.deliver(results)
 
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
-        """Make one call for each tuple of arguments, check the form of each result, and deliver all together.
+        """Make one call for each tuple of arguments, check the results, and send all to the judge at once.
 
-        This is for rounds whose time is not used. If two results have the same address, `calls` clones every
-        result from then on.
+        This is for rounds whose time is not used. If two results have the same address, the method `calls`
+        clones every result in all later rounds.
         """
         copies: list[list[torch.Tensor]] = []
         # Keep all results alive, so that the allocator cannot reuse their memory. If an address occurs twice,

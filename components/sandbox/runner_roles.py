@@ -56,9 +56,10 @@ def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int],
 
 
 def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[int]) -> None:
-    """Take the role that the header names, until the judge ends it.
+    """Play the role that `header` names, and return when the judge ends it.
 
-    `descriptors` are those of the role's buffers, after that of the library for a measured role (RoleHeader).
+    `descriptors` has the descriptors of the role's buffers. For a role whose calls are timed, the descriptor
+    of its library comes first.
     """
     if header["role"] == "describe":
         if "share" in header and header["device"] == "cuda":

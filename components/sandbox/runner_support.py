@@ -93,9 +93,10 @@ class SharedTensors:
     def tensors(
         self, name: "RegionName", index: int = 0, *, buffer: "RegionName | None" = None
     ) -> list[torch.Tensor]:
-        """Return the tensors of a region for input set `index`, as views of the shared memory.
+        """Return the tensors of the region `name` for input set `index`, as views of the shared memory.
 
-        If `buffer` is given, the views have the places of region `name` in the memory of region `buffer`.
+        If `buffer` is given, their offsets and shapes are those of the region `name`, but the views lie in
+        the memory of the region `buffer`.
         """
         region = self.layout[name]
         base = index * region["stride"]

@@ -90,12 +90,12 @@ def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
 
     @app.post("/v1/judgements", status_code=202, responses=RESPONSES)
     async def judge(body: JudgementBody, token: Caller, response: Response, wait: Wait = 0) -> JobView:
-        """Judge a candidate: 200 with the verdict if it is known, otherwise 202 with the job."""
+        """Submit a candidate; answer 200 with its verdict if known within `wait` seconds, or else 202."""
         return await submit(body, token, response, wait)
 
     @app.post("/v1/admissions", status_code=202, responses=RESPONSES)
     async def admit(body: AdmissionBody, token: Caller, response: Response, wait: Wait = 0) -> JobView:
-        """Check whether a task can be judged: 200 with the result if it is known, otherwise 202."""
+        """Submit a task; answer 200 with its admission if known within `wait` seconds, or else 202."""
         return await submit(body, token, response, wait)
 
     async def submit(

@@ -96,7 +96,7 @@ class JobStore:
     def put(self, job: StoredJob) -> None:
         """Add a job at the end of the queue, in place of the job with the same id if there is one.
 
-        A job in the state `queued` counts as a submission (`since`), also if it replaces one that failed.
+        If its state is `queued`, a submission of its token is recorded, also if it replaces a failed job.
         """
         columns = [name for name in vars(job) if name != "seq"]
         self._rows(

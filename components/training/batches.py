@@ -100,9 +100,9 @@ class Packed:
 
 
 def stream(count: int) -> Tensor:
-    """Return a stream of `count` zeros (float32) in host memory.
+    """Return a float32 tensor of `count` zeros in host memory.
 
-    From `MAPPED_BYTES` on it is in a temporary file that is mapped into memory.
+    A tensor of at least `MAPPED_BYTES` bytes is mapped into memory from a temporary file.
     """
     if 4 * count < MAPPED_BYTES:
         return torch.zeros(count)
