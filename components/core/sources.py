@@ -32,8 +32,13 @@ MAX_FILE_NAME = 100
 
 
 class _Facts(NamedTuple):
-    """Digest of a Python module's syntax tree, the names that it imports, and strings that may name files."""
+    """What is known of a Python module.
 
+    `content` is the digest of its bytes, `digest` that of its syntax tree. `names` are the names that it
+    imports, and `texts` its strings that may name files.
+    """
+
+    content: str
     digest: str
     names: tuple[str, ...]
     texts: tuple[str, ...]
@@ -59,11 +64,12 @@ def _facts(path: Path) -> _Facts | None:
     if path.suffix != ".py":
         return None
     content = path.read_bytes()
-    kept = _kept_facts().get(digest_bytes(content))
+    key = digest_bytes(content)
+    kept = _kept_facts().get(key)
     if kept is not None:
         return kept
     tree = _parsed(content)
-    return None if tree is None else _facts_of(tree)
+    return None if tree is None else _facts_of(tree, key)
 
 
 def _cache_file() -> Path:
@@ -77,16 +83,16 @@ def _kept_facts() -> dict[str, _Facts]:
     """Return the cached facts of modules by the digest of their bytes."""
     try:
         kept = json.loads(_cache_file().read_bytes()).items()
-        return {key: _Facts(digest, tuple(names), tuple(texts)) for key, (digest, names, texts) in kept}
+        return {key: _Facts(key, digest, tuple(names), tuple(texts)) for key, (digest, names, texts) in kept}
     except (OSError, ValueError, TypeError, AttributeError):  # missing or damaged: the sources are parsed
         return {}
 
 
 def _keep_facts(files: list[Path]) -> None:
     """Write the facts of the modules among `files` to the cache, unless it has exactly them."""
-    modules = {digest_bytes(path.read_bytes()): facts for path in files if (facts := _facts(path))}
+    modules = {facts.content: facts for path in files if (facts := _facts(path))}
     if modules != _kept_facts():
-        atomic_write(_cache_file(), json.dumps(modules))
+        atomic_write(_cache_file(), json.dumps({key: facts[1:] for key, facts in modules.items()}))
 
 
 def _parsed(content: bytes) -> ast.Module | None:
@@ -101,8 +107,11 @@ def _parsed(content: bytes) -> ast.Module | None:
     return tree
 
 
-def _facts_of(tree: ast.Module) -> _Facts:
-    """Return the facts of a syntax tree; imports under `if TYPE_CHECKING` are left out."""
+def _facts_of(tree: ast.Module, content: str) -> _Facts:
+    """Return the facts of a syntax tree, whose source has the digest `content`.
+
+    Imports under `if TYPE_CHECKING` are left out.
+    """
     names, texts = set[str](), set[str]()
     pending: list[ast.AST] = [tree]
     while pending:
@@ -118,7 +127,8 @@ def _facts_of(tree: ast.Module) -> _Facts:
             case ast.Constant(value=str(text)) if len(text) < MAX_FILE_NAME and "/" not in text:
                 texts.add(text)
         pending += ast.iter_child_nodes(node)
-    return _Facts(digest_bytes(ast.dump(tree).encode()), tuple(sorted(names)), tuple(sorted(texts)))
+    digest = digest_bytes(ast.dump(tree).encode())
+    return _Facts(content, digest, tuple(sorted(names)), tuple(sorted(texts)))
 
 
 def _is_bare_string(statement: ast.stmt) -> bool:

@@ -75,8 +75,9 @@ def fastest_mode(bench: TaskBench) -> tuple[TimedRunner, Baseline, dict[Baseline
     _load_seconds(bench, modes)
     if not bench.mode_seconds:
         bench.mode_seconds.update(baseline_seconds(bench, modes))
-        names, seconds = [mode.mode for mode in modes], bench.mode_seconds
-        store_mode_seconds(bench.reference, names, {mode.mode: took for mode, took in seconds.items()})
+        if len(bench.mode_seconds) == len(modes):  # A mode that failed may work the next time.
+            seconds = {mode.mode: bench.mode_seconds[mode] for mode in modes}
+            store_mode_seconds(bench.reference, list(seconds), seconds)
     best = min(bench.mode_seconds, key=bench.mode_seconds.__getitem__)
     while best.is_optional and not start_available(bench, [best]):
         del bench.mode_seconds[best]

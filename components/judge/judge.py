@@ -226,10 +226,10 @@ class Judge:
                     bench.reference, bench.processes, header, library, seconds=self.params.sandbox.run_seconds
                 )
         except Rejected as error:
-            if built.failures:
-                log = "\n".join(built.failures.values())
-                raise Rejected("build_failed", "compiler", log) from error
-            raise
+            if not built.failures:
+                raise
+            then = f"The file then failed to load ({error.status} {error.reason}): {error.log}"
+            raise Rejected("build_failed", "compiler", "\n".join([*built.failures.values(), then])) from error
         runners = {"candidate": candidate, **runners}
         bench.exact.forget_deferred()
         try:

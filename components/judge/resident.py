@@ -9,6 +9,7 @@ measurements are made one after the other, whatever their settings.
 import contextlib
 import fcntl
 import json
+import logging
 import queue
 import socket
 import threading
@@ -41,6 +42,8 @@ from components.judge.resident_client import (
 )
 from components.judge.verdict import Admission, with_standard_labels
 from components.judge.version import VERSION, protocol_digest
+
+LOG = logging.getLogger(__name__)
 
 # Seconds after which a judge that is not used is closed. Each has processes and warm tasks of its own.
 IDLE_SECONDS = 900.0
@@ -113,7 +116,10 @@ class Judges:
                 ]
                 closed = [self.judges.pop(protocol) for protocol in idle]
             for shared in closed:
-                shared.judge.close()
+                try:
+                    shared.judge.close()
+                except Exception:  # the others are closed nevertheless, and those that are idle later
+                    LOG.exception("a judge that was not used could not be closed")
 
     def admit(self, params: Params, code: str, *, headroom: bool) -> Admission:
         """Return the admission of the task with source `code`; for `headroom` see `admission.admit`.

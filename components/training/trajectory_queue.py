@@ -213,6 +213,7 @@ class TrajectoryQueue:
                 found = self.finished.get(attempt)
                 if found is not None and found.task_id != task.task_id:
                     del self.finished[attempt]  # Another choice of tasks was made for this wave.
+                    self.budget += 1
                     found = None
                 is_dropped = self._group(attempt) in self.dropped_groups
                 if attempt not in self.taken and found is None and not is_dropped:

@@ -11,6 +11,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from components.core.errors import UserError
+
 # Folder of the shards within a state, and folder of the converted state.
 SHARDS, UNIVERSAL = "state", "universal"
 
@@ -44,10 +46,16 @@ def converted(state: Path, *, writes: bool) -> Iterator[Path]:
     `writes` must be True on rank 0 only, which makes the folder at the beginning and removes it at the end.
     """
     out = state.with_name(f".{state.name}.{UNIVERSAL}")
-    if writes:
-        shutil.rmtree(out, ignore_errors=True)
-        convert(state, out)
     try:
+        if writes:
+            shutil.rmtree(out, ignore_errors=True)
+            try:
+                convert(state, out)
+            except OSError as error:
+                raise UserError(
+                    f"{state}: converting it for another number of ranks failed ({error}); free disk space, "
+                    "or continue with as many ranks as before."
+                ) from error
         yield out
     finally:
         if writes:

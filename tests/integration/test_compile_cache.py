@@ -94,6 +94,17 @@ def test_a_kept_choice_that_fails_is_replaced(
         assert (best, seconds) == (COMPILE, {COMPILE: 2.0})
 
 
+def test_a_comparison_in_which_a_mode_failed_is_made_again(
+    judge: Judge, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mode may have failed by chance, and without it the baseline would be weaker for good."""
+    modes = (COMPILE, Baseline("compile", "a-mode-that-torch-refuses"))
+    monkeypatch.setitem(compile_baseline.COMPILE_MODES, "cpu", modes)
+    with bench(judge) as made:
+        assert set(compile_baseline.fastest_mode(made)[2]) == {COMPILE}
+        assert compile_cache.load_mode_seconds(made.reference, [mode.mode for mode in modes]) == {}
+
+
 def test_another_task_receives_nothing(judge: Judge, folder: Path) -> None:
     is_cached(judge)
     (entry,) = folder.iterdir()

@@ -140,6 +140,26 @@ def test_no_more_is_sampled_than_the_steps_take(tmp_path: Path) -> None:
     line.queue.close(is_complete=True)
 
 
+@pytest.mark.timeout(60)
+def test_the_last_step_samples_again_what_was_stored_for_another_choice_of_tasks(tmp_path: Path) -> None:
+    line = Line(tmp_path)
+    line.held = {line.request(0).session(3)}
+    line.queue.begin(0, 4, 1)
+    while len(list(line.queue.folder.glob("[0-9]*"))) < 3:
+        time.sleep(0.01)
+    line.queue.close(is_complete=False)
+
+    class Others(Line):
+        def request(self, wave: int) -> RolloutRequest:
+            tasks = [KernelTask(code=f"another = {index}") for index in range(4)]
+            return dataclasses.replace(super().request(wave), tasks=tasks)
+
+    others = Others(tmp_path)
+    assert others.step(0, tmp_path, steps=1) == [[0, index] for index in range(4)]
+    assert len(others.begun) == 4
+    others.queue.close(is_complete=True)
+
+
 def test_an_error_of_one_trajectory_is_raised_by_the_step_and_keeps_the_finished_ones(tmp_path: Path) -> None:
     async def failing(request: RolloutRequest, index: int, *rest: Any) -> Trajectory:
         if index == 31:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field
 
-from components.core import param_kinds
+from components.core import param_kinds, sources
 from components.core.config import KNOWN, PROJECT, resolve
 from components.core.files import write_json
 from components.core.param_kinds import KINDS, result_values
@@ -161,3 +161,19 @@ def test_the_digests_of_all_sources_are_the_same_with_cold_warm_and_damaged_cach
     (cache,) = (tmp_path / "cuda-agent" / "sources").iterdir()
     cache.write_text(cache.read_text()[:-9])
     assert digests()[0] == warm == cold and none == 0 and all_modules > 200
+
+
+def test_a_file_that_changes_while_sources_are_read_is_not_kept_with_its_former_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_cache_file", lambda: tmp_path / "facts.json")
+    module = tmp_path / "module.py"
+    module.write_text("x = 1\n")
+    before = sources.source_digest(module)
+    module.write_text("x = 2\n")
+    sources._keep_facts([module])
+    for cached in (sources._kept_facts, sources._facts, sources.source_digest):
+        cached.cache_clear()
+    assert sources.source_digest(module) != before
+    for cached in (sources._kept_facts, sources._facts, sources.source_digest):
+        cached.cache_clear()
