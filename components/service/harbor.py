@@ -2,7 +2,8 @@
 
 Harbor is a form of tasks for agents in containers: a folder with `instruction.md`, `task.toml`, the files of
 the container in `environment/`, and `tests/test.sh`, which writes the reward. The exported test runs in a
-container of its own, into which only the candidate's files are copied, so the agent cannot touch it.
+container of its own, into which only the candidate's files are copied, so the agent cannot touch it. It has
+the candidate measured anew, with a token that the agent does not have.
 """
 
 import json
@@ -45,8 +46,10 @@ def export_tasks(
     """Write one Harbor task for each task below `folder`, and return their folders.
 
     `service` is the judge's address as the containers reach it; the variable CUDA_AGENT_JUDGE of the one who
-    runs Harbor replaces it. `image` is the containers' image, which needs Python 3.9 and bash. Other files
-    in the folders, such as a solution, are kept. Raises UserError if `folder` is a file.
+    runs Harbor replaces it. That person's CUDA_AGENT_TOKEN and CUDA_AGENT_TEST_TOKEN are the tokens of the
+    agent and of the test; a service without tokens needs neither. `image` is the containers' image, which
+    needs Python 3.9 and bash. Other files in the folders, such as a solution, are kept. Raises UserError if
+    `folder` is a file.
     """
     names = {f"{_slug(task.name)}-{task.task_id}": task for task in tasks}
     if folder.exists() and not folder.is_dir():
@@ -92,10 +95,7 @@ def _write(folder: Path, name: str, task: KernelTask, device: Device, service: s
 
 def _settings(name: str, task: KernelTask, device: Device, service: str, image: str) -> str:
     """Return the text of task.toml; strings are written as in JSON, because TOML reads this form too."""
-    judge = f"""\
-CUDA_AGENT_JUDGE = {json.dumps(f"${{CUDA_AGENT_JUDGE:-{service}}}")}
-CUDA_AGENT_TOKEN = "${{CUDA_AGENT_TOKEN:-}}"
-"""
+    judge = f"CUDA_AGENT_JUDGE = {json.dumps(f'${{CUDA_AGENT_JUDGE:-{service}}}')}"
     level = f"level = {task.level}\n" if task.level is not None else ""
     return f"""\
 schema_version = "1.4"
@@ -120,12 +120,16 @@ workdir = "{WORKDIR}"
 
 [environment.env]
 {judge}
+CUDA_AGENT_TOKEN = "${{CUDA_AGENT_TOKEN:-}}"
+
 [verifier]
 environment_mode = "separate"
 timeout_sec = {VERIFIER_SECONDS}
 
 [verifier.env]
-{judge}"""
+{judge}
+CUDA_AGENT_TOKEN = "${{CUDA_AGENT_TEST_TOKEN:-}}"
+"""
 
 
 def _slug(name: str) -> str:

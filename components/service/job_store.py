@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["judgement", "admission"]
+# Names of jobs that a token keeps, its last ones: as many as jobs of all tokens may wait (jobs.CAPACITY).
+NAMES = 20_000
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -34,6 +36,7 @@ CREATE TABLE IF NOT EXISTS submissions (token TEXT NOT NULL, created REAL NOT NU
 CREATE TABLE IF NOT EXISTS names (
     token TEXT NOT NULL, name TEXT NOT NULL, job TEXT NOT NULL, PRIMARY KEY (token, name)
 );
+CREATE INDEX IF NOT EXISTS owners ON names (token);
 CREATE INDEX IF NOT EXISTS days ON submissions (token, created);
 CREATE INDEX IF NOT EXISTS queued ON jobs (token, seq) WHERE state = 'queued';
 CREATE INDEX IF NOT EXISTS active ON jobs (token) WHERE state IN ('queued', 'running');
@@ -109,9 +112,16 @@ class JobStore:
     def name(self, token: str, name: str, job_id: str) -> None:
         """Give the job `job_id` a name, which is valid for one token.
 
-        If the token used the name for another job before, the name is moved.
+        If the token used the name for another job before, the name is moved. Of more than NAMES names of the
+        token, those that were given longest ago are deleted.
         """
         self._rows("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", token, name, job_id)
+        self._rows(
+            "DELETE FROM names WHERE token = ?1 AND rowid <= "
+            "(SELECT rowid FROM names WHERE token = ?1 ORDER BY rowid DESC LIMIT 1 OFFSET ?2)",
+            token,
+            NAMES,
+        )
 
     def named(self, token: str, name: str) -> str | None:
         """Return the id of the job to which the token has given `name`, or None if there is none."""

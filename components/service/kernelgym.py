@@ -53,7 +53,7 @@ class Evaluation(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     task_id: Name
-    reference_code: Source
+    reference_code: Source = Field(min_length=1)
     kernel_code: Source
     entry_point: str = ENTRY_POINT
 

@@ -82,6 +82,7 @@ def test_what_is_not_judged_is_refused_in_a_sentence(client: TestClient) -> None
     for request, sentence in (
         (evaluation("a", "x", entry_point="Block"), "entry_point"),
         (evaluation("a", "x", reference_code="x = 1"), "a task needs class Model"),
+        (evaluation("a", "x", reference_code=""), "reference_code"),
         (evaluation("", "x"), "task_id"),
         ({"task_id": "a", "kernel_code": "x"}, "reference_code"),
     ):
@@ -90,6 +91,14 @@ def test_what_is_not_judged_is_refused_in_a_sentence(client: TestClient) -> None
     for path in ("/status/none", "/results/none"):
         assert client.get(path).status_code == 404
     assert client.delete("/tasks/none").status_code == 404
+
+
+def test_a_token_keeps_its_last_names(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("components.service.job_store.NAMES", 3)
+    for name in ("a", "b", "c", "a", "d"):
+        assert client.post("/evaluate", json=evaluation(name, "same")).status_code == 200
+    found = {name: client.get(f"/status/{name}").status_code for name in "abcd"}
+    assert found == {"a": 200, "b": 404, "c": 200, "d": 200}
 
 
 def test_names_are_the_callers_own_and_survive_a_restart(tmp_path: Path, judges: TextJudges) -> None:

@@ -8,6 +8,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import judge_fixtures as corpus
+import pytest
 from agent_fixtures import params
 from environment_fixtures import environment_of
 from library_environments import python_with
@@ -81,12 +83,26 @@ def wait_for(address: str) -> None:
     raise AssertionError("the server of the policy did not start")
 
 
-def test_vf_eval_rewards_eight_rollouts_with_their_milestones(ci_params: Params, tmp_path: Path) -> None:
-    python = python_with(
-        tmp_path / "verifiers",
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return python_with(
+        tmp_path_factory.mktemp("verifiers"),
         f"{PROJECT / 'components' / 'service' / 'client'}[verifiers]",
         "verifiers==0.4.0",
     )
+
+
+@pytest.mark.parametrize("claim", ["turns_are_counted_over_sessions", "failed_calls_leave_no_session_open"])
+def test_in_rollouts_of_the_tool_server(claim: str, python: str, ci_params: Params, tmp_path: Path) -> None:
+    script = PROJECT / "tests" / "environments" / "verifiers_rollouts.py"
+    with environment_of([corpus.TASK], ci_params, tmp_path / "judge") as address:
+        done = subprocess.run([python, script, address, claim], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_vf_eval_rewards_eight_rollouts_with_their_milestones(
+    python: str, ci_params: Params, tmp_path: Path
+) -> None:
     policy = tmp_path / "policy"
     learn(
         policy,

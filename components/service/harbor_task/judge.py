@@ -4,8 +4,8 @@
     python3 judge.py --reward FOLDER       also writes reward.json and verdict.json there
 
 The task is model.py beside this script. CUDA_AGENT_JUDGE is the address of `cuda-agent serve --http`, and
-CUDA_AGENT_TOKEN a token, if the service asks for one. The exit code is 0 for every verdict on the candidate,
-and 1 if there is none.
+CUDA_AGENT_TOKEN a token, if the service asks for one. With --reward the candidate is measured anew. The exit
+code is 0 for every verdict on the candidate, and 1 if there is none.
 """
 
 import argparse
@@ -24,6 +24,8 @@ WAIT_SECONDS, TRANSFER_SECONDS = 50, 30
 SILENT_SECONDS, RETRY_SECONDS = 120.0, 2.0
 # Largest request that the service reads, in bytes.
 BODY_BYTES = 8 << 20
+# Number of the measurement for the one who writes a candidate, and of that for the reward.
+OWN, REWARD = 1, 2
 # The labels by which rewards are given, whatever the service's own are.
 LABELS = {"rules": "kernel-only", "weights": "state_dict", "tolerance": "strict"}
 
@@ -66,30 +68,35 @@ def ask(path: str, body: object = None) -> tuple[int, dict[str, Any], float]:
             time.sleep(RETRY_SECONDS)
 
 
-def verdict(task: str, files: dict[str, str]) -> dict[str, Any]:
+def verdict(task: str, files: dict[str, str], measurement: int) -> dict[str, Any]:
     """Return the judge's verdict on a candidate as a dictionary.
 
-    `task` is the source of the task, and `files` has the candidate's texts by path. A candidate that is
-    larger than the service accepts gets the verdict `load_failed`. Exits with a sentence if the judge fails
-    or refuses the request.
+    `task` is the source of the task, `files` has the candidate's texts by path, and `measurement` says which
+    of its measurements is meant. A candidate that is larger than the service accepts gets the verdict
+    `load_failed`. Exits with a sentence if the judge fails or refuses the request, or if the judgement was
+    cancelled.
     """
     too_large = {"status": "load_failed", "reason": "too_large", "milestone": -1}
-    body = {"code": task, "files": files, "labels": LABELS}
+    body = {"code": task, "files": files, "labels": LABELS, "measurement": measurement}
     if len(json.dumps(body)) > BODY_BYTES:
         return too_large
     path = f"/v1/judgements?wait={WAIT_SECONDS}"
     sent: object = body
     while True:
         status, job, seconds = ask(path, sent)
-        if status == 200:
+        if job.get("verdict") is not None:
             found: dict[str, Any] = job["verdict"]
             return found
-        if status == 202:
+        if job.get("state") in ("queued", "running"):
             path, sent = f"/v1/jobs/{job['id']}?wait={WAIT_SECONDS}", None
         elif status == 413:
             return too_large
         elif status in (429, 502, 504):
             time.sleep(seconds)
+        elif job.get("state") == "cancelled":
+            sys.exit("The judge gave no verdict: the judgement was cancelled; ask for it again.")
+        elif status == 401:
+            sys.exit(f"CUDA_AGENT_TOKEN (of the test: CUDA_AGENT_TEST_TOKEN): {job.get('error', status)}")
         else:
             sys.exit(f"The judge gave no verdict: {job.get('error', status)}")
 
@@ -106,7 +113,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Have the files in this folder judged.")
     parser.add_argument("--reward", type=Path, help="folder for reward.json and verdict.json")
     reward: Path | None = parser.parse_args().reward
-    found = verdict(Path(__file__).with_name("model.py").read_text(), candidate(Path.cwd()))
+    task = Path(__file__).with_name("model.py").read_text()
+    found = verdict(task, candidate(Path.cwd()), OWN if reward is None else REWARD)
     print(report(found))
     if reward is not None:
         reward.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,9 @@ it in the background, so that the judgements of a batch overlap although the cal
 
 from cuda_agent_env.session import Session
 
+# Answer to a tool call after the last turn.
+ENDED = "The episode has ended."
+
 
 class KernelEnv:
     """One rollout of TRL, which makes one episode at a time in a session of the environment server.
@@ -60,7 +63,7 @@ class KernelEnv:
 
     def _call(self, tool: str, **arguments: str) -> str:
         if self._session.last is None or self._session.last.done:
-            return "The episode has ended."
+            return ENDED
         observation: str = self._session.step(tool, **arguments).text
         return observation
 

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import verifiers.v1 as vf
 from cuda_agent_env import KernelEnv, Session
+from cuda_agent_env.trl import ENDED
 from mcp.server.mcpserver import MCPServer
 from pydantic import Field
 
 # Sessions that a tool server keeps open; the environment server has 256 for all its callers. A rollout whose
-# session was closed goes on with its files in a new one.
+# session was closed goes on with its files and the rest of its turns in a new one.
 OPEN_SESSIONS = 64
 # Largest number of turns of a session that the environment server accepts.
 MOST_TURNS = 200
@@ -24,11 +25,15 @@ THREADS = ThreadPoolExecutor(256, thread_name_prefix="session")
 
 
 class KernelState(vf.State):
-    """State of a rollout: its task and server, its files, and their verdict's status and milestone."""
+    """State of a rollout: its task and server, its files, and their verdict's status and milestone.
+
+    `calls` is the number of tool calls that were answered, of which there are at most `max_turns`.
+    """
 
     environment: str = ""
     task_id: str = ""
     max_turns: int = 1
+    calls: int = 0
     files: dict[str, str] = Field(default_factory=dict)
     status: str = ""
     milestone: float | None = None
@@ -71,18 +76,33 @@ class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
 
         @functools.wraps(tool)
         async def call(**arguments: str) -> str:
-            work = functools.partial(self._call, self.state, self._rollout(), tool.__name__, arguments)
+            work = functools.partial(self.call, self.state, self._rollout(), tool.__name__, arguments)
             return await asyncio.get_running_loop().run_in_executor(THREADS, work)
 
         return call
 
-    def _call(self, state: KernelState, rollout: str, name: str, arguments: dict[str, str]) -> str:
-        session = self.sessions.pop(rollout, None)
+    def call(self, state: KernelState, rollout: str, name: str, arguments: dict[str, str]) -> str:
+        """Call the tool `name` in a rollout's session, change the rollout's `state`, and return the answer.
+
+        The session is closed if the call fails, and after the last turn. Then nothing more is called.
+        """
+        turns = state.max_turns - state.calls
+        if turns <= 0:
+            return ENDED
+        session = self.sessions.pop(rollout, None)  # a session in use is not closed by another rollout's call
         if session is None:
-            session = open_session(state.environment, state.task_id, state.max_turns, state.files)
-        text: str = getattr(KernelEnv(session), name)(**arguments)
-        state.files = session.files()
-        self.sessions[rollout] = session  # only now: a session in use is not closed
+            session = open_session(state.environment, state.task_id, turns, state.files)
+        try:
+            text: str = getattr(KernelEnv(session), name)(**arguments)
+            state.files = session.files()
+        except BaseException:
+            session.close()
+            raise
+        state.calls += 1
+        if turns == 1:
+            session.close()
+            return text
+        self.sessions[rollout] = session
         while len(self.sessions) > OPEN_SESSIONS:
             self.sessions.popitem(last=False)[1].close()
         return text
@@ -95,9 +115,13 @@ def open_session(environment: str, task_id: str, turns: int, files: dict[str, st
     together exceed MOST_TURNS.
     """
     session = Session(environment)
-    session.reset(task_id, max_turns=min(MOST_TURNS, turns + len(files)))
-    for path, text in files.items():
-        session.step("Write", file_path=path, content=text)
+    try:
+        session.reset(task_id, max_turns=min(MOST_TURNS, turns + len(files)))
+        for path, text in files.items():
+            session.step("Write", file_path=path, content=text)
+    except BaseException:
+        session.close()
+        raise
     return session
 
 
