@@ -98,7 +98,7 @@ def tune(
     before = after = reward_figures(sampled)
     if batches and not end.progress:
         policy.publish(actor, len(batches))
-        after = reward_figures(trainable(policy.sample(len(waves[1]), step=1, steps=1)[0]))
+        after = reward_figures(trainable(policy.sample(len(waves[1]), step=1, steps=2)[0]))
     return finish(
         state,
         policy.model,
