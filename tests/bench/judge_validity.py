@@ -69,7 +69,7 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
                     "files": {"model_new.py": files["model_new.py"]},
                     "suffix": EXTENSION_SUFFIX,
                     "rules": "kernel-only",
-                    "extensions": [],
+                    "extensions": None,
                 }
                 with library.open("rb") as file:
                     arms.append(

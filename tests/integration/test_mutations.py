@@ -149,7 +149,7 @@ def seconds_between_rounds(judge: Judge) -> float:
                 "files": {"model_new.py": files["model_new.py"]},
                 "suffix": EXTENSION_SUFFIX,
                 "rules": "kernel-only",
-                "extensions": [],
+                "extensions": None,
             },
             file.fileno(),
             seconds=30,
