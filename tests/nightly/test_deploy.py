@@ -91,7 +91,12 @@ def stopped(server: dict[str, str], deployed: dict[str, Any]) -> str:
 
 
 def ask(server: dict[str, str], path: str, **body: Any) -> Any:
-    answer = httpx.post(f"{server['PREFECT_API_URL']}{path}", json=body, timeout=120)
+    """Return the answer to a request, which is repeated, as by Prefect's client, while SQLite is locked."""
+    for _ in range(30):
+        answer = httpx.post(f"{server['PREFECT_API_URL']}{path}", json=body, timeout=120)
+        if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+            break
+        time.sleep(2)
     answer.raise_for_status()
     return answer.json()
 
