@@ -5,14 +5,16 @@ are cached by the digests of their inputs. So a second run repeats only the stag
 run that was killed continues with the stage in which it was killed.
 """
 
+import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from prefect import flow
+from prefect.exceptions import TerminationSignal
 
-from components.core.errors import StageFailed
+from components.core.errors import StageFailed, error_chain
 from components.core.files import MANIFEST, digest_file, digest_json, read_json, write_json
 from components.core.progress import Progress
 from components.core.sources import project_digests
@@ -79,8 +81,26 @@ def run_pipeline(run: PipelineRun, progress: Progress, server: Server | None = N
                 server.task_runs = count_task_runs()
 
     run_page.keep_logs_off_the_console()
-    record: RunRecord = nightly(**run_page.parameters(run))
+    try:
+        record: RunRecord = nightly(**run_page.parameters(run))
+    except Exception as error:
+        raise_interruption(error)
+        raise
     return record
+
+
+def raise_interruption(error: Exception) -> None:
+    """Raise KeyboardInterrupt, or send SIGTERM to this process again, if a signal is the cause of `error`.
+
+    The handlers of SIGINT and SIGTERM raise an exception wherever the main thread is. In a serializer of
+    pydantic, which Prefect calls for its settings and requests, pydantic wraps it in a
+    PydanticSerializationError, and Prefect does not recognise the signal.
+    """
+    for cause in error_chain(error):
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause
+        if isinstance(cause, TerminationSignal):
+            os.kill(os.getpid(), cause.signal)
 
 
 def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool = False) -> RunRecord:

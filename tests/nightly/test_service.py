@@ -69,8 +69,10 @@ def test_a_judge_that_was_not_used_for_long_is_closed_and_started_again(tmp_path
     any_rules = params.model_copy(update={"sandbox": params.sandbox.model_copy(update={"rules": "any"})})
     refused = SIMD | {"kernels/forward.cpp": "not C++"}
 
+    earlier = {process.pid for process in psutil.Process().children(recursive=True)}
+
     def processes() -> set[int]:
-        return {process.pid for process in psutil.Process().children(recursive=True)}
+        return {process.pid for process in psutil.Process().children(recursive=True)} - earlier
 
     judges = Judges(params, tmp_path, idle_seconds=1.0)
     try:
