@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,14 @@ IDLE_SECONDS = 900.0
 
 @dataclass
 class SharedJudge:
-    """A judge with the number of threads that use it, and the time at which a thread last stopped using it.
+    """A judge, or None until it is constructed, with the number of threads that use it or wait for it.
 
-    The time is in seconds of `time.monotonic`.
+    `construction` is held while the judge is constructed. `last_used` is the time at which a thread last
+    stopped using the judge, in seconds of `time.monotonic`.
     """
 
-    judge: Judge
+    judge: Judge | None = None
+    construction: threading.Lock = field(default_factory=threading.Lock)
     users: int = 0
     last_used: float = 0.0
 
@@ -87,22 +89,27 @@ class Judges:
     def using(self, params: Params) -> Iterator[Judge]:
         """Yield the judge for `params`, which stays open inside the context.
 
-        Raises UserError if the parameters are for another device.
+        It is constructed if there is none, and only callers with the same parameters wait for that. Raises
+        UserError if the parameters are for another device. An error of the construction is raised and not
+        kept, so the next caller constructs the judge again.
         """
         if params.device != self.device:
             raise UserError(f"device={params.device}: the resident judge measures on {self.device}.")
         protocol = protocol_digest(params)
         with self.lock:
-            if protocol not in self.judges:
-                self.judges[protocol] = SharedJudge(Judge(params, self.folder, scheduler=self.scheduler))
-            shared = self.judges[protocol]
+            shared = self.judges.setdefault(protocol, SharedJudge())
             shared.users += 1
         try:
+            with shared.construction:
+                if shared.judge is None:
+                    shared.judge = Judge(params, self.folder, scheduler=self.scheduler)
             yield shared.judge
         finally:
             with self.lock:
                 shared.users -= 1
                 shared.last_used = time.monotonic()
+                if shared.judge is None and shared.users == 0:
+                    del self.judges[protocol]
 
     def _close_idle_judges(self) -> None:
         """Close judges that were not used for `idle_seconds`, and repeat this until `close` is called."""
@@ -114,10 +121,10 @@ class Judges:
                     for protocol, shared in self.judges.items()
                     if protocol != self.own and shared.users == 0 and shared.last_used < limit
                 ]
-                closed = [self.judges.pop(protocol) for protocol in idle]
-            for shared in closed:
+                closed = [judge for protocol in idle if (judge := self.judges.pop(protocol).judge)]
+            for judge in closed:
                 try:
-                    shared.judge.close()
+                    judge.close()
                 except Exception:  # the others are closed nevertheless, and those that are idle later
                     LOG.exception("a judge that was not used could not be closed")
 
@@ -134,17 +141,19 @@ class Judges:
         """Count this thread's measurements as those of `caller` (`DeviceScheduler.on_behalf_of`)."""
         return self.scheduler.on_behalf_of(caller)
 
-    def _release_idle_memory(self) -> None:
+    def _constructed(self) -> list[Judge]:
         with self.lock:
-            judges = [shared.judge for shared in self.judges.values()]
-        for judge in judges:
+            return [shared.judge for shared in self.judges.values() if shared.judge is not None]
+
+    def _release_idle_memory(self) -> None:
+        for judge in self._constructed():
             judge.bench_cache.close_unused()
 
     def close(self) -> None:
         self.closing.set()
         self.closer.join()
-        for shared in self.judges.values():
-            shared.judge.close()
+        for judge in self._constructed():
+            judge.close()
 
 
 def make_app(judges: Judges, executor: ThreadPoolExecutor) -> FastAPI:
