@@ -60,10 +60,11 @@ Record = Callable[[dict[str, str]], bytes]
 class BuiltCandidate:
     """A built candidate: the files that its runner imports, and its libraries.
 
-    `library` is the file of the library of kernels/, or of the libraries of `extensions` one after another.
-    It is None if the candidate has no library. `extensions` is None if the candidate asks for no extension.
-    `failures` maps the name of each extension that does not compile to the compiler's messages; only
-    candidates under sandbox.rules=any have such extensions.
+    `library` is the path of a file, or None if the candidate has no library. For a workspace the file is the
+    library of kernels/. For a single file that asks torch.utils.cpp_extension to build extensions, the file
+    is a concatenation of their libraries, and `extensions` has the offset and size of each. `extensions` is
+    None if the candidate asks for no extension. `failures` maps the name of each extension that does not
+    compile to the compiler's messages; only candidates under sandbox.rules=any have such extensions.
     """
 
     # Digest of the files that were given.

@@ -310,9 +310,10 @@ def departures(
 def _in_units(
     max_error: torch.Tensor, rms_error: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, floors: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return maximum and RMS errors divided by their limits, which are explained at `departures`.
+    """Return `max_error` and `rms_error` divided by their limits, in the shape of `max_error`.
 
-    `scale` has the largest absolute value of each baseline output, and `dtype` is the type of the outputs.
+    The limits are those of `smallest_limits` for the outputs' type `dtype`, times `floors` and `scale`, which
+    has the largest absolute value of each baseline output.
     """
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     max_unit, rms_unit = (floors * (limit * scale).clamp_(min=smallest) for limit in smallest_limits(dtype))
@@ -326,7 +327,9 @@ def _counted(number: torch.Tensor) -> torch.Tensor:
 def _special_departure(output: torch.Tensor, single: torch.Tensor, floors: float) -> torch.Tensor:
     """Return the departure of one call's output if it or the baseline's output `single` is not all finite.
 
-    Both tensors have one dimension. Departures and `floors` are explained at `departures`.
+    Both tensors have one dimension. The result is a scalar: the departure of the elements that are finite in
+    both, with limits multiplied by `floors`, or n + 1 if that is larger, where n is the number of places at
+    which NaN or infinity differs.
     """
     different = torch.zeros((), dtype=torch.int64, device=single.device)
     scales, magnitudes, finite_count = [], list[tuple[torch.Tensor, torch.Tensor]](), 0

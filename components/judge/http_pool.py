@@ -74,9 +74,11 @@ class HttpJudge:
     ) -> Verdict:
         """Return the service's verdict on the candidate with `files` on `task`.
 
-        `files` and `compare_compile` are explained at `judge.Judge.verdict`. The service measures a candidate
-        once for each value of `measurement`. Raises InfrastructureError if the service or its judge fails,
-        and UserError if the service refuses the request.
+        `files` maps each workspace path to the text of the file. With `compare_compile`, every correct
+        candidate is compared with the fastest mode of torch.compile, and otherwise only one that is faster
+        than eager, with the default mode. The service measures a candidate once for each value of
+        `measurement`. Raises InfrastructureError if the service or its judge fails, and UserError if the
+        service refuses the request.
         """
         request = {
             "code": task.code,
@@ -89,7 +91,9 @@ class HttpJudge:
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
         """Return the service's admission of the task with source `code`.
 
-        `headroom` is explained at `admission.admit`. The errors that are raised are those of `verdict`.
+        With `headroom`, the task must compile and leave device memory for other tasks, and its time under
+        torch.compile is measured too. Raises InfrastructureError if the service or its judge fails, and
+        UserError if the service refuses the request.
         """
         window = self.params.data.eager_seconds
         request = {"code": code, "headroom": headroom, "eager_seconds": window}

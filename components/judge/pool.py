@@ -230,8 +230,9 @@ class LocalPool:
     def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]:
         """Return a future of the admission of the task with source `code`.
 
-        The result is read from the journal or measured. For `headroom` see `admission.admit`. A result with
-        the reason `infrastructure` is not written to the journal.
+        The result is read from the journal or measured. With `headroom`, the task must compile and leave
+        device memory for other tasks, and its time under torch.compile is measured too. A result with the
+        reason `infrastructure` is not written to the journal.
         """
         key = admission_key(self.protocol, self.params.data.eager_seconds, code, headroom=headroom)
 

@@ -33,9 +33,9 @@ class RunnerMemory:
 
     @classmethod
     def allocate(cls, device: Device, layout: TaskLayout) -> Self:
-        """Allocate buffers for the parameters, the inputs of one round, and on cuda its outputs.
+        """Allocate buffers for the task's parameters, the inputs of a round, and on cuda the round's outputs.
 
-        If the device has too little memory, the buffers that were already made are closed.
+        If an allocation fails, its error is raised after the buffers that were already made are closed.
         """
         sizes: dict[RegionName, int] = {
             "parameters": layout.parameters.stride,

@@ -60,8 +60,9 @@ def first_mismatch(
 ) -> str | None:
     """Return the reason why an output of one call is wrong, or None if all outputs are right.
 
-    `outputs` are flat. The reason ends with the name of the input distribution. `multiple` and `loose` are
-    explained at `ReferenceOutput.mismatch`.
+    `outputs` are flat. The reason ends with the name of the input distribution. The limits of errors are
+    multiplied by `multiple`. `loose`, which is meant for baselines, allows errors up to the absolute
+    tolerance.
 
     If the error of the task's own output is above the absolute tolerance, some outputs can be called neither
     right nor wrong, and TaskError is raised for them. These are a baseline's outputs (`loose`) that repeat
@@ -266,8 +267,8 @@ class TaskReference:
         """Return the reason why an output in `memory` is wrong, or None if all outputs are right.
 
         `memory` holds the outputs for the correctness sets that `mixes` names, one set after another. The
-        reason ends with the name of the input distribution. `loose` is explained at
-        `ReferenceOutput.mismatch`. Raises TaskError if the task's own output is too inexact to tell.
+        reason ends with the name of the input distribution. `loose`, which is meant for baselines, allows
+        errors up to the absolute tolerance. Raises TaskError if the task's own output is too inexact to tell.
         """
         for i, mix in enumerate(mixes):
             references = self._references(mix.first)
@@ -284,8 +285,8 @@ class TaskReference:
         """Return how far the results of each call of a timed round depart from those of a baseline.
 
         `memory` and `baseline` are tensors of bytes that hold the results of a round of `calls` calls on the
-        same inputs. The result has one departure for each call; departures and `floors` are explained at
-        `correctness.departures`.
+        same inputs. The result has one departure for each call. A departure of at most 1 is within the limits
+        that `correctness.departures` computes from the baseline's output; `floors` multiplies these limits.
         """
         largest = torch.zeros(calls, dtype=torch.float64)
         for slot in self.layout.outputs.slots:

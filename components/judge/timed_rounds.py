@@ -92,7 +92,8 @@ def wrong_timed_output(reason: str) -> Rejected:
 def speedup(raw: RawSeconds, baseline: Timed, process_spread: float = 0.0) -> Ratio:
     """Return the candidate's speed-up over `baseline`, after the no-op's time has been subtracted from both.
 
-    `process_spread` is explained at `statistics.paired_ratio`.
+    `process_spread` is the standard deviation of the log-ratio between two processes that run the same code.
+    It widens the interval of the result.
     """
     baseline_seconds, candidate_seconds = net(raw[baseline], raw["noop"]), net(raw["candidate"], raw["noop"])
     return paired_ratio(baseline_seconds, candidate_seconds, process_spread=process_spread)

@@ -77,10 +77,11 @@ class TimedRunner:
         library: int | None,
         seconds: float,
     ):
-        """Start the runner with a copy of the task's parameters, and wait until it is ready.
+        """Start the runner for the role that `header` names, and wait until it is ready.
 
-        `library` is the file descriptor of a candidate's library or of torch.compile's archive, and None for
-        the other baselines. `seconds` limits the runner's wall time. Raises RunnerError if the runner fails.
+        The runner gets a copy of the parameters of the task of `reference`. `library` is the file descriptor
+        of a candidate's library or of torch.compile's archive, and None for the other baselines. `seconds`
+        limits the runner's wall time. Raises RunnerError if the runner fails.
         """
         self.reference = reference
         self.processes = processes
@@ -147,9 +148,10 @@ class TimedRunner:
     def verify(self, operation: Operation, *, loose: bool = False) -> str | None:
         """Return the reason why an output for a correctness set is wrong, or None if all outputs are right.
 
-        The outputs are computed in rounds of the kind `operation`. The reason is `inputs_changed` if the
-        outputs are right but the candidate changed its inputs. `loose` is explained at
-        `ReferenceOutput.mismatch`.
+        The outputs are computed in rounds of the kind `operation`: `check` also checks each output's form,
+        and `time` calls the runner as a timed round does. If the outputs are right but the candidate changed
+        its inputs, the reason is `inputs_changed`. `loose`, which is meant for baselines, allows errors up to
+        the absolute tolerance. Raises RunnerError if the runner fails.
         """
         mixes, capacity = self.reference.inputs.correctness_sets(), self.layout.capacity
         staged = StagedInputs(self.reference, capacity)
