@@ -240,10 +240,11 @@ class Tools:
     # --- commands ---
 
     def bash(self, arguments: tool_schemas.Bash) -> str:
-        """Run a shell command and return the observation.
+        """Run a shell command and return the observation: its output, then its exit code unless that is 0.
 
-        A command that consists only of utilities is sent directly to the judge, without a shell, unless it is
-        to run in the background.
+        A command that consists only of calls of the workspace's utilities (compile, verification, profiling)
+        is answered with the judge's verdict, without a shell, unless it is to run in the background. The
+        observation of a command in the background names it.
         """
         if arguments.run_in_background:
             return f"Started {self._started().start(arguments.command)} in the background."

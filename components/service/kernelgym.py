@@ -159,7 +159,10 @@ def add_kernelgym_routes(app: FastAPI, service: JobService, caller: Callable[...
     async def evaluate(
         body: Evaluation, token: Annotated[Token, Depends(caller)], response: Response
     ) -> Result:
-        """Judge a candidate of one file, and wait up to 50 seconds for the result."""
+        """Judge a candidate of one file, and wait up to 50 seconds for the result.
+
+        Without a result by then, the answer has the evaluation's state `pending` or `processing`.
+        """
         job = await run_in_threadpool(submit, token, body)
         job = await ended(service, token, job.id, WAIT_SECONDS)
         if job.state == "failed" and job.status == 503:  # clients send the request again
@@ -168,7 +171,10 @@ def add_kernelgym_routes(app: FastAPI, service: JobService, caller: Callable[...
 
     @app.post("/evaluate/batch", tags=["KernelGYM"])
     async def evaluate_batch(body: Batch, token: Annotated[Token, Depends(caller)]) -> BatchResult:
-        """Judge up to 100 candidates, and wait up to 50 seconds for the results."""
+        """Judge up to 100 candidates, and wait up to 50 seconds for all results.
+
+        A candidate without a result by then has the state `pending` or `processing`.
+        """
         jobs = [await run_in_threadpool(submit, token, task) for task in body.tasks]
         deadline = time.monotonic() + WAIT_SECONDS
         views = [await ended(service, token, job.id, deadline - time.monotonic()) for job in jobs]
@@ -185,7 +191,7 @@ def add_kernelgym_routes(app: FastAPI, service: JobService, caller: Callable[...
 
     @app.get("/status/{task_id}", tags=["KernelGYM"])
     def status(task_id: NameInPath, token: Annotated[Token, Depends(caller)]) -> TaskStatus:
-        """Return the state of an evaluation."""
+        """Return the state of the evaluation that the caller named `task_id`, or 404 if there is none."""
         job = service.view(token, job_named(token, task_id))
         return TaskStatus(
             task_id=task_id,
@@ -196,13 +202,16 @@ def add_kernelgym_routes(app: FastAPI, service: JobService, caller: Callable[...
 
     @app.get("/results/{task_id}", tags=["KernelGYM"])
     def results(task_id: NameInPath, token: Annotated[Token, Depends(caller)], response: Response) -> Result:
-        """Return the result of an evaluation, and 202 while there is none."""
+        """Return the result of the evaluation that the caller named `task_id`, or 404 if there is none.
+
+        The status code is 202 while the evaluation has no result.
+        """
         job = service.view(token, job_named(token, task_id))
         response.status_code = 200 if job.has_ended else 202
         return result_of(task_id, job)
 
     @app.delete("/tasks/{task_id}", tags=["KernelGYM"])
     def cancel(task_id: NameInPath, token: Annotated[Token, Depends(caller)]) -> TaskStatus:
-        """Cancel an evaluation that is queued."""
+        """Cancel the evaluation that the caller named `task_id`, or answer 409 if it is not queued."""
         job = service.cancel(token, job_named(token, task_id))
         return TaskStatus(task_id=task_id, status=STATUSES[job.state])
