@@ -66,7 +66,10 @@ def data_import(
     out_folder: Out,
     against: Against = None,
 ) -> Output:
-    """Write a data set of those tasks in a parquet file that pass the filters and the judge's admission."""
+    """Write a data set of those tasks in a parquet file that pass the filters and the judge's admission.
+
+    The filters are those of `cuda-agent data check`.
+    """
     resolved = options.resolve()
     from components.synthesis.dataset import admit_tasks
     from components.synthesis.task_import import read_public
@@ -84,8 +87,10 @@ def data_import(
 def data_check(options: CommonOptions, dataset: Dataset, against: Against = None) -> Output:
     """Report which tasks of a data set the filters refuse, and why, without running the tasks.
 
-    The exit code is 1 if a task is refused. `cuda-agent data import` applies the same filters, and also has
-    the judge run the tasks.
+    The filters refuse a task that lacks a part of a kernel task, contains forbidden code, has wrong operator
+    names, duplicates an earlier task, resembles an evaluation program too closely, or is held out although
+    its operator sequence is trained on. The exit code is 1 if a task is refused. `cuda-agent data import`
+    applies the filters too, and also has the judge run the tasks.
     """
     from components.core.task import dataset_version, read_tasks
     from components.synthesis.task_import import check_rows, read_public

@@ -157,9 +157,10 @@ def plan(
 
 
 def _print_pool(record: dict[str, Any]) -> None:
-    """Print the number of GPUs of each role (trainers, samplers, judges) and what fills one of them.
+    """Print, for trainers, samplers and judges, the number of GPUs and the memory in use on one GPU in GB.
 
-    `record` is the JSON record that the command prints with `--json`.
+    For samplers the parts of that memory are listed too. `record` is the JSON record that the command prints
+    with `--json`.
     """
     pool, size = record["pool"], record["inputs"]["gpu_memory"]["value"]
     trainers, samplers, judges = pool["trainers"], pool["samplers"], pool["judges"]
@@ -183,7 +184,7 @@ def _print_placements(record: dict[str, Any]) -> None:
     """Print the cheapest placement of the roles on GPUs whose memory suffices, and the fastest one.
 
     The fastest one takes no more GPUs than the section `pool` of the parameters gives. Nothing is printed if
-    roles share GPUs.
+    roles share GPUs. `record` is the JSON record that the command prints with `--json`.
     """
     if not (found := record["placements"]):
         return
@@ -200,7 +201,10 @@ def _print_placements(record: dict[str, Any]) -> None:
 
 
 def _print_memory(record: dict[str, Any], engine: Engine) -> None:
-    """Print the memory of the first rank by part, and the alternatives if the chosen settings do not fit."""
+    """Print the memory of the first rank by part, and alternatives if the chosen settings do not fit the GPU.
+
+    `record` is the JSON record that the command prints with `--json`, and `engine` has the chosen settings.
+    """
     inputs, roles = record["inputs"], record["roles"]
     chosen = record["memory_bytes_per_gpu"][record["chosen"]]
     networks = ["actor"] + ["critic"] * roles["has_critic"] + ["reference"] * roles["has_reference"]

@@ -1,6 +1,6 @@
 """A simulation of the steps of a stage: sampling, tools, judges and training, as the rollout loop runs them.
 
-Every trajectory goes its own way (`agent/in_flight.py`): it begins when fewer run than the samplers hold, and
+Trajectories run independently (`agent/in_flight.py`): one begins when fewer run than the samplers hold, and
 the sequences that are being generated share the decoding rate. Turns that need a judge wait in a queue and
 are judged in the order of their arrival. The trainer takes the first complete trajectories of a step
 (`training/trajectory_queue.py`) and trains; with a staleness, the sampling goes on meanwhile. Nothing is
@@ -53,11 +53,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Samplers:
-    """The samplers: decoding rates in tokens/s, and how many trajectories are in flight.
+    """The capacity of the samplers: decoding rates in tokens/s, and how many trajectories run at a time.
 
-    `sequence_rate` is the largest rate of one sequence and `total_rate` that of all together. `in_flight`
-    trajectories may run at the beginning. If `cache_tokens`, the size of the key-value cache, is finite, this
-    number then follows the use of the cache.
+    `sequence_rate` is the largest rate of one sequence, and `total_rate` the largest sum over all sequences.
+    At most `in_flight` trajectories run at a time. If `cache_tokens`, the size of the key-value cache, is
+    finite, this limit is raised while much of the cache is free, and lowered, but never below `in_flight`,
+    when the cache is nearly full.
     """
 
     sequence_rate: float
@@ -68,10 +69,11 @@ class Samplers:
 
 @dataclass(frozen=True)
 class Work:
-    """What trajectories do, drawn or measured: `turns` [trajectories], the rest [trajectories, turns].
+    """The work of trajectories: `turns` [trajectories], and the other fields [trajectories, turns].
 
-    A turn samples `tokens`, then spends `tool_seconds`, and is then judged for `judge_seconds`, unless these
-    are 0. `history` is the number of tokens in the cache while it is sampled.
+    A turn samples `tokens`, then spends `tool_seconds` on tools, and is then judged for `judge_seconds`,
+    unless that is 0. `history` is the number of tokens of the trajectory up to the end of the turn, which is
+    taken as their number in the key-value cache while the turn is sampled.
     """
 
     turns: NDArray[np.int_]
@@ -81,7 +83,7 @@ class Work:
     history: NDArray[np.float64]
 
     def own(self) -> NDArray[np.bool_]:
-        """Return which entries belong to turns that take place."""
+        """Return a mask [trajectories, turns] of the entries that belong to turns that take place."""
         return np.arange(self.tokens.shape[1]) < self.turns[:, None]
 
 
@@ -115,7 +117,10 @@ class Rollout:
 
 
 def draw(load: Load, seed: int, steps: int = 1) -> Work:
-    """Draw the trajectories of some steps. The random numbers depend only on the seed and on their number."""
+    """Draw the work of the trajectories of `steps` steps from the distributions of `load`.
+
+    Equal arguments give equal work.
+    """
     rng, count = np.random.default_rng(seed), load.trajectories * steps
     turns = np.clip(
         np.rint(rng.lognormal(np.log(load.turns), load.turns_spread, count)), 1, load.max_turns
@@ -148,7 +153,7 @@ def simulate(
     train_seconds: float = 0.0,
     pauses: bool = False,
 ) -> Rollout:
-    """Simulate `steps` steps, which take equal parts of the trajectories of `work`, with so many judges.
+    """Simulate `steps` steps, which take equal parts of the trajectories of `work`, with `judges` judges.
 
     At most (`staleness` + 1) times the trajectories of a step have begun and are not yet taken. Each step
     trains for `train_seconds`, during which the samplers stop if `pauses` is set.
@@ -231,7 +236,11 @@ def simulate(
 
 
 def _expected_seconds(work: Work, samplers: Samplers, judges: int, steps: int, train_seconds: float) -> float:
-    """Return about the seconds of a step, and not many more."""
+    """Estimate the seconds of a step, as the longest of several times that a step takes at least.
+
+    These are the times that decoding, the trajectories in flight, the judges, the longest trajectory and
+    training would take if nothing else limited the step.
+    """
     own = work.own()
     sampled = work.tokens / samplers.sequence_rate
     alone = (sampled + work.tool_seconds + work.judge_seconds) * own
