@@ -103,9 +103,9 @@ def load_report_data(
     """Read the data of a report from the files of a run.
 
     `dataset` is the folder of the data set, `stages` are the folders of the stages by name, and `before` and
-    `after` are the results of the evaluations. `gates` and `meta` are explained at `ReportData`. The charts
-    of a data set or stage are left out of the report if its figures are missing. Raises UserError if an
-    evaluation is missing or if figures are damaged.
+    `after` are the evaluations' files results.json or the folders that contain them. `gates` and `meta`
+    become the fields of `ReportData` with these names. The charts of a data set or stage are left out of the
+    report if its figures are missing. Raises UserError if an evaluation is missing or if figures are damaged.
     """
     metrics = dataset / "metrics.json"
     loaded = tuple(_load_stage(name, folder) for name, folder in stages.items())

@@ -175,8 +175,9 @@ def as_json(
     """Return the contents of report.json.
 
     `costs` are the device-seconds of each part of the run, and `environment_of` is the result of
-    `environment`, with the run's own entries. `gates` and `meta` are explained at `report.ReportData`. The
-    sources of tasks and candidates are left out, because results.json has them.
+    `environment`, with the run's own entries. `gates` are the results of the gates, and `meta` has the facts
+    about the run, both in the form of the fields of `report.ReportData`. The sources of tasks and candidates
+    are left out, because results.json has them.
     """
     sound = without_degenerate(after.tasks)
     short = {"task_id", "name", "level", "status", "reason", "milestone", "speedup", "degenerate"}

@@ -110,7 +110,7 @@ def _weights(model: PreTrainedModel) -> Iterator[_Weight]:
 
 
 def _conversion_groups(model: PreTrainedModel, weights: Iterator[_Weight]) -> list[list[_Weight]]:
-    """Return the weights in groups, each with those that the public format stores as one tensor.
+    """Return the weights in groups whose weights the public format stores as one tensor.
 
     The weights of a group must be converted together. Most groups have one weight. Some formats fuse matrices
     that transformers separates, such as query, key and value.
@@ -150,7 +150,10 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _gathered(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which this process has the complete tensors; every rank must enter it."""
+    """Return a context in which those of `tensors` that ZeRO 3 has sharded are complete on every rank.
+
+    Every rank must enter it, because the shards are gathered then.
+    """
     sharded = [tensor for tensor in tensors if _is_sharded(tensor)]
     if not sharded:
         return contextlib.nullcontext()

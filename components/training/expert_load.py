@@ -40,7 +40,7 @@ class ExpertLoad:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Return a context in which the tokens of forward passes are counted, from zero."""
+        """Return a context in which the tokens that each expert gets are counted; counts begin at zero."""
         for counts in self.counts.values():
             counts.zero_()
         self.is_counting = True

@@ -145,8 +145,10 @@ class TrainedPolicy:
     ):
         """Load the checkpoint `stage.actor` as the attribute `model`, and make the sampler of its weights.
 
-        `choose(wave)` returns the tasks of a wave of attempts, one for each attempt. For `staleness` and
-        `group` see `TrajectoryQueue`.
+        `rollouts` are the parameters of the sampling, and `run_episode` samples one trajectory.
+        `choose(wave)` returns the tasks of a wave of attempts, one for each attempt. A trajectory is dropped
+        once the oldest weights that sampled a token of it are more than `staleness` steps old. Each `group`
+        consecutive attempts of a wave are trained on together or not at all.
         """
         params = stage.params
         settings, device, dtype = params.engine, params.device, DTYPES[params.engine.dtype]
@@ -191,7 +193,7 @@ class TrainedPolicy:
         self.idle = IdleTimes(self.queue.sampling, self.queue.judging)
 
     def _request(self, wave: int) -> RolloutRequest:
-        """Return the request of a wave of attempts."""
+        """Return the request to sample the attempts of the wave with the number `wave`."""
         stage, rollouts = self.stage, self.rollouts
         return RolloutRequest(
             tasks=self.choose(wave),
@@ -239,9 +241,10 @@ class TrainedPolicy:
                 self._help_to_gather()
 
     def sampler_figures(self) -> Figures:
-        """Return figures of the vLLM sampler since the last call.
+        """Return metrics of the health and the load of the vLLM servers, by name.
 
-        The result is empty with the backend transformers and on ranks other than 0.
+        Events such as retries are counted since the last call. The result is empty with the backend
+        transformers, for a vLLM in this process, and on ranks other than 0.
         """
         return self.sampler.figures() if isinstance(self.sampler, VllmSampler) else {}
 
@@ -275,11 +278,15 @@ class TrainedPolicy:
     def sample(self, count: int, *, step: int, steps: int) -> tuple[list[Trajectory], Figures]:
         """Return the `count` trajectories of step `step` of `steps`, with metrics; every rank must call this.
 
-        If they are not on disk yet, rank 0 waits for them and stores them. Raises UserError if no trajectory
-        is trainable. Nothing is stored then, so the next run samples the step again. The metrics are those of
-        `IdleTimes` and of `ages`, `idle_trainer`, the seconds of this wait, and `dropped_for_age`, the share
-        of trajectories that were dropped because of their age since the last step. A sampler that uses the
-        trained weights themselves computes nothing after this until the next `publish`.
+        If the step's trajectories are not on disk yet, rank 0 waits for them and stores them. Raises
+        UserError, and stores nothing, if no trajectory can be trained on (`trainable`); the next run then
+        samples the step again.
+
+        The metrics are the mean and the largest age of the own tokens in steps (`age`, `age_max`). If rank 0
+        waited, it also returns the seconds of this wait (`idle_trainer`), the seconds since the last step in
+        which sampler and judge were idle (`idle_sampler`, `idle_judge`), and the share of trajectories that
+        were dropped for their age since then (`dropped_for_age`). A sampler that uses the trained weights
+        themselves computes nothing from the return until the next `publish`.
         """
         folder, figures = step_folder(self.stage.out, step), Figures()
         if self.queue is not None and not folder.is_dir():

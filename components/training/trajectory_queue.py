@@ -200,9 +200,10 @@ class TrajectoryQueue:
         )
 
     def _attempts(self) -> Iterator[tuple[Attempt, RolloutRequest]]:
-        """Yield each attempt that is not finished, taken or dropped, with the request of its wave.
+        """Yield the attempts that remain to be sampled, each with the request of its wave.
 
-        The attempts are ordered by wave and index, and the iterator is endless.
+        They come in the order of wave and index. Attempts that are finished, taken or dropped are left out.
+        The iterator never ends, because it makes the request of the next wave when it reaches it.
         """
         for wave in itertools.count():
             request = dataclasses.replace(
