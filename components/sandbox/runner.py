@@ -55,8 +55,8 @@ def main(
 def warm_up(kind: str, device: str, warm_folder: str = "") -> None:
     """Do the slow first-use work of torch once, before runners are forked, so that no runner repeats it.
 
-    With `kind` "compile", torch.compile is prepared too; with "plain" it is not. `warm_folder` is for the
-    precompiled headers of Inductor, torch.compile's compiler, which only cpu needs.
+    With `kind` "compile", torch.compile is prepared too; with "plain" it is not. On cpu this writes the
+    precompiled headers of Inductor, torch.compile's compiler, to `warm_folder`; otherwise it is not used.
     """
     torch.set_num_threads(1)
     for key in ("CPU", "CUDA"):

@@ -175,7 +175,11 @@ def redirect_stdio() -> None:
 def start_runner(
     message: Message, descriptors: list[int], isolated: bool, runner_main: RunnerMain, lock_folders: list[str]
 ) -> None:
-    """Turn a forked child of the zygote into a runner and run it; never returns.
+    """Turn a forked child of the zygote into a runner, and call `runner_main` in it; never returns.
+
+    `message` is the first one for the runner. Of `descriptors`, which came with it, the first is the socket
+    to the judge. Without `isolated`, the runner only changes to the folder that `message` names. Otherwise it
+    isolates itself and hides the content of `lock_folders`.
 
     The runner must be the first process of a PID namespace, so that all processes that it starts end with it.
     unshare(CLONE_NEWPID) only affects children that are forked later, and the zygote could not return to its
@@ -206,9 +210,10 @@ def start_runner(
 
 
 def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_folders: list[str]) -> None:
-    """Fork a runner for each message on `control`, until the judge closes it.
+    """Fork a runner for each message on `control`, until the judge closes the socket.
 
-    `lock_folders` are the folders whose content is hidden from runners that compile.
+    A runner calls `runner_main` when it is ready. With `isolated`, it first isolates itself from the other
+    runners, and the content of `lock_folders` is hidden from it.
     """
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that ended children do not remain as zombies
