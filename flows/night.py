@@ -186,10 +186,11 @@ def keep_checkpoint(home: Path, client: MlflowClient, model: str, version: str) 
 
 
 def night_params(params: Params, champion: StartPolicy | None) -> Params:
-    """Return the parameters with policy.source resolved to `scratch` or a folder if it is `champion`.
+    """Return `params` with the value `champion` of policy.source replaced by `scratch` or a folder.
 
-    The value is the source from which the champion's line of training began, or policy.base if `champion` is
-    None.
+    `champion` is the champion that the night starts from. The new value is the source from which that
+    champion's line of training began, or policy.base if `champion` is None. Parameters with another
+    policy.source are returned unchanged.
     """
     if params.policy.source != "champion":
         return params

@@ -8,7 +8,10 @@ from components.core.progress_view import FIGURES, duration, figures_row, format
 
 
 def stages_table(record: Mapping[str, Any]) -> str:
-    """Return the data set and the stages of a run as a Markdown table."""
+    """Return the data set and the stages of a run as a Markdown table.
+
+    `record` is the content of the run's run.json.
+    """
     data = record["dataset"]
     rows = [("dataset", _yes(data["cached"]), duration(data["seconds"]), "", "", data["version"][:12])]
     rows += [
@@ -28,7 +31,10 @@ def stages_table(record: Mapping[str, Any]) -> str:
 
 
 def verdict(record: Mapping[str, Any]) -> str:
-    """Return the verdict on a run's version with its reasons and both evaluations, as Markdown."""
+    """Return the gates' verdict on a run's model version, its reasons and both evaluations, as Markdown.
+
+    The evaluations are those before and after training. `record` is the content of the run's run.json.
+    """
     model, gate = record["model"], record["gate"]
     evaluations = (("before (cold start)", record["cold_start"]), ("after", record["evaluation"]))
     return "\n".join(
@@ -43,7 +49,10 @@ def verdict(record: Mapping[str, Any]) -> str:
 
 
 def gates_table(record: Mapping[str, Any]) -> str:
-    """Return the gates of a run's version as a Markdown table."""
+    """Return a Markdown table of the gates of a run's version, with figures, intervals and thresholds.
+
+    `record` is the content of the run's run.json.
+    """
     rows = [
         (
             gate["name"],

@@ -194,8 +194,10 @@ class Context:
     def parts(self, stage: str, name: str, upstream: dict[str, str]) -> KeyParts:
         """Return everything that enters the key of a stage.
 
-        `stage` is one of run_context.STAGES, `name` one of stage_keys.READS, and `upstream` maps the names of
-        the stage's inputs to their digests. The data set is an input of every stage.
+        `stage` is the step of the pipeline, one of run_context.STAGES, that a rerun request may name. `name`
+        is the form of the stage, a key of stage_keys.READS, which lists what it can read; the step
+        `coldstart` has the forms `coldstart`, `adopted` and `champion`. `upstream` maps the names of the
+        stage's inputs to their digests. The data set is an input of every stage and need not be given.
         """
         inputs = upstream | {"dataset": self.dataset.version}
         return key_parts(self.params, name, inputs, self.run.rerun_number(stage))
