@@ -100,14 +100,20 @@ def serve(
     tasks: Annotated[
         str, typer.Option("--tasks", help="tasks to list over HTTP: shipped, a folder, or a parquet file")
     ] = "shipped",
+    keep_days: Annotated[
+        int | None,
+        typer.Option("--keep-days", min=1, help="days for which ended jobs are kept; by default 30"),
+    ] = None,
 ) -> None:
     """Keep a judge with its processes and baselines ready, until Ctrl-C or SIGTERM.
 
     `cuda-agent judge`, `cuda-agent optimize` and the utilities of a workspace use it if they have the same
     home folder and device. With `--http` it serves other machines and programs too.
     """
-    if (tokens is not None or tasks != "shipped") and not http:
-        raise UserError("--tokens, --tasks: they are for HTTP; give an address with --http as well.")
+    if not (http or (tokens is None and keep_days is None and tasks == "shipped")):
+        raise UserError(
+            "--tokens, --tasks, --keep-days: they are for HTTP; give an address with --http as well."
+        )
     suite = f"evaluation.suite={json.dumps(tasks)}"
     resolved = options.resolve_for_judging(f"device={device or default_device()}", suite)
     params, home = resolved.params, home_of(resolved)
@@ -116,6 +122,7 @@ def serve(
         if http:
             from components.evaluation.suites import load_suite
             from components.service.http_server import bind, serving
+            from components.service.retention import KEEP_DAYS
             from components.service.tokens import TokenFile
 
             listed = load_suite(params, newest_dataset(home))
@@ -123,7 +130,9 @@ def serve(
             file = TokenFile(tokens) if tokens is not None else None
 
             def http_server(judges: Judges) -> AbstractContextManager[object]:
-                return serving(judges, params, home / "service" / params.device, listed, listener, file)
+                folder = home / "service" / params.device
+                days = KEEP_DAYS if keep_days is None else keep_days
+                return serving(judges, params, folder, listed, listener, file, keep_days=days)
 
         from components.judge.resident import serve as serve_judge
 

@@ -15,6 +15,7 @@ from components.core.task import KernelTask
 from components.service.app import make_app
 from components.service.jobs import JobService
 from components.service.judges import ServiceJudges
+from components.service.retention import KEEP_DAYS, retaining
 from components.service.tokens import TokenFile
 
 # Seconds that open requests may take when the server ends.
@@ -68,11 +69,14 @@ def serving(
     tasks: list[KernelTask],
     listener: socket.socket,
     tokens: TokenFile | None,
+    *,
+    keep_days: float = KEEP_DAYS,
 ) -> Iterator[JobService]:
     """Serve HTTP on `listener` inside the context, and yield the service.
 
     `folder` has the queue and the journal of the service, and `tasks` are the tasks that callers may name.
-    `tokens` has the tokens of the callers, or is None if none are needed.
+    `tokens` has the tokens of the callers, or is None if none are needed. Jobs are kept for `keep_days` days
+    after their end.
     """
     service = JobService(judges, params, folder, tasks)
     server = uvicorn.Server(
@@ -87,7 +91,8 @@ def serving(
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http")
     thread.start()
     try:
-        yield service
+        with retaining(service, keep_days):
+            yield service
     finally:
         service.stop()
         server.should_exit = True

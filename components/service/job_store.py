@@ -2,17 +2,20 @@
 
 A job that is queued or running when the process ends is queued when the store is opened again, but fails if
 the process ended three times while the job ran. The text of a request is deleted when its job ends; the
-result itself is in the journal of verdicts.
+result itself is in the journal of verdicts. `retention.py` deletes jobs that ended long ago.
 """
 
 import sqlite3
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["judgement", "admission"]
+# Jobs that are deleted at a time.
+BATCH = 100
 # Names of jobs that a token keeps, its last ones: as many as jobs of all tokens may wait (jobs.CAPACITY).
 NAMES = 20_000
 
@@ -26,7 +29,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     state TEXT NOT NULL,
     task_id TEXT NOT NULL,
     measurement INTEGER NOT NULL,
-    created REAL NOT NULL,
+    changed REAL NOT NULL,
     body TEXT NOT NULL,
     error TEXT NOT NULL DEFAULT '',
     status INTEGER NOT NULL DEFAULT 200,
@@ -37,11 +40,13 @@ CREATE TABLE IF NOT EXISTS names (
     token TEXT NOT NULL, name TEXT NOT NULL, job TEXT NOT NULL, PRIMARY KEY (token, name)
 );
 CREATE INDEX IF NOT EXISTS owners ON names (token);
+CREATE INDEX IF NOT EXISTS named ON names (job);
 CREATE INDEX IF NOT EXISTS days ON submissions (token, created);
 CREATE INDEX IF NOT EXISTS queued ON jobs (token, seq) WHERE state = 'queued';
 CREATE INDEX IF NOT EXISTS active ON jobs (token) WHERE state IN ('queued', 'running');
 CREATE INDEX IF NOT EXISTS subjects ON jobs (subject);
-UPDATE jobs SET state = 'failed', status = 503, body = '',
+CREATE INDEX IF NOT EXISTS ended ON jobs (changed) WHERE state NOT IN ('queued', 'running');
+UPDATE jobs SET state = 'failed', status = 503, body = '', changed = strftime('%s', 'now'),
     error = 'the service ended three times while it worked on this job.'
     WHERE state = 'running' AND attempts > 2;
 UPDATE jobs SET state = 'queued' WHERE state = 'running';
@@ -52,7 +57,8 @@ UPDATE jobs SET state = 'queued' WHERE state = 'running';
 class StoredJob:
     """One job as it is stored.
 
-    `token` is the name of the caller's token, `created` a time.time(), and `body` the request as JSON.
+    `token` is the name of the caller's token, `changed` the time.time() of its submission or of the last
+    change of its state, and `body` the request as JSON.
     `subject` identifies what is measured for whom: all measurements of an equal candidate for one token have
     the same. `error` and `status` (of HTTP) say why a job failed.
     """
@@ -64,7 +70,7 @@ class StoredJob:
     state: State
     task_id: str
     measurement: int
-    created: float
+    changed: float
     body: str
     error: str = ""
     status: int = 200
@@ -83,6 +89,9 @@ class JobStore:
         self.database.row_factory = sqlite3.Row
         self.database.execute("PRAGMA journal_mode = WAL")
         self.database.execute("PRAGMA synchronous = NORMAL")  # survives a kill of the process
+        columns = [row["name"] for row in self._rows("PRAGMA table_info(jobs)")]
+        if "created" in columns:  # a queue of an earlier version
+            self._rows("ALTER TABLE jobs RENAME COLUMN created TO changed")
         self.database.executescript(SCHEMA)
 
     def _rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
@@ -107,7 +116,7 @@ class JobStore:
             *(vars(job)[name] for name in columns),
         )
         if job.state == "queued":
-            self._rows("INSERT INTO submissions VALUES (?, ?)", job.token, job.created)
+            self._rows("INSERT INTO submissions VALUES (?, ?)", job.token, job.changed)
 
     def name(self, token: str, name: str, job_id: str) -> None:
         """Give the job `job_id` a name, which is valid for one token.
@@ -143,10 +152,11 @@ class JobStore:
         """
         marks = ", ".join("?" * len(before))
         rows = self._rows(
-            "UPDATE jobs SET state = ?1, attempts = attempts + (?1 = 'running'), "
+            "UPDATE jobs SET state = ?1, attempts = attempts + (?1 = 'running'), changed = ?2, "
             "body = CASE ?1 WHEN 'cancelled' THEN '' ELSE body END "
-            f"WHERE id = ? AND state IN ({marks}) RETURNING seq",
+            f"WHERE id = ?3 AND state IN ({marks}) RETURNING seq",
             state,
+            time.time(),
             job_id,
             *before,
         )
@@ -154,12 +164,29 @@ class JobStore:
 
     def finish(self, job_id: str, state: State, error: str = "", status: int = 200) -> None:
         self._rows(
-            "UPDATE jobs SET state = ?, error = ?, status = ?, body = '' WHERE id = ?",
+            "UPDATE jobs SET state = ?, error = ?, status = ?, changed = ?, body = '' WHERE id = ?",
             state,
             error,
             status,
+            time.time(),
             job_id,
         )
+
+    def delete_ended(self, moment: float) -> list[str]:
+        """Delete up to BATCH jobs that ended before `moment`, a time.time(), and return their ids.
+
+        Their names are deleted too. Their measurements are no longer counted.
+        """
+        rows = self._rows(
+            "DELETE FROM jobs WHERE seq IN (SELECT seq FROM jobs "
+            "WHERE state NOT IN ('queued', 'running') AND changed < ? LIMIT ?) RETURNING id",
+            moment,
+            BATCH,
+        )
+        deleted = [str(row["id"]) for row in rows]
+        with self.lock:
+            self.database.executemany("DELETE FROM names WHERE job = ?", [(job,) for job in deleted])
+        return deleted
 
     def active(self, token: str | None = None) -> int:
         """Return the number of jobs of a token, or of all tokens, that are queued or running."""

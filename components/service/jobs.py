@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -109,15 +109,13 @@ class JobService:
         )
         with self.condition:
             job = self.store.get(made.id)
-            if job is None or job.state in ("failed", "cancelled"):
+            is_known = journal_path(self.verdicts, made.id).exists()
+            if job is None or job.state in ("failed", "cancelled") or (job.state == "done" and not is_known):
                 if job is None or job.state == "cancelled":
                     self._check_measurements(token, made)
-                job = made
-                if journal_path(self.verdicts, made.id).exists():
-                    job = StoredJob(**asdict(made) | {"state": "done", "body": ""})
-                else:
+                if not is_known:
                     self._check_quota(token)
-                self.store.put(job)
+                self.store.put(replace(made, state="done", body="") if is_known else made)
                 self.condition.notify()
         return self.view(token, made.id)
 
@@ -134,7 +132,7 @@ class JobService:
             state="queued",
             task_id=task.task_id,
             measurement=body.measurement,
-            created=time.time(),
+            changed=time.time(),
             body=body.model_copy(update={"task": "", "code": task.code}).model_dump_json(),
         )
 
@@ -151,7 +149,7 @@ class JobService:
             state="queued",
             task_id=task.task_id,
             measurement=1,
-            created=time.time(),
+            changed=time.time(),
             body=body.model_dump_json(),
         )
 
@@ -240,7 +238,10 @@ class JobService:
         job = self.find(token, job_id)
         verdict, admission = None, None
         if job.state == "done":
-            record = read_json(journal_path(self.verdicts, job.id))
+            try:
+                record = read_json(journal_path(self.verdicts, job.id))
+            except FileNotFoundError as error:  # it is being deleted (retention.py)
+                raise ServiceError(404, f"job: the verdict of {job_id!r} was deleted; ask again.") from error
             if job.kind == "judgement":
                 verdict = public_verdict(Verdict.model_validate(record))
             else:
