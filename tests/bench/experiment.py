@@ -1,7 +1,7 @@
 """The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and ablations.
 
     python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] \
-        [--variants group,turns] [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]
+        [--variants group,turns,staleness] [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]
 
 Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold
 start and after each stage that changes it. The paper's ablations in miniature share the first seed's cold
@@ -50,7 +50,12 @@ STYLE = (
         )
     )
 )
-VARIANTS = ("group", "turns")
+# Values of stage 4 with which `--variants` trains it, by the name of the variant.
+VARIANTS = {
+    "group": "agentic.advantages=group",
+    "turns": "agentic.advantages=turns",
+    "staleness": "agentic.staleness=2",
+}
 ABLATIONS = (
     "without stage 1",
     "without stage 2",
@@ -139,6 +144,13 @@ class Experiment:
             )
         return out
 
+    def critic(self, seed: int, params: Params, actor: Path) -> Path | None:
+        """Return the critic of stage 3 and train it if it does not exist; None if the run has no stage 3."""
+        if "critic" not in stages_of_run(params):
+            return None
+        sampled = (f"{seed} warmup", f"{seed} rejection")
+        return self.stage("critic", f"{seed} critic", params, actor, sampled=sampled)
+
     def full(self, seed: int) -> None:
         params, cold = self.params(seed), self.cold(seed)
         self.evaluated(f"{seed} cold start", cold, params)
@@ -146,21 +158,17 @@ class Experiment:
         self.evaluated(f"{seed} stage 1", first, params)
         second = self.stage("rejection", f"{seed} rejection", params, first)
         self.evaluated(f"{seed} stage 2", second, params)
-        values = None
-        if "critic" in stages_of_run(params):
-            values = self.stage(
-                "critic", f"{seed} critic", params, second, sampled=(f"{seed} warmup", f"{seed} rejection")
-            )
-        fourth = self.stage("agentic", f"{seed} agentic", params, second, values)
+        fourth = self.stage("agentic", f"{seed} agentic", params, second, self.critic(seed, params, second))
         self.evaluated(f"{seed} stage 4", fourth, params)
 
-    def variant(self, seed: int, advantages: str) -> None:
-        params = self.params(seed)
+    def variant(self, seed: int, name: str) -> None:
+        params, changed = self.params(seed), self.params(seed, VARIANTS[name])
         first = self.stage("warmup", f"{seed} warmup", params, self.cold(seed))
         second = self.stage("rejection", f"{seed} rejection", params, first)
-        changed = self.params(seed, f"agentic.advantages={advantages}")
-        fourth = self.stage("agentic", f"{seed} {advantages} agentic", changed, second)
-        self.evaluated(f"{seed} {advantages}", fourth, changed)
+        fourth = self.stage(
+            "agentic", f"{seed} {name} agentic", changed, second, self.critic(seed, changed, second)
+        )
+        self.evaluated(f"{seed} {name}", fourth, changed)
 
     def ablations(self, seed: int) -> None:
         params, cold, name = self.params(seed), self.cold(seed), iter(ABLATIONS)
