@@ -228,7 +228,10 @@ def print_table(
     show_header: bool = True,
     markup: bool = True,
 ) -> None:
-    """Print a table on standard error, or the text `empty` if it is given and there are no rows."""
+    """Print a table on standard error, or the text `empty` if it is given and there are no rows.
+
+    With `markup`, tags of rich such as [bold] in the cells are interpreted.
+    """
     from components.core.progress_view import plain_table
 
     stderr_console().print(

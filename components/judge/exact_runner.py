@@ -152,8 +152,9 @@ class ExactRunner:
     def wrong_deferred_call(self) -> str | None:
         """Compare the deferred calls, and return the reason why one of them is wrong, or None.
 
-        No timed runner of the task may exist, nor the memory of one. The reason and the errors that are
-        raised are those of `wrong_call`.
+        No timed runner of the task may exist, nor the memory of one. The reason ends with the name of the
+        input distribution. Raises TaskError if eager is too inexact to tell, and InfrastructureError if the
+        float64 outputs cannot be computed.
         """
         deferred = self.deferred
         self.forget_deferred()

@@ -206,8 +206,9 @@ class Judge:
     ) -> Verdict:
         """Load a candidate, verify its outputs before and after timing it, and return its verdict.
 
-        `library` is the descriptor of the candidate's library, or of an empty file if it has none. Raises
-        Rejected if the candidate fails.
+        `library` is the descriptor of the candidate's library, or of an empty file if it has none. With
+        `compare_compile`, every correct candidate is compared with the fastest mode of torch.compile, and
+        otherwise only one that is faster than eager. Raises Rejected if the candidate fails.
         """
         runners: dict[Timed, TimedRunner] = {
             "eager": bench.baselines.get(EAGER),
@@ -336,7 +337,11 @@ class Judge:
         }
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
-        """Return the admission of the task with source `code`; for `headroom` see `admission.admit`."""
+        """Return the admission of the task with source `code`.
+
+        With `headroom`, the task must also compile and leave device memory for other tasks, and its time
+        under torch.compile is measured too.
+        """
         # An admission shows that a task is sound, whatever the rules of the candidates.
         return admit(
             with_standard_labels(self.params), self.runner_factory, self.scheduler, code, headroom=headroom

@@ -12,7 +12,8 @@ from components.sandbox.preflight import check_isolation
 def open_pool(params: Params, verdicts: Path, *, use_resident: bool = False) -> LocalPool:
     """Return a pool of judges as the parameters in the section pool ask for.
 
-    The arguments are those of `LocalPool`. If the judge is on this machine, the isolation of runners is
+    `verdicts` is the folder of the journal. With `use_resident`, a pool on this machine has the resident
+    judge of its folder do the work if one runs. If the judge is on this machine, the isolation of runners is
     checked first, so that nothing is loaded or sampled in vain; IsolationUnavailable is raised if no runner
     can be isolated. Raises UserError if both `pool.service` and `pool.judges` are set.
     """

@@ -129,9 +129,11 @@ class Judges:
                     LOG.exception("a judge that was not used could not be closed")
 
     def admit(self, params: Params, code: str, *, headroom: bool) -> Admission:
-        """Return the admission of the task with source `code`; for `headroom` see `admission.admit`.
+        """Return the admission of the task with source `code`.
 
-        A task whose eager time is not in the window `data.eager_seconds` of `params` is refused.
+        With `headroom`, the task must also compile and leave device memory for other tasks, and its time
+        under torch.compile is measured too. A task whose eager time is not in the window `data.eager_seconds`
+        of `params` is refused.
         """
         params = with_standard_labels(params)
         with self.using(params) as judge:

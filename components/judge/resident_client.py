@@ -85,9 +85,12 @@ class ResidentJudge:
         compare_compile: bool = False,
         report: Report = ignore,
     ) -> Verdict:
-        """Return the resident judge's verdict on a candidate.
+        """Return the resident judge's verdict on the candidate with `files` on `task`.
 
-        The arguments are those of `judge.Judge.verdict`.
+        `files` maps each workspace path to the text of the file. With `compare_compile`, every correct
+        candidate is compared with the fastest mode of torch.compile, and otherwise only one that is faster
+        than eager. `report` is called with the name of each step when it begins. Raises UserError or
+        InfrastructureError if the judge does, and InfrastructureError if it does not answer.
         """
         request = JudgementRequest(
             params=self.params, task=task, files=files, compare_compile=compare_compile
@@ -95,7 +98,12 @@ class ResidentJudge:
         return Verdict.model_validate(self._ask("/v1/judgements", request, report))
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
-        """Return the resident judge's admission of a task; the arguments are those of `judge.Judge.admit`."""
+        """Return the resident judge's admission of the task with source `code`.
+
+        With `headroom`, the task must also compile and leave device memory for other tasks, and its time
+        under torch.compile is measured too. Raises UserError or InfrastructureError if the judge does, and
+        InfrastructureError if it does not answer.
+        """
         request = AdmissionRequest(params=self.params, code=code, headroom=headroom)
         return Admission(**self._ask("/v1/admissions", request, ignore))
 

@@ -70,9 +70,11 @@ def _start_baseline(
     warm_up_seconds: float,
     library: int | None,
 ) -> TimedRunner:
-    """Start, warm up and verify the timed runner of a baseline, as `start_baseline` describes.
+    """Start, warm up and verify the timed runner of a baseline; the no-op is only started.
 
-    `library` is the descriptor of the file with the archive of torch.compile, or None for other baselines.
+    `warm_up_seconds` limits the wall time of the warm-up. `library` is the descriptor of the file with the
+    archive of torch.compile, or None for other baselines. Raises TaskError if the baseline fails or an output
+    is wrong.
     """
     header: RoleHeader = {
         "role": baseline.role,

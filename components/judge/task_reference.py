@@ -42,7 +42,10 @@ def task_errors() -> Iterator[None]:
 
 
 def too_inexact(reference: ReferenceOutput, distribution: str) -> TaskError:
-    """Return the error for a task whose own output differs too much from the float64 output."""
+    """Return the error for a task whose own output differs too much from the float64 output.
+
+    `distribution` is the name of the input distribution for which the outputs differ.
+    """
     return TaskError(
         f"its result differs from its float64 result by {reference.errors[0]:.1e} on inputs of the"
         f" distribution {distribution}, where sandbox.absolute_tolerance allows {reference.ceiling:.1e}; make"

@@ -72,7 +72,7 @@ class RowCache(DynamicCache):
     """The cache of all layers of a model for `rows` sequences."""
 
     def __init__(self, config: PretrainedConfig, rows: int):
-        """Create an empty cache for a model with the configuration `config`.
+        """Create an empty cache with `rows` rows for a model with the configuration `config`.
 
         Raises UserError if a layer of the model has another state than keys and values.
         """
@@ -90,9 +90,9 @@ class RowCache(DynamicCache):
         self.layers = list(self.row_layers)
 
     def insert(self, row: int, prefix: DynamicCache) -> None:
-        """Copy the keys and values of one sequence to the row `row`.
+        """Copy the keys and values of `prefix`, which holds one sequence, to the row `row`.
 
-        They are those of `prefix`, of shape [1, heads, tokens, head_dim] in each layer.
+        In each layer of `prefix` they have the shape [1, heads, tokens, head_dim].
         """
         for layer, computed in zip(self.row_layers, prefix.layers, strict=True):
             assert isinstance(computed, DynamicLayer)

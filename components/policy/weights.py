@@ -55,9 +55,10 @@ class Sent:
     def fault(self, reports: Sequence[Mapping[str, Any]]) -> str:
         """Return a phrase that says how one server's weights differ from those sent, or "" if they do not.
 
-        `reports` are those of `components.policy.vllm_worker`. Every worker must have received all weights.
-        Together their parameters must have the sent values, if tensor parallelism keeps one copy of each
-        key and value projection: parameters that are equal in all workers are copies, and all others parts.
+        `reports` has one report of each worker of the server (`components.policy.vllm_worker`). Every worker
+        must have received all weights. Together their parameters must have the sent values, if tensor
+        parallelism keeps one copy of each key and value projection: parameters that are equal in all workers
+        are copies, and all others parts.
         """
         for number, report in enumerate(reports):
             if report["received"] != self.named:

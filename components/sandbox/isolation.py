@@ -336,8 +336,9 @@ def confined(
     """Yield the words that run `command` in a sandbox with limits and a system-call filter, and a descriptor.
 
     The filter is read from the descriptor, which the started process must inherit. `variables` are set inside
-    in addition to `sandbox_environment`. `paths`, `writable` and `temporary_bytes` are those of `bubblewrap`,
-    and the other limits those of `with_limits`.
+    in addition to `sandbox_environment`. `paths` are visible read-only, and `writable` are host folders by
+    their path inside. `temporary_bytes` is the capacity of /tmp, `memory_bytes` limits the address space,
+    `file_bytes` each written file, and `seconds` the CPU time of each process.
     """
     sandbox = bubblewrap(
         device="cpu", paths=paths, writable=writable, temporary_bytes=temporary_bytes, keep_capabilities=False

@@ -135,8 +135,8 @@ class DeepSpeedEngine:
     def forward(self, packed: Packed) -> tuple[Tensor, ...]:
         """Return the network's outputs for the own tokens of `packed`, each [n], without gradients.
 
-        They are those of `Actor.forward` or `Critic.forward`. Under ZeRO 3 or sequence parallelism every rank
-        must call this equally often.
+        An actor returns log-probabilities and entropies (nats), and a critic values. Under ZeRO 3 or sequence
+        parallelism every rank must call this equally often.
         """
         self.engine.eval()
         with torch.no_grad():
@@ -286,8 +286,8 @@ class FrozenNetwork:
     def forward(self, packed: Packed) -> tuple[Tensor, ...]:
         """Return the network's outputs for the own tokens of `packed`, each [n], without gradients.
 
-        They are those of `Actor.forward`. Under ZeRO 3 or sequence parallelism every rank must call this
-        equally often.
+        These are log-probabilities and entropies (nats). Under ZeRO 3 or sequence parallelism every rank must
+        call this equally often.
         """
         self.network.eval()
         with torch.no_grad():
