@@ -207,12 +207,18 @@ def samplers(params: Params) -> list[Finding]:
 
     if params.policy.backend != "vllm-server":
         return []
-    answers = []
-    for url in params.policy.servers:
+    from components.core.errors import UserError
+    from components.policy.vllm_server import server_addresses
+
+    try:
+        urls, answers = server_addresses(params.policy.servers), []
+    except UserError as error:
+        return [Finding("samplers", False, "", str(error))]
+    for url in urls:
         with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
             answers += [url] if httpx.get(f"{url.rstrip('/')}/health", timeout=2).is_success else []
-    silent = [url for url in params.policy.servers if url not in answers]
-    count = f"{len(answers)} of {len(params.policy.servers)} vLLM servers answer"
+    silent = [url for url in urls if url not in answers]
+    count = f"{len(answers)} of {len(urls)} vLLM servers answer"
     cost = f"nothing can be sampled from {', '.join(silent)}; start them as docs/training.md says"
     return [Finding("samplers", not silent, count, cost)]
 

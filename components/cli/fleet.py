@@ -1,5 +1,7 @@
 """The command `cuda-agent fleet`: start vLLM servers on this host and keep them running."""
 
+from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -22,8 +24,13 @@ def fleet(
         str, typer.Option("--host", help="address to listen on; whoever can connect to it can run code")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="port of the first server")] = 8000,
+    announced: Annotated[
+        bool, typer.Option("--announce", help="also name the servers on the Ray cluster at RAY_ADDRESS")
+    ] = False,
 ) -> None:
     """Start vLLM servers, print the value of policy.servers, and keep the servers running until interrupted.
+
+    Runs on the cluster find servers that are announced with policy.servers=[ray].
 
     The servers get the context window, dtype, weight transfer and sleep mode of the parameters. Logs are
     written to the folder vllm of the home.
@@ -47,7 +54,14 @@ def fleet(
         port=port,
         logs=logs,
     )
+    if announced:
+        if find_spec("ray") is None:
+            raise UserError("--announce: needs Ray; install the extra ray, or leave the option out.")
+        from components.core.ray_cluster import announcing, connect
+
+        connect()
     print_line(f"{replicas} servers start; their logs are in {logs}.")
-    with running(started, print_line) as watch:
-        typer.echo(f"policy.servers=[{','.join(launch.url for launch in started)}]")
+    urls = [launch.url for launch in started]
+    with running(started, print_line) as watch, announcing(urls) if announced else nullcontext():
+        typer.echo(f"policy.servers=[{','.join(urls)}]")
         watch()

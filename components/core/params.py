@@ -167,8 +167,8 @@ class Policy(FrozenModel):
     backend: Literal["transformers", "vllm", "vllm-server"] = result("sampling backend")
     batch: Count = throughput("sequences sampled together by the transformers backend")
     servers: Annotated[list[str], BeforeValidator(_listed)] = throughput(
-        "roots of the vLLM servers for the backend vllm-server, such as [http://127.0.0.1:8000]; each "
-        "trajectory stays with one of them"
+        "roots of the vLLM servers for the backend vllm-server, such as [http://127.0.0.1:8000], or [ray]: "
+        "those on the Ray cluster that RAY_ADDRESS names; each trajectory stays with one of them"
     )
     weight_transfer: Literal["ipc", "disk"] = throughput(
         "how new weights reach vLLM: ipc, CUDA memory of the same GPU; "

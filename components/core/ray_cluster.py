@@ -4,13 +4,21 @@ Actors have names that all processes of a run share, so that each process finds 
 has started instead of starting it again. Actors and placement groups end with the process that started them,
 also if that is killed, because Ray ends what belongs to a driver that is gone.
 
+vLLM servers are announced by actors without a task, which are named after their addresses.
+
 Ray is imported by this file, so only code that runs with a cluster imports it.
 """
 
 import os
 import secrets
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import ray
+from ray.util import list_named_actors
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from components.core.errors import UserError
@@ -21,6 +29,8 @@ NAMESPACE = "cuda-agent"
 RUN = "CUDA_AGENT_RAY_RUN"
 # Longest wait for GPUs that are in use. After a run was killed, Ray needs some seconds to end its actors.
 RESERVE_SECONDS = 120.0
+# Beginning of the names of the actors that announce vLLM servers.
+ANNOUNCED = "vllm-server "
 
 
 def connect() -> None:
@@ -30,13 +40,18 @@ def connect() -> None:
     """
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "auto")
+        handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address, log_to_driver=False, namespace=NAMESPACE)
         except ConnectionError as error:
             raise UserError(
-                f"pool: no Ray cluster at RAY_ADDRESS={address}; start one (ray start --head), "
-                "or set pool.trainers and pool.judges to 0 for one process."
+                f"RAY_ADDRESS={address}: no Ray cluster answers there; start one (ray start --head), or use "
+                "none: pool.trainers and pool.judges 0, addresses in policy.servers, no --announce."
             ) from error
+        finally:
+            # Ray's own handler would end the process with another exit code and without a sentence.
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)
     os.environ.setdefault(RUN, ray.get_runtime_context().get_job_id())
 
 
@@ -95,3 +110,28 @@ def reserve(params: Params, role: str, count: int) -> PlacementGroup:
             + "; wait for the other run on the Ray cluster to end, add nodes, or lower the number."
         )
     return group
+
+
+class _Announcement:
+    """An actor that only has a name."""
+
+
+@contextmanager
+def announcing(urls: Sequence[str]) -> Iterator[None]:
+    """Return a context in which every process on the cluster finds the vLLM servers at `urls`."""
+    connect()
+    actor: Any = ray.remote(num_cpus=0)(_Announcement)
+    held = [actor.options(name=f"{ANNOUNCED}{secrets.token_hex(4)} {url}").remote() for url in urls]
+    try:
+        yield
+    finally:
+        for handle in held:
+            ray.kill(handle)
+
+
+def announced() -> list[str]:
+    """Return the addresses of the vLLM servers that are announced on the cluster."""
+    connect()
+    actors: list[dict[str, str]] = list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+    return sorted({name.split()[-1] for name in names if name.startswith(ANNOUNCED)})

@@ -21,6 +21,7 @@ from components.policy.sampler import Completion, stop_ids
 from components.policy.vllm_fleet import Fleet
 from components.policy.vllm_local import LocalVllm
 from components.policy.vllm_protocol import Request
+from components.policy.vllm_server import server_addresses
 from components.policy.vllm_weights import FleetWeights
 from components.policy.weights import Sent, device_name, ipc_handles, update_info
 
@@ -152,7 +153,7 @@ def open_vllm_sampler(
     """
     settings = params.policy
     vllm: Fleet | LocalVllm = (
-        Fleet(settings.servers, context=settings.context, version=version)
+        Fleet(server_addresses(settings.servers), context=settings.context, version=version)
         if settings.backend == "vllm-server"
         else LocalVllm(folder, settings, dtype=params.engine.dtype, seed=params.seed, version=version)
     )

@@ -6,6 +6,8 @@ It must be started with VLLM_SERVER_DEV_MODE=1, which adds the routes for weight
 """
 
 import asyncio
+import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -20,6 +22,25 @@ TIMEOUT_SECONDS = 3600.0
 CONNECT_SECONDS = 10.0
 # Statuses of an answer after which the same request may succeed later.
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+
+def server_addresses(servers: Sequence[str]) -> list[str]:
+    """Return the addresses that `policy.servers` means: itself, or those on the Ray cluster if it is [ray].
+
+    Raises UserError if Ray is not installed, there is no cluster, or no server is announced on it.
+    """
+    if list(servers) != ["ray"]:
+        return list(servers)
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("policy.servers: [ray] needs Ray; install the extra ray, or name the servers.")
+    from components.core.ray_cluster import announced
+
+    if not (found := announced()):
+        raise UserError(
+            "policy.servers: no server is announced on the Ray cluster; start servers with cuda-agent fleet "
+            "--announce."
+        )
+    return found
 
 
 class ServerUnavailable(ConnectionError):

@@ -12,6 +12,7 @@ import judge_fixtures as corpus
 import psutil
 import pytest
 import ray
+import ray_fixtures
 import training_fixtures
 from prefect_fixtures import wait_for
 from ray.util.placement_group import remove_placement_group
@@ -35,18 +36,8 @@ MakePool = Callable[[Path], LocalPool]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    from ray.cluster_utils import Cluster
-
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_worker_niceness", "0")  # or they wait for the other tests
-        made = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False},
-        )
-        made.add_node(num_cpus=2, object_store_memory=80 << 20, resources={"H20": 2})
-        yield made.address
-        ray.shutdown()
-        made.shutdown()
+    with ray_fixtures.ray_cluster({"num_cpus": 2}, {"num_cpus": 2, "resources": {"H20": 2}}) as address:
+        yield address
 
 
 def with_pool(params: Params, **pool: Any) -> Params:

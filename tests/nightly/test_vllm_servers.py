@@ -5,19 +5,25 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
 import pytest
 from fleet_fixtures import free_port, process, sessions
+from prefect_fixtures import wait_for
+from ray_fixtures import ray_cluster
 from training_fixtures import params, tiny_policy, tiny_tokenizer
 from vllm_double import Engine, serving
 
 from components.core.config import PROJECT
+from components.core.errors import UserError
+from components.core.ray_cluster import announced
 from components.policy.sampler import Completion
 from components.policy.vllm_fleet import Fleet
 from components.policy.vllm_sampler import VllmSampler
+from components.policy.vllm_server import server_addresses
 from components.policy.weight_stream import weight_buckets
 
 CONTEXT = 128
@@ -84,9 +90,19 @@ def test_a_dead_server_gets_no_push_and_a_restarted_one_no_request_until_the_nex
         assert push("v3") == [True, False] and used() == {"v3"}
 
 
-def test_a_fleet_is_started_from_vllm_s_own_executable_and_ends_as_a_whole(
-    folder: Path, tmp_path: Path
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ray cluster at RAY_ADDRESS."""
+    with ray_cluster({"num_cpus": 1}) as address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        yield
+
+
+def test_a_fleet_is_started_from_vllm_s_own_executable_found_on_ray_and_ends_as_a_whole(
+    folder: Path, tmp_path: Path, cluster: None
 ) -> None:
+    with pytest.raises(UserError, match="no server is announced on the Ray cluster"):
+        server_addresses(["ray"])
     vllm = tmp_path / "vllm"
     vllm.write_text(
         f"""#!{sys.executable}
@@ -103,6 +119,7 @@ os.execv(sys.executable, [sys.executable, script, sys.argv[2], "0.33.0", workers
     vllm.chmod(0o755)
     first = free_port()
     arguments = ["--gpus", "4,5,6,7", "--replicas", "2", "--tensor-parallel", "2", "--port", str(first)]
+    arguments += ["--announce"]
     sets = ["--set", "policy.context=128", "--home", str(tmp_path / "home"), "--vllm", str(vllm)]
     command = [sys.executable, "-m", "components.cli", "fleet", str(folder), *arguments, *sets]
     with subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as process:
@@ -111,6 +128,7 @@ os.execv(sys.executable, [sys.executable, script, sys.argv[2], "0.33.0", workers
             line = process.stdout.readline().strip()
             urls = [f"http://127.0.0.1:{port}" for port in (first, first + 1)]
             assert line == f"policy.servers=[{','.join(urls)}]"
+            assert server_addresses(["ray"]) == urls
             fleet = Fleet(urls, context=CONTEXT, version="v0")
             one = VllmSampler(fleet, (2,), params("policy.weight_transfer=disk").policy, version="v0")
             one.push(weight_buckets(tiny_policy(seed=3), 10_000), version="v1", folder=folder)
@@ -119,6 +137,7 @@ os.execv(sys.executable, [sys.executable, script, sys.argv[2], "0.33.0", workers
         finally:
             process.terminate()  # not SIGINT, which background processes of a shell ignore
         assert process.wait(60) == 143
+    wait_for(lambda: not announced(), 30)
     for url in urls:
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
