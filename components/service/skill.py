@@ -24,6 +24,22 @@ PLACES: Mapping[str, tuple[str, str]] = {
     "codex": (".agents/skills", ".codex/config.toml"),
     "cursor": (".cursor/skills", ".cursor/mcp.json"),
 }
+# Section of the installed skill, before that with the heading BEFORE. The skill itself is written for
+# workspaces with the utilities of the template, which a project of others does not have.
+BEFORE = "## What you may touch"
+TOOLS = f"""## How you measure here
+
+This project has the MCP server `{SERVER}` and not the folder `utils/`. For each kernel make a folder, the
+workspace, with the three kinds of files below: the module as `model.py`, in the form of a task (`class
+Model`, `get_inputs()` returning a list of tensors, `get_init_inputs()` returning the constructor's
+arguments), `model_new.py` and `kernels/`. Headers of the judge are there when it builds.
+
+Where the workflow names commands of `utils/`, call the tool `judge` with the absolute path of that folder
+instead. It builds, checks and measures, and answers with a verdict, or with a job for the tool `wait`.
+`explain` says what a reason means; `tasks` and `task` show tasks of the judge for practice. If no judge
+answers, ask for `cuda-agent serve --http 8470` to be started.
+
+"""
 
 
 def install_skill(agent: str, project: Path, service: str, token: Path | None) -> list[Path]:
@@ -40,7 +56,7 @@ def install_skill(agent: str, project: Path, service: str, token: Path | None) -
         raise UserError(f"{project}: no such folder; give the project's with --project.")
     skills, settings = PLACES[agent]
     skill, config = project / skills / NAME / "SKILL.md", project / settings
-    text = (TEMPLATE / "SKILL.md").read_text()
+    text = (TEMPLATE / "SKILL.md").read_text().replace(BEFORE, TOOLS + BEFORE, 1)
     if skill.exists() and not _is_ours(skill):
         raise UserError(f"{skill}: another file with this name exists; move it away first.")
     arguments = ["-m", "components.cli", "mcp", "--service", service]

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import sys
 import tomllib
 from collections.abc import AsyncIterator
@@ -163,6 +164,8 @@ def test_a_skill_is_installed_beside_what_others_wrote(tmp_path: Path, agent: st
     skill, written = install_skill(agent, tmp_path, "http://127.0.0.1:8470", None)
     assert written == config and skill.parent.name == NAME
     assert skill.read_text().startswith(f"---\nname: {NAME}\ndescription: ")
+    named = set(re.findall(r"the tool `(\w+)`", skill.read_text()))
+    assert named == {"judge", "wait"} and SERVER in skill.read_text(), "the tools replace those of utils/"
     text = config.read_text()
     servers = tomllib.loads(text)["mcp_servers"] if agent == "codex" else json.loads(text)["mcpServers"]
     assert set(servers) == {"other", SERVER} and "mcp" in servers[SERVER]["args"]
