@@ -158,8 +158,8 @@ def _refuse_run_time_compilers(tree: ast.Module) -> None:
                 raise Rejected(
                     "load_failed",
                     f"unsupported:{name.partition('.')[0]}",
-                    f"{name} compiles kernels while the candidate runs, which may start no process; "
-                    "only load_inline, load and kernels/ are judged.",
+                    f"{name} compiles kernels while the candidate runs; only kernels that the judge itself "
+                    "builds, from load_inline, load or kernels/, are judged.",
                 )
         if isinstance(node, ast.Attribute) and _is_torch_compile(node):
             raise Rejected(

@@ -218,10 +218,14 @@ def test_cuda_sources_are_refused_on_cpu(judge: Judge) -> None:
 
 
 def test_run_time_compilers_are_refused_in_one_sentence(any_rules: Judge) -> None:
-    for line, name in (("import triton", "triton"), ("f = torch.compile", "torch.compile")):
+    for line, name, sentence in (
+        ("import triton", "triton", "that the judge itself builds"),
+        ("from numba import cuda", "numba", "that the judge itself builds"),
+        ("f = torch.compile", "torch.compile", "may start no process"),
+    ):
         verdict = judged(any_rules, single_file(before=line))
         assert (verdict.status, verdict.reason) == ("load_failed", f"unsupported:{name}")
-        assert "may start no process" in verdict.log
+        assert sentence in verdict.log and "\n" not in verdict.log
 
 
 @pytest.mark.parametrize("cheat", ["torch.sigmoid(x)", "fused = torch\n        fused.sigmoid(x)"])
