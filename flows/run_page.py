@@ -77,8 +77,12 @@ class PageProgress:
     artifacts: dict[str, UUID] = field(default_factory=dict)
     events: dict[str, float] = field(default_factory=dict)
     paused_until: float = float("-inf")
-    # The run that reported last, because a thread that reports for it may not know it.
+    # The run that began or reported last, because a thread that reports for it does not know it.
     context: FlowRunContext | TaskRunContext | None = None
+
+    def begin(self) -> None:
+        """Show the reports of threads, from now on, with the current task run."""
+        self.context = TaskRunContext.get()
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         self.progress.update(stage, step, total, **figures)

@@ -237,10 +237,15 @@ class Context:
         stage_task = run_in_folder.with_options(
             name=title, task_run_name=title, cache_key_fn=lambda *_: key, refresh_cache=not is_kept
         )
+
+        def begin_and_work(folder: Path) -> R:
+            self.progress.begin()
+            return work(folder)
+
         with self.tracking.follow(title, key, folder):
             # A cached run does not call the function of its task, so it is counted here.
             _started.append(title)
-            state: State[Any] = stage_task(folder, upstream, work, return_state=True)
+            state: State[Any] = stage_task(folder, upstream, begin_and_work, return_state=True)
             record = record_type.model_validate(state.result())
         cached = state.name == "Cached"
         if cached:
