@@ -23,6 +23,7 @@ from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.files import atomic_folder, write_json
 from components.core.params import Params
+from components.core.python_source import parse_python
 from components.judge.verdict import Seconds, Speedup
 from components.sandbox.build import Builder
 
@@ -53,7 +54,7 @@ def drop_in(model_new: str) -> str:
 
     `LOADER` is inserted before the first statement other than docstrings and imports from `__future__`.
     """
-    tree = ast.parse(model_new)
+    tree = parse_python(model_new)
     first = next(
         (
             node

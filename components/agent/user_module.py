@@ -9,6 +9,7 @@ import ast
 from pathlib import Path
 
 from components.core.errors import UserError
+from components.core.python_source import parse_python
 from components.core.task import KernelTask, check_contract, load_task
 
 
@@ -30,7 +31,7 @@ def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask
             "'torch.randn(1024, 512)'."
         )
     try:
-        tree = ast.parse(path.read_text())
+        tree = parse_python(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: the file cannot be read ({error}); give a readable Python file.") from error
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

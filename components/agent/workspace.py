@@ -7,6 +7,7 @@ receives the files from memory. Shell commands work on a copy of the files insid
 import ast
 
 from components.core.config import PROJECT
+from components.core.python_source import parse_python
 from components.core.task import KernelTask
 
 TEMPLATE = PROJECT / "agent_workdir"
@@ -84,7 +85,7 @@ def starter(task: KernelTask) -> str | None:
         part.isdigit() for name in evidence["parameters"] for part in name.split(".")
     ):
         return None
-    tree = ast.parse(task.code)
+    tree = parse_python(task.code)
     model = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model")
     forward = next(
         (node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "forward"), None
@@ -105,7 +106,7 @@ def starter(task: KernelTask) -> str | None:
         f"cuda_extension.forward({', '.join([*inputs, *parameters, *outputs])})",
         f"return {', '.join(outputs)}",
     ]
-    forward.body = ast.parse("\n".join(lines)).body
+    forward.body = parse_python("\n".join(lines)).body
     model.name = "ModelNew"
     for node in ast.walk(model):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
@@ -136,4 +137,4 @@ def _module(tree: ast.Module) -> ast.Module:
         if node not in imports
         and not (isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"))
     ]
-    return ast.Module([*imports, *ast.parse("import cuda_extension").body, *rest], [])
+    return ast.Module([*imports, *parse_python("import cuda_extension").body, *rest], [])

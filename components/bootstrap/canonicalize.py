@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass, field
 
 from components.bootstrap.chain_parser import OPERATOR_LINES, PATTERNS, TASK_LAYOUT, read_chain
+from components.core.python_source import parse_python
 
 # Names of torch functions as they are written in composed tasks, such as F.relu for relu.
 QUALIFIED_NAMES = {
@@ -41,7 +42,7 @@ def canonicalize(code: str) -> str | None:
     A source that already has this layout is returned unchanged.
     """
     try:
-        text = _rewrite(ast.parse(code))
+        text = _rewrite(parse_python(code))
     except (_NotAChain, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     return text if read_chain(text) is not None else None

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from components.core.config import PROJECT
 from components.core.files import atomic_write, digest_bytes, digest_file, user_cache
+from components.core.python_source import parse_python
 
 # Top folders of the project whose modules are followed, and the folder of the workspaces' template.
 PACKAGES = ("components", "flows")
@@ -98,7 +99,7 @@ def _keep_facts(files: list[Path]) -> None:
 def _parsed(content: bytes) -> ast.Module | None:
     """Return the syntax tree of a Python module without bare strings, or None if it is not valid."""
     try:
-        tree = ast.parse(content)
+        tree = parse_python(content)
     except (SyntaxError, ValueError):
         return None
     for node in ast.walk(tree):

@@ -17,6 +17,7 @@ from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import atomic_write, digest_bytes, digest_json
+from components.core.python_source import parse_python
 from components.core.records import FrozenModel
 
 KERNELBENCH = "https://github.com/ScalingIntelligence/KernelBench"
@@ -28,7 +29,7 @@ def normalise(code: str) -> str:
 
     Sources that differ only in these have the same result.
     """
-    tree = ast.parse(code)
+    tree = parse_python(code)
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
@@ -64,7 +65,7 @@ def check_contract(code: str, origin: str) -> None:
     The parts are a class `Model` and the functions `get_inputs` and `get_init_inputs`.
     """
     try:
-        tree = ast.parse(code)
+        tree = parse_python(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{origin}: not valid Python ({error}); fix the syntax.") from error
     parts = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}

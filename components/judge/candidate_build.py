@@ -14,6 +14,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from components.core.files import atomic_write, digest_json
 from components.core.params import Sandbox
+from components.core.python_source import parse_python
 from components.core.records import FrozenModel
 from components.judge.extension_sources import extensions_in, uses_extensions, without_unused_parts
 from components.judge.rejection import Rejected
@@ -130,7 +131,7 @@ def _parsed(files: dict[str, str]) -> ast.Module:
             "load_failed", "no_model_new", "model_new.py is missing: write class ModelNew(nn.Module)."
         )
     try:
-        return ast.parse(files["model_new.py"])
+        return parse_python(files["model_new.py"])
     except SYNTAX_ERRORS as error:
         raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
 

@@ -12,6 +12,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator
 
+from components.core.python_source import parse_python
 from components.judge.extension_sources import called_function, uses_extensions
 from components.sandbox.inline_extension import FUNCTIONS
 
@@ -138,7 +139,7 @@ def screen_python(code: str) -> str | None:
 
     Raises SyntaxError, ValueError, RecursionError or MemoryError if `code` cannot be parsed.
     """
-    tree = ast.parse(code)
+    tree = parse_python(code)
     imports = IMPORTS | EXTENSION_IMPORTS if uses_extensions(tree) else IMPORTS
     extensions = _extension_names(tree)
     for node, in_init in _nodes(tree):

@@ -17,6 +17,7 @@ import pyarrow.parquet
 
 from components.core.errors import UserError
 from components.core.files import digest_bytes
+from components.core.python_source import parse_python
 from components.core.task import missing_kernelbench
 
 LIBRARIES = frozenset({"torch", "nn", "F", "functional"})
@@ -35,7 +36,7 @@ def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
     Then equal results mean equal operator graphs on equal shapes.
     """
     counts: Subtrees = Counter()
-    for node in ast.parse(code).body:
+    for node in parse_python(code).body:
         if isinstance(node, ast.ClassDef) and node.name == "Model":
             for method in node.body:
                 if isinstance(method, ast.FunctionDef):
@@ -122,7 +123,7 @@ def _sources(path: Path) -> list[tuple[str, str]]:
 
 def _has_model(code: str) -> bool:
     try:
-        tree = ast.parse(code)
+        tree = parse_python(code)
     except (SyntaxError, ValueError):
         return False
     return any(isinstance(node, ast.ClassDef) and node.name == "Model" for node in tree.body)

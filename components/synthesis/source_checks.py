@@ -8,6 +8,7 @@ import ast
 import re
 from collections.abc import Sequence
 
+from components.core.python_source import parse_python
 from components.synthesis.core_operators import BY_NAME, canonical
 
 # Modules that a task may import, including their submodules.
@@ -35,7 +36,7 @@ def find_forbidden(code: str) -> str:
 
     `code` must be valid Python.
     """
-    for node in ast.walk(ast.parse(code)):
+    for node in ast.walk(parse_python(code)):
         match node:
             case ast.Import(names=names):
                 foreign = [
@@ -69,7 +70,7 @@ def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:
         return f"{data_source} has {len(ops)} operators"
     used = {
         canonical(f".{node.id if isinstance(node, ast.Name) else node.attr}")
-        for node in ast.walk(ast.parse(code))
+        for node in ast.walk(parse_python(code))
         if isinstance(node, ast.Name | ast.Attribute)
     }
     text = "".join(code.split())

@@ -128,6 +128,7 @@ def test_a_cancelled_judgement_ends_the_test_with_a_sentence(
                 for number in range(most + 1)
             ]
             while service.running[LOCAL.name] < most or not (queued := service.store.waiting()):
+                assert not any(future.done() for future in asked)
                 time.sleep(0.002)
             service.cancel(LOCAL, queued[LOCAL.name].id)
         ends = [future.exception(30) for future in asked]
