@@ -37,6 +37,8 @@ NIGHT = "night.json"
 LINE = ("device", "precision", "sandbox", "policy", "coldstart", *STAGES, "engine", "night")
 # The time after training is expected to be at most this multiple of what was measured before.
 MARGIN = 1.25
+# Seconds that are kept besides, because short evaluations last several times as long on a busy machine.
+SPARE_SECONDS = 20.0
 # Share of the budget of a home's first run that is kept for what follows training.
 FIRST_SHARE = 0.1
 # Stages that learn from a fixed set of trajectories. They continue with the seed and data of their beginning.
@@ -204,7 +206,7 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
     `before` is the evaluation of the night's first policy. What follows training is expected to last as long
     as in the newest finished run of the home with the same profile. In the first run it is expected to last
     twice as long as an evaluation of the first policy, and at least FIRST_SHARE of the budget, because the
-    gates judge the exploit corpus too.
+    gates judge the exploit corpus too. SPARE_SECONDS are added.
     """
     hours = run.params.night.hours
     if not hours:
@@ -222,7 +224,7 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
         reserve = MARGIN * max(before.seconds, earlier[0])
     else:
         reserve = max(MARGIN * 2 * before.seconds, FIRST_SHARE * budget)
-    return night.started + budget - reserve
+    return night.started + budget - reserve - SPARE_SECONDS
 
 
 def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool:
