@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from types import FrameType
 
 import typer
@@ -82,8 +83,39 @@ class _Terminated(SystemExit):
     """
 
 
+# Signals by the names of the exceptions that their handlers raise; Prefect's handler raises the last one.
+SIGNALS = {
+    "KeyboardInterrupt": signal.SIGINT,
+    "_Terminated": signal.SIGTERM,
+    "TerminationSignal": signal.SIGTERM,
+}
+# Seconds after which a signal whose exception was ignored is sent again.
+AGAIN_SECONDS = 0.1
+
+
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
     raise _Terminated(TERMINATED)
+
+
+def _send_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Send a signal once more if the exception that its handler raised was ignored; report other exceptions.
+
+    Python ignores an exception where none can be raised, for instance in `__del__`, in a weak reference's
+    callback, and in some C code. The signal is sent by another thread, when such code has ended.
+    """
+    number = SIGNALS.get(unraisable.exc_type.__name__)
+    if number is None:
+        sys.__unraisablehook__(unraisable)
+    elif not sys.is_finalizing():  # while the interpreter ends, no thread can start
+        timer = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
+        timer.daemon = True
+        timer.start()
+
+
+def handle_signals() -> None:
+    """Make SIGTERM raise an exception, and send SIGTERM and SIGINT again where their exception is ignored."""
+    signal.signal(signal.SIGTERM, _raise_terminated)
+    sys.unraisablehook = _send_again
 
 
 def _reopen_standard_streams() -> None:
@@ -104,7 +136,7 @@ def main() -> None:
     traceback.
     """
     _reopen_standard_streams()
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    handle_signals()
     # No command downloads from Hugging Face, and progress bars for loading weights are switched off.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -1,6 +1,8 @@
-"""Tests of signals that arrive while pydantic serialises an object."""
+"""Signals that arrive where an exception is wrapped or ignored."""
 
 import signal
+import subprocess
+import sys
 
 import pytest
 from prefect.exceptions import TerminationSignal
@@ -43,3 +45,44 @@ def test_ctrl_c_in_a_serializer_stays_ctrl_c() -> None:
 
 def test_other_errors_are_left_to_the_caller() -> None:
     raise_interruption(ValueError("not a signal"))
+
+
+# A program that gets a signal in a destructor, in which Python ignores exceptions, and then works on.
+IGNORED = """
+import os, signal, sys, time
+from components.cli.main import handle_signals
+from prefect.exceptions import TerminationSignal
+
+class Destructor:
+    def __del__(self):
+        os.kill(os.getpid(), signal.Signals[sys.argv[1]])
+        time.sleep(0.01)
+
+def prefects_handler(number, frame):
+    raise TerminationSignal(number)
+
+handle_signals()
+if sys.argv[2] == "prefect":
+    signal.signal(signal.SIGTERM, prefects_handler)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    Destructor()
+    print("works on", flush=True)
+    time.sleep(50)
+except BaseException as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "handler", "raised"),
+    [
+        ("SIGTERM", "own", "_Terminated"),
+        ("SIGTERM", "prefect", "TerminationSignal"),
+        ("SIGINT", "own", "KeyboardInterrupt"),
+    ],
+)
+def test_a_signal_whose_exception_was_ignored_is_sent_again(name: str, handler: str, raised: str) -> None:
+    command = [sys.executable, "-c", IGNORED, name, handler]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=45, check=True)
+    assert done.stdout.split("\n")[:2] == ["works on", raised] and not done.stderr
