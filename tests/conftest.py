@@ -18,6 +18,7 @@ from components.judge.judge import Judge
 
 LONGEST = (
     "test_flows.py",
+    "test_flows_repeated.py",
     "test_pipeline_surroundings.py",
     "test_deploy.py",
     "test_stage_kills.py",
@@ -29,6 +30,7 @@ LONGEST = (
 )
 """Files that take longest: they begin first, so that the workers of pytest-xdist end together."""
 DIVISIBLE = (
+    "test_admission.py",
     "test_agent_tools.py",
     "test_cli.py",
     "test_exploits.py",
@@ -40,12 +42,15 @@ DIVISIBLE = (
 )
 """Files whose tests share only the session's judge: they come last, one by one to the free worker."""
 
+SAME_GROUP = {"test_flows_repeated": "test_flows"}
+"""Files whose tests run in the process of another file's tests and after them, because they share a home."""
+
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name not in DIVISIBLE:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            item.add_marker(pytest.mark.xdist_group(SAME_GROUP.get(item.path.stem, item.path.stem)))
     order = {name: place for place, name in enumerate((*LONGEST, "", *DIVISIBLE))}
     items.sort(key=lambda item: order.get(item.path.name, order[""]))
 

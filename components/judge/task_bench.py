@@ -54,8 +54,8 @@ def start_baseline(
 ) -> TimedRunner:
     """Start the timed runner of a baseline, warm it up, verify its outputs, and return it.
 
-    The no-op is neither warmed up nor verified. `warm_up_seconds` limits the wall time of the warm-up. Raises
-    TaskError if the baseline fails or an output is wrong.
+    The no-op is neither warmed up nor verified. The warm-up may take `warm_up_seconds`. Raises TaskError if
+    the baseline fails or an output is wrong.
     """
     start = functools.partial(_start_baseline, reference, processes, baseline, warm_up_seconds)
     if baseline.role == "compile":
@@ -72,9 +72,8 @@ def _start_baseline(
 ) -> TimedRunner:
     """Start, warm up and verify the timed runner of a baseline; the no-op is only started.
 
-    `warm_up_seconds` limits the wall time of the warm-up. `library` is the descriptor of the file with the
-    archive of torch.compile, or None for other baselines. Raises TaskError if the baseline fails or an output
-    is wrong.
+    The warm-up may take `warm_up_seconds`. `library` is the descriptor of the file with the archive of
+    torch.compile, or None for other baselines. Raises TaskError if the baseline fails or an output is wrong.
     """
     header: RoleHeader = {
         "role": baseline.role,

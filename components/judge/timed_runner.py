@@ -80,8 +80,8 @@ class TimedRunner:
         """Start the runner for the role that `header` names, and wait until it is ready.
 
         The runner gets a copy of the parameters of the task of `reference`. `library` is the file descriptor
-        of a candidate's library or of torch.compile's archive, and None for the other baselines. `seconds`
-        limits the runner's wall time. Raises RunnerError if the runner fails.
+        of a candidate's library or of torch.compile's archive, and None for the other baselines. The runner
+        may exist for `seconds`. Raises RunnerError if it fails.
         """
         self.reference = reference
         self.processes = processes

@@ -23,7 +23,8 @@ def test_ordinary_task_is_admitted(judge: Judge) -> None:
 def test_spread_is_that_of_the_parameters_with_which_the_output_varies_least(judge: Judge) -> None:
     admission = judge.admit(source("torch.sigmoid(x) * (self.scale - 1) + torch.tanh(x * 1e-6) + 1"))
     assert admission.admitted, admission
-    assert admission.evidence["spread"] == pytest.approx(1e-6, rel=0.5), "scale is 1 until somebody trains it"
+    # With the initial scale of 1 the large term is 0, so the spread is that of the small one.
+    assert admission.evidence["spread"] == pytest.approx(1e-6, rel=0.5)
 
 
 @pytest.mark.parametrize(
