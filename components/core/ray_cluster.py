@@ -12,9 +12,11 @@ Ray is imported by this file, so only code that runs with a cluster imports it.
 import os
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -27,6 +29,8 @@ from components.core.params import Params
 NAMESPACE = "cuda-agent"
 # Environment variable with the identifier of the run, which its child processes and ranks inherit.
 RUN = "CUDA_AGENT_RAY_RUN"
+# Longest wait for a connection to the address of a cluster.
+CONNECT_SECONDS = 10.0
 # Longest wait for GPUs that are in use. After a run was killed, Ray needs some seconds to end its actors.
 RESERVE_SECONDS = 120.0
 # Beginning of the names of the actors that announce vLLM servers.
@@ -42,8 +46,9 @@ def connect() -> None:
         address = os.environ.get("RAY_ADDRESS", "auto")
         handler = signal.getsignal(signal.SIGTERM)
         try:
+            _check_listening(address)
             ray.init(address=address, log_to_driver=False, namespace=NAMESPACE)
-        except ConnectionError as error:
+        except OSError as error:
             raise UserError(
                 f"RAY_ADDRESS={address}: no Ray cluster answers there; start one (ray start --head), or use "
                 "none: pool.trainers and pool.judges 0, addresses in policy.servers, no --announce."
@@ -53,6 +58,21 @@ def connect() -> None:
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, handler)
     os.environ.setdefault(RUN, ray.get_runtime_context().get_job_id())
+
+
+def _check_listening(address: str) -> None:
+    """Raise OSError if `address` is that of a cluster which has ended.
+
+    Ray itself tries for minutes to reach a cluster that was killed and whose address it finds in its file.
+    Addresses in other forms than HOST:PORT and `auto` are left to Ray.
+    """
+    if address == "auto":
+        folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as in Ray
+        file = Path(folder) / "ray" / "ray_current_cluster"
+        address = file.read_text().strip() if file.is_file() else ""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
 
 
 def name_in_run(name: str) -> str:
