@@ -58,7 +58,8 @@ def page(home: Path, first: Done) -> Page:
                 if len(answer) < 200:
                     return found
 
-        flow_runs = ask("flow_runs", "START_TIME_ASC")
+        # A run that was killed before it started has the time at which it was marked as its time of start.
+        flow_runs = sorted(ask("flow_runs", "START_TIME_ASC"), key=lambda run: str(run["created"]))
         newest = {"any_": [flow_runs[-1]["id"]]}
         return Page(
             flow_runs,
