@@ -22,6 +22,10 @@ PLAIN = {
     "mul_constant": r"x \* -?[\d.]+", "add_constant": r"x \+ -?[\d.]+",
     "scale": r"x \* self\.scale", "shift": r"x \+ self\.shift",
     "add_input": r"x \+ y", "mul_input": r"x \* y",
+    "avg_pool": r"F\.avg_pool1d\(x, [248]\)", "max_pool": r"F\.max_pool1d\(x, [248]\)",
+    "transpose": r"x\.t\(\)\.contiguous\(\)",
+    **{f"{name}_dim0": rf"\.{name}\(x, dim=0[,)]"
+       for name in ("softmax", "normalize", "sum", "mean", "amax", "logsumexp", "cumsum")},
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from components.agent.episode import RolloutRequest
 from components.agent.policies import Policy
 from components.agent.trajectory import Trajectory
 from components.bootstrap.canonicalize import canonicalize
+from components.bootstrap.chain_parser import read_chain
 from components.core.errors import UserError
 from components.core.files import digest_json
 from components.core.params import Params
@@ -159,7 +160,9 @@ def optimize(
     """
     begun, params = time.monotonic(), policy.params
     task, notes = admitted_task(task, origin, pool)
-    if params.policy.prompt == "compact" and canonicalize(task.code) is None:
+    chain = read_chain(canonicalize(task.code) or "")
+    is_learned = chain is not None and (params.device == "cpu" or not chain.is_strided)
+    if params.policy.prompt == "compact" and not is_learned:
         notes.append(NOT_LEARNED)
     epoch = digest_json([task.task_id, policy.version, str(budget.turns), str(params.seed)])[:16]
     judged: dict[Candidate, Verdict] = {}

@@ -25,8 +25,19 @@ QUALIFIED_NAMES = {
 MODULE_FUNCTIONS = {name.replace("_", ""): name for name in QUALIFIED_NAMES}
 TORCH_NAMESPACES = frozenset({"torch", "F", "nn.functional", "torch.nn.functional"})
 # Keyword arguments that composed tasks pass as positional arguments, by function.
-POSITIONAL_CONSTANTS = {"leaky_relu": ("negative_slope",), "softshrink": ("lambd",), "clamp": ("min", "max")}
-DIM_FUNCTIONS = frozenset({"softmax", "log_softmax", "normalize", "sum", "mean", "amax", "logsumexp"})
+POSITIONAL_CONSTANTS = {
+    "leaky_relu": ("negative_slope",),
+    "softshrink": ("lambd",),
+    "clamp": ("min", "max"),
+    "avg_pool1d": ("kernel_size",),
+    "max_pool1d": ("kernel_size",),
+}
+POOL_FUNCTIONS = frozenset({"avg_pool1d", "max_pool1d"})
+DIM_FUNCTIONS = frozenset(
+    {"softmax", "log_softmax", "normalize", "sum", "mean", "amax", "logsumexp", "cumsum"}
+)
+# Methods without arguments, which together transpose a matrix: x.t().contiguous().
+TRANSPOSITION_METHODS = frozenset({"t", "contiguous"})
 NORMS = {"nn.LayerNorm": "layer_norm", "nn.RMSNorm": "rms_norm"}
 
 Names = dict[str, ast.expr]
@@ -229,6 +240,8 @@ class _Speller(ast.NodeTransformer):
                 [*node.args, *value.args],
                 [*node.keywords, *value.keywords],
             )
+        if name in TRANSPOSITION_METHODS and namespace not in TORCH_NAMESPACES and not node.args:
+            return node
         if namespace not in TORCH_NAMESPACES and isinstance(node.func, ast.Attribute):
             return self._function(name, [node.func.value, *node.args], node.keywords)
         return self._function(name, node.args, node.keywords)
@@ -246,9 +259,10 @@ class _Speller(ast.NodeTransformer):
         ):
             by_name["dim"] = ast.Constant(-1)
         arguments += [by_name.pop(place) for place in POSITIONAL_CONSTANTS.get(name, ()) if place in by_name]
+        constants = arguments[1:] if name in POOL_FUNCTIONS else map(_with_decimal_point, arguments[1:])
         return ast.Call(
             ast.parse(QUALIFIED_NAMES[name], mode="eval").body,
-            [arguments[0], *map(_with_decimal_point, arguments[1:])],
+            [arguments[0], *constants],
             [ast.keyword(key, by_name[key]) for key in sorted(by_name)],
         )
 
@@ -335,7 +349,8 @@ def _unfold(expression: ast.expr) -> list[str]:
         return []
     text, inner = ast.unparse(expression), _operand(expression)
     while inner is not None:
-        line = text.replace(ast.unparse(inner), "x", 1)
+        # A sum is written in parentheses before a product or a method.
+        line = re.sub(r"^\(x\)", "x", text.replace(ast.unparse(inner), "x", 1))
         if any(pattern.fullmatch(line) for pattern in PATTERNS.values()):
             return [*_unfold(inner), line]
         inner = _operand(inner)
@@ -345,8 +360,11 @@ def _unfold(expression: ast.expr) -> list[str]:
 def _operand(node: ast.expr) -> ast.expr | None:
     """Return the first operand of an operator, or None if the node is not an operator.
 
-    The first operand is the first argument of a call, or the left side of an arithmetic expression.
+    The first operand is the first argument of a call, the object of a method without arguments, or the left
+    side of an arithmetic expression.
     """
     if isinstance(node, ast.Call) and node.args:
         return node.args[0]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return node.func.value
     return node.left if isinstance(node, ast.BinOp) else None

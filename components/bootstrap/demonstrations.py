@@ -1,8 +1,8 @@
 """Demonstrations that are written by rules, as training data of a policy that is made from scratch.
 
-The quality of the demonstrations varies on purpose. After the cold start the policy has a low entropy, so
-reinforcement learning can find only what the demonstrations contain. So each task is shown in several styles,
-of which some are slow and a fast one is rare, and some of the kernels are wrong.
+Each demonstration has a random schedule, so nothing in the demonstrations says which schedules are fast, and
+some of the kernels are wrong. After the cold start the policy has a low entropy, so reinforcement learning
+can find only what the demonstrations contain.
 """
 
 import random
@@ -10,41 +10,22 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from components.bootstrap import kernel_templates_cpu, kernel_templates_cuda
 from components.bootstrap.chain_parser import read_chain
-from components.bootstrap.kernel_templates_cpp import CUDA_MATH, LIBM
+from components.bootstrap.kernel_templates_cpp import LIBM
+from components.bootstrap.kernel_writer import write_kernel
+from components.bootstrap.schedules import draw_schedule
 from components.bootstrap.tokenizer import Message
 from components.core.param_types import Device
 from components.core.stage_params import Coldstart
 from components.core.task import KernelTask
 from components.policy.prompts import IN_TURNS
 
-# Probabilities that a correct kernel of each style reaches milestone 1, 2 and 3. The styles of each device
-# are ordered from slow to fast.
-MILESTONES: dict[Device, dict[str, tuple[float, float, float]]] = {
-    "cpu": {"passes": (0.93, 0.07, 0.0), "fused": (0.9, 0.03, 0.07), "simd": (0.1, 0.1, 0.8)},
-    "cuda": {"passes": (0.95, 0.05, 0.0), "fused": (0.4, 0.1, 0.5), "vector": (0.4, 0.1, 0.5)},
-}
-STYLES: dict[Device, tuple[str, ...]] = {device: tuple(table) for device, table in MILESTONES.items()}
-# Styles whose share of the kernels is set by the parameters `fast_share` and `second_fast_share`. Fused
-# kernels are included only for GPUs, because fusing hardly speeds up a kernel on a single CPU thread.
-FAST: dict[Device, tuple[str, ...]] = {"cpu": ("simd",), "cuda": ("fused", "vector")}
+# Probabilities with which the simulated measurement of a correct kernel is of milestone 1, 2 and 3.
+MILESTONES = (0.4, 0.2, 0.4)
 SUFFIX: dict[str, str] = {"cpu": "cpp", "cuda": "cu"}
 MEASURE = "bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling"
 DONE = "Done."
 WRONG_OUTPUT_REASONS = ("max_error:given", "max_error:given", "max_error:scaled", "finite_mask:wide")
-
-
-def write_kernel(code: str, style: str, device: Device) -> str | None:
-    """Return the text of kernels/forward.cpp (or .cu) for a composed task.
-
-    Returns None if the source `code` does not have the layout of composed tasks.
-    """
-    chain = read_chain(code)
-    if chain is None:
-        return None
-    write = kernel_templates_cpu.write_kernel if device == "cpu" else kernel_templates_cuda.write_kernel
-    return write(chain, style)
 
 
 def write_call(kernel: str, device: Device) -> str:
@@ -77,12 +58,7 @@ WRONG_FUNCTIONS = {
     "vsqrt": "vabs",
     "vlog1p": "vsqrt",
 }
-WRONG_FUNCTIONS |= {
-    table[right]: table[wrong]
-    for table in (LIBM, CUDA_MATH)
-    for right, wrong in WRONG_FUNCTIONS.items()
-    if right in table
-}
+WRONG_FUNCTIONS |= {LIBM[right]: LIBM[wrong] for right, wrong in WRONG_FUNCTIONS.items() if right in LIBM}
 FUNCTION = re.compile("|".join(re.escape(name) + r"(?=\()" for name in WRONG_FUNCTIONS))
 
 
@@ -141,17 +117,17 @@ def mutate(kernel: str, rng: random.Random) -> str:
 # --- observations -------------------------------------------------------------------------------------------
 
 
-def simulate_observation(kernel: str, quality: str, device: Device, rng: random.Random) -> tuple[str, int]:
-    """Return simulated output of the measuring tools, and the milestone, for a kernel of this quality.
+def simulate_observation(kernel: str, right: bool, device: Device, rng: random.Random) -> tuple[str, int]:
+    """Return simulated output of the measuring tools, and the milestone, for a right or a wrong kernel.
 
-    `quality` is the style of a correct kernel, or `wrong`.
+    The milestone of a right kernel is random.
     """
     path = f"kernels/forward.{SUFFIX[device]}"
-    if quality == "wrong":
+    if not right:
         if not _balanced(kernel):
             return f"Written {path}.\nBuild failed: {path}: error: expected ';' before '}}' token", -1
         return f"Written {path}.\n[FAIL] wrong_output: {rng.choice(WRONG_OUTPUT_REASONS)}", -1
-    milestone = rng.choices((1, 2, 3), MILESTONES[device][quality])[0]
+    milestone = rng.choices((1, 2, 3), MILESTONES)[0]
     against_eager = {1: rng.uniform(0.3, 1.0), 2: rng.uniform(1.1, 2.0), 3: rng.uniform(1.3, 4.0)}[milestone]
     against_compile = {1: rng.uniform(0.1, 0.9), 2: rng.uniform(0.3, 1.0), 3: rng.uniform(1.1, 2.0)}[
         milestone
@@ -181,23 +157,19 @@ def _balanced(kernel: str) -> bool:
 # --- whole demonstrations -----------------------------------------------------------------------------------
 
 
-def _attempt(
-    code: str, fast_share: float, wrong_share: float, device: Device, rng: random.Random
-) -> tuple[str, str]:
-    """Return a kernel for a composed task in a random style, and its quality, which is the style or `wrong`.
+def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) -> tuple[str, bool]:
+    """Return a kernel with a random schedule for a composed task, and whether it is right.
 
-    The style is one of FAST with the probability `fast_share`, and the kernel is made wrong with the
-    probability `wrong_share`. Raises ValueError if `code` does not have the layout of composed tasks.
+    It is made wrong with the probability `wrong_share`. Raises ValueError if there is no kernel for `code` on
+    the device.
     """
-    slow = tuple(style for style in STYLES[device] if style not in FAST[device])
-    styles = FAST[device] if rng.random() < fast_share else slow
-    style = rng.choice(styles) if len(styles) > 1 else styles[0]
-    kernel = write_kernel(code, style, device)
+    chain = read_chain(code)
+    kernel = write_kernel(chain, draw_schedule(rng, device)) if chain else None
     if kernel is None:
-        raise ValueError("demonstrations are written for composed tasks only")
+        raise ValueError(f"demonstrations are written for composed tasks of {device} only")
     if rng.random() < wrong_share:
-        return mutate(kernel, rng), "wrong"
-    return kernel, style
+        return mutate(kernel, rng), False
+    return kernel, True
 
 
 def make_demonstration(
@@ -209,7 +181,7 @@ def make_demonstration(
     assistant writes a kernel and measures it, writes and measures a second kernel unless the first reached
     milestone 3, and ends with a turn without a tool call.
     """
-    kernel, quality = _attempt(task.code, coldstart.fast_share, coldstart.wrong_share, device, rng)
+    kernel, right = _attempt(task.code, coldstart.wrong_share, device, rng)
     if rng.random() >= coldstart.multi_turn_share:
         return [
             {"role": "user", "content": task.code},
@@ -217,14 +189,11 @@ def make_demonstration(
         ]
     messages = [{"role": "user", "content": task.code + IN_TURNS}]
     for again in (True, False):
-        content, milestone = simulate_observation(kernel, quality, device, rng)
+        content, milestone = simulate_observation(kernel, right, device, rng)
         messages.append({"role": "assistant", "content": f"{write_call(kernel, device)}\n{MEASURE_CALL}"})
         messages.append({"role": "tool", "content": content})
         if milestone == 3 or not again:
             break
-        # The second attempt is better than the first: it is wrong less often, and fast with the probability
-        # second_fast_share.
-        kernel, quality = _attempt(
-            task.code, coldstart.second_fast_share, coldstart.wrong_share / 3, device, rng
-        )
+        # The second attempt has another schedule and is wrong less often.
+        kernel, right = _attempt(task.code, coldstart.wrong_share / 3, device, rng)
     return [*messages, {"role": "assistant", "content": DONE}]

@@ -6,10 +6,10 @@ tokens.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from components.bootstrap.chain_parser import OperatorChain, Step
+from components.bootstrap.chain_parser import Step
 
 ELEMENTWISE = {
     "relu": "v = v < 0 ? 0 : v;",
@@ -44,11 +44,12 @@ ELEMENTWISE = {
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """C++ code of one loop over a row that computes accumulators.
+class Sweep:
+    """C++ code of one loop over a row.
 
     `declare` are the declarations of the accumulators, `clause` is their OpenMP reduction clause, `each` are
-    the lines for each element, and `finish` are the lines after the loop.
+    the lines for each element, and `finish` are the lines after the loop. The clause is empty if the loop
+    cannot be vectorised.
     """
 
     declare: tuple[str, ...]
@@ -60,103 +61,126 @@ class Reduction:
 
 @dataclass(frozen=True)
 class RowOperator:
-    """C++ code of an operator on whole rows.
+    """C++ code of an operator on whole rows, or on whole columns if it is applied along dimension 0.
 
-    The loops `sweeps` are followed by the line `apply` for every element, or by the expression `result` if
-    the operator returns one value for each row.
+    The loops `sweeps` are followed by the lines `apply` for every element, or by the expression `result` if
+    the operator returns one value for each row. If `scan` is true, `apply` changes accumulators, which
+    `sweeps[0]` declares without a loop, so the elements must be computed in their order.
     """
 
-    sweeps: tuple[Reduction, ...]
-    apply: str = ""
+    sweeps: tuple[Sweep, ...]
+    apply: tuple[str, ...] = ()
     result: str = ""
+    scan: bool = False
 
 
-# Sums are computed in double, because a sequential sum of 4,096 terms in float is less exact than torch's
-# sum.
+def _maximum(name: str) -> Sweep:
+    return Sweep((f"float {name} = -INFINITY;",), f"max : {name}", (f"{name} = vmax({name}, v);",))
+
+
+def _sum(name: str, term: str, *finish: str) -> Sweep:
+    return Sweep((f"double {name} = 0;",), f"+ : {name}", (f"{name} += {term};",), finish)
+
+
+def _online(top: str, total: str, *finish: str) -> Sweep:
+    """Return one sweep that computes the maximum and the sum of the exponentials relative to it.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
+    """
+    return Sweep(
+        (f"float {top} = -INFINITY;", f"double {total} = 0;"),
+        "",
+        (
+            f"const float high = vmax({top}, v);",
+            f"{total} = {total} * vexp({top} - high) + vexp(v - high);",
+            f"{top} = high;",
+        ),
+        finish,
+    )
+
+
+PART, LEVEL = "const float part = 1 / total;", "const float level = std::log(mass);"
+INVERSE = "const float inverse = 1 / std::sqrt({} + 1e-5);"
+# The loops of each operator on rows. The first is computed unless a schedule asks for another algorithm of
+# ALGORITHMS. Sums are declared as double; a schedule may make them float.
 ROW = {
     "softmax": RowOperator(
         (
-            Reduction(("float top = -INFINITY;",), "max : top", ("top = vmax(top, v);",)),
-            Reduction(
+            _maximum("top"),
+            Sweep(
                 ("double total = 0;",),
                 "+ : total",
                 ("v = vexp(v - top);", "b[i] = v;", "total += v;"),
-                ("const float part = 1 / total;",),
+                (PART,),
             ),
         ),
-        "v = v * part;",
+        ("v = v * part;",),
     ),
     "log_softmax": RowOperator(
-        (
-            Reduction(("float peak = -INFINITY;",), "max : peak", ("peak = vmax(peak, v);",)),
-            Reduction(
-                ("double mass = 0;",),
-                "+ : mass",
-                ("mass += vexp(v - peak);",),
-                ("const float level = std::log(mass);",),
-            ),
-        ),
-        "v = v - peak - level;",
+        (_maximum("peak"), _sum("mass", "vexp(v - peak)", LEVEL)), ("v = v - peak - level;",)
     ),
     "layer_norm": RowOperator(
         (
-            Reduction(
+            Sweep(
                 ("double first = 0, second = 0;",),
                 "+ : first, second",
                 ("first += v;", "second += (double)v * v;"),
                 (
                     "const float mean = first / cols;",
-                    "const float inverse = "
-                    "1 / std::sqrt(second / cols - first / cols * first / cols + 1e-5);",
+                    INVERSE.format("second / cols - first / cols * first / cols"),
                 ),
             ),
         ),
-        "v = (v - mean) * inverse * weight[i] + bias[i];",
+        ("v = (v - mean) * inverse * weight[i] + bias[i];",),
     ),
     "rms_norm": RowOperator(
-        (
-            Reduction(
-                ("double power = 0;",),
-                "+ : power",
-                ("power += (double)v * v;",),
-                ("const float rms = 1 / std::sqrt(power / cols + 1e-5);",),
-            ),
-        ),
-        "v = v * rms * gain[i];",
+        (_sum("power", "(double)v * v", "const float rms = 1 / std::sqrt(power / cols + 1e-5);"),),
+        ("v = v * rms * gain[i];",),
     ),
     "normalize": RowOperator(
-        (
-            Reduction(
-                ("double length = 0;",),
-                "+ : length",
-                ("length += (double)v * v;",),
-                ("const float unit = 1 / vmax(std::sqrt(length), 1e-12);",),
-            ),
-        ),
-        "v = v * unit;",
+        (_sum("length", "(double)v * v", "const float unit = 1 / vmax(std::sqrt(length), 1e-12);"),),
+        ("v = v * unit;",),
     ),
-    "sum": RowOperator((Reduction(("double sum = 0;",), "+ : sum", ("sum += v;",)),), result="sum"),
-    "mean": RowOperator((Reduction(("double sum = 0;",), "+ : sum", ("sum += v;",)),), result="sum / cols"),
-    "amax": RowOperator(
-        (Reduction(("float best = -INFINITY;",), "max : best", ("best = vmax(best, v);",)),), result="best"
-    ),
+    "sum": RowOperator((_sum("sum", "v"),), result="sum"),
+    "mean": RowOperator((_sum("sum", "v"),), result="sum / cols"),
+    "amax": RowOperator((_maximum("best"),), result="best"),
     "logsumexp": RowOperator(
-        (
-            Reduction(("float high = -INFINITY;",), "max : high", ("high = vmax(high, v);",)),
-            Reduction(("double sum = 0;",), "+ : sum", ("sum += vexp(v - high);",)),
-        ),
-        result="high + std::log(sum)",
+        (_maximum("high"), _sum("sum", "vexp(v - high)")), result="high + std::log(sum)"
     ),
+    "cumsum": RowOperator((Sweep(("double sum = 0;",), "", ()),), ("sum += v;", "v = sum;"), scan=True),
+}
+# Other algorithms of operators on rows, by the name of the algorithm and the operator.
+ALGORITHMS = {
+    "recompute": {
+        "softmax": RowOperator(
+            (_maximum("top"), _sum("total", "vexp(v - top)", PART)), ("v = vexp(v - top) * part;",)
+        ),
+        "layer_norm": RowOperator(
+            (
+                _sum("first", "v", "const float mean = first / cols;"),
+                _sum("second", "(v - mean) * (v - mean)", INVERSE.format("second / cols")),
+            ),
+            ROW["layer_norm"].apply,
+        ),
+    },
+    "online": {
+        "softmax": RowOperator((_online("top", "total", PART),), ("v = vexp(v - top) * part;",)),
+        "log_softmax": RowOperator((_online("peak", "mass", LEVEL),), ROW["log_softmax"].apply),
+        "logsumexp": RowOperator((_online("best", "sum"),), result="best + std::log(sum)"),
+    },
 }
 LIBM = {"vexp": "std::exp", "vlog1p": "std::log1p", "vtanh": "std::tanh", "verf": "std::erf"}
 LIBM |= {"vsqrt": "std::sqrt", "vabs": "std::fabs", "vmax": "std::fmax", "vmin": "std::fmin"}
-CUDA_MATH = {"vexp": "expf", "vlog1p": "log1pf", "vtanh": "tanhf", "verf": "erff"}
-CUDA_MATH |= {"vsqrt": "sqrtf", "vabs": "fabsf", "vmax": "fmaxf", "vmin": "fminf"}
-"""CUDA functions that replace the functions of vec.h, because nvcc refuses std::fmax in device code."""
 
 
 def elementwise(step: Step) -> str:
     return ELEMENTWISE[step.name].format(*step.constants)
+
+
+def row_operator(name: str, algorithm: str = "") -> RowOperator | None:
+    """Return the code of an operator on rows, or of the same operator along dimension 0; None for others."""
+    base = name.removesuffix("_dim0")
+    return ALGORITHMS.get(algorithm, {}).get(base, ROW.get(base))
 
 
 @dataclass(frozen=True)
@@ -165,30 +189,40 @@ class FusedRow:
 
     `lines` are the loops of all sweeps. After them, the array `source` contains the row. If the chain ends
     with one value for each row, `tail` are the lines that compute it as `v`. Otherwise `pending` are the
-    lines that are still to be computed for every element `v`.
+    lines that are still to be computed for every element `v`, in their order if `scan` is true.
     """
 
     lines: list[str]
     source: str
     pending: list[str]
     tail: list[str]
+    scan: bool = False
 
 
-def fuse_row(chain: OperatorChain, write_sweep: Callable[[Reduction, str, list[str]], list[str]]) -> FusedRow:
+def fuse_row(
+    steps: Sequence[Step], write_sweep: Callable[[Sweep, str, list[str]], list[str]], algorithm: str = ""
+) -> FusedRow:
     """Fuse the operators of a chain, so that elementwise operators are computed in the row's next loop.
 
     `write_sweep` returns the lines of one sweep from the sweep, the array that contains the row, and the
-    lines for each element. A changed row is stored in the array `b`, unless no later loop reads it.
+    lines for each element; without such lines there is no loop. A changed row is stored in the array `b`,
+    unless no later loop reads it.
+    `algorithm` is a key of ALGORITHMS or empty.
     """
     lines: list[str] = []
     pending: list[str] = []
     tail: list[str] = []
-    source = "a"
-    for step in chain.steps:
-        if step.name not in ROW:
+    source, scan = "a", False
+    for step in steps:
+        operator = row_operator(step.name, algorithm)
+        if operator is None:
             (tail or pending).append(elementwise(step).replace("y[i]", "s[i]"))
             continue
-        operator = ROW[step.name]
+        if operator.scan:
+            lines += write_sweep(operator.sweeps[0], source, [])
+            pending += operator.apply
+            scan = True
+            continue
         for sweep in operator.sweeps:
             rewrites = "b[i] = v;" in sweep.each
             last = operator.result and sweep is operator.sweeps[-1]
@@ -200,14 +234,14 @@ def fuse_row(chain: OperatorChain, write_sweep: Callable[[Reduction, str, list[s
         if operator.result:
             tail = [f"float v = {operator.result};"]
         else:
-            pending = [operator.apply]
-    return FusedRow(lines, source, pending, tail)
+            pending = [*operator.apply]
+    return FusedRow(lines, source, pending, tail, scan)
 
 
-def replace_functions(text: str, names: dict[str, str]) -> str:
-    """Return C++ code with the functions of vec.h replaced according to `names` (LIBM or CUDA_MATH).
+def replace_functions(text: str) -> str:
+    """Return C++ code with the functions of vec.h replaced by those of libm.
 
     `vsigmoid(v)` is replaced by its formula with `vexp` first.
     """
     text = text.replace("vsigmoid(v)", "1 / (1 + vexp(-v))").replace("v * 1 /", "v /")
-    return re.sub(r"\bv[a-z0-9]+(?=\()", lambda match: names[match.group()], text)
+    return re.sub(r"\bv[a-z0-9]+(?=\()", lambda match: LIBM[match.group()], text)

@@ -1,139 +1,259 @@
-"""Generation of C++ kernels for operator chains in three styles.
+"""Generation of C++ kernels for operator chains, according to a schedule.
 
-The styles are one loop for each operator (`passes`), fused loops (`fused`), and vectorised fused loops
-(`simd`).
+A chain is divided into groups of operators. Each group is one pass over the memory: over all elements, over
+rows, along dimension 0, over the windows of a pooling, or over the tiles of a transposition.
 """
 
-from functools import partial
+import re
+from collections.abc import Callable, Sequence
 
-from components.bootstrap.chain_parser import OperatorChain, Step
+from components.bootstrap.chain_parser import PER_COLUMN, OperatorChain, Step
 from components.bootstrap.kernel_templates_cpp import (
-    LIBM,
-    ROW,
-    Reduction,
+    Sweep,
     elementwise,
     fuse_row,
     replace_functions,
+    row_operator,
 )
+from components.bootstrap.schedules import CpuSchedule
 
-COLUMN_LOOP = "for (int64_t i = 0; i < cols; ++i) {"
+POOLS = {
+    "avg_pool": ("float total = 0;", "total += v;", "float v = total / window;"),
+    "max_pool": ("float largest = -INFINITY;", "largest = vmax(largest, v);", "float v = largest;"),
+}
+
+
+def indent(lines: Sequence[str]) -> list[str]:
+    return [f"  {line}" for line in lines]
+
+
+def for_head(name: str, end: str, start: str = "0", step: str = "") -> str:
+    """Return the head of a C++ loop in which `name` goes from `start` to `end` in steps of `step` or 1."""
+    return f"for (int64_t {name} = {start}; {name} < {end}; {f'{name} += {step}' if step else f'++{name}'})"
+
+
+def for_loop(name: str, end: str, body: Sequence[str], start: str = "0", step: str = "") -> list[str]:
+    """Return the lines of a C++ loop with the lines `body`.
+
+    Loops that are nested without lines between them are written with one indentation, so that an operator's
+    line has the same indentation, and the same token, in most kernels.
+    """
+    return [for_head(name, end, start, step) + " {", *indent(body), "}"]
+
+
+def pragma(schedule: CpuSchedule, clause: str = "") -> list[str]:
+    if schedule.loops == "scalar":
+        return []
+    return [f"#pragma omp simd{f' reduction({clause})' if clause else ''}"]
+
+
+def element_pass(
+    chain: OperatorChain, steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule
+) -> list[str]:
+    """Return the C++ lines of one loop over all elements of the arrays `source` and `target`.
+
+    Both have as many elements as the tensor that is named `target`, or as the input if it is the buffer `w`.
+    """
+    size = f"t[{0 if target == 'w' else len(chain.tensors) - 1}].numel"
+    body = [f"float v = {source}[i];", *map(elementwise, steps), f"{target}[i] = v;"]
+    return [*pragma(schedule), *for_loop("i", size, body)]
+
+
+def row_pass(
+    chain: OperatorChain, steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule
+) -> list[str]:
+    """Return the C++ lines of a pass over the rows of `source`, for operators that need whole rows."""
+
+    def loop(array: str, body: Sequence[str], clause: str, vectorised: bool) -> list[str]:
+        pragmas = pragma(schedule, clause) if vectorised else []
+        return [*pragmas, *for_loop("i", "cols", [f"float v = {array}[i];", *body])]
+
+    def write_sweep(sweep: Sweep, array: str, body: list[str]) -> list[str]:
+        lines = loop(array, body, sweep.clause, bool(sweep.clause)) if body else []
+        return [*sweep.declare, *lines, *sweep.finish]
+
+    row = fuse_row(steps, write_sweep, schedule.algorithm)
+    buffered = row.tail and row.source == "b"
+    if row.tail:
+        end = [*row.tail, f"{target}[r] = v;"]
+    else:
+        end = loop(row.source, [*row.pending, "b[i] = v;"], "", not row.scan)
+    body = [
+        f"const float* a = {source} + r * cols;",
+        *(["float* b = row.data();"] if buffered else []),
+        *([] if row.tail else [f"float* b = {target} + r * cols;"]),
+        *(["const float* s = y + r * cols;"] if any("input" in step.name for step in steps) else []),
+        *row.lines,
+        *end,
+    ]
+    return [*(["std::vector<float> row(cols);"] if buffered else []), *for_loop("r", "rows", body)]
+
+
+def _declared(line: str) -> tuple[str, str, str]:
+    """Return the type, the name and the value of the variable that a C++ line declares."""
+    match = re.fullmatch(r"(?:const )?(\w+) (\w+) = (.*);", line)
+    if match is None:
+        raise ValueError(f"no declaration of one variable: {line}")
+    return match[1], match[2], match[3]
+
+
+def _array(line: str) -> list[str]:
+    """Return the C++ lines that declare an array with one accumulator for each column of a block."""
+    kind, name, value = _declared(line)
+    if value == "0":
+        return [f"{kind} {name}[block] = {{}};"]
+    return [f"{kind} {name}[block];", f"for ({kind}& v : {name}) v = {value};"]
+
+
+def column_pass(
+    chain: OperatorChain, steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule
+) -> list[str]:
+    """Return the C++ lines of a pass along dimension 0 of `source`.
+
+    If the schedule's order is `columns`, each column is computed alone, and otherwise a block of columns is
+    computed row by row, with an array in the place of each accumulator.
+    """
+    by_column = schedule.order == "columns"
+    shrinks = any(map(changes_shape, steps))
+    arrays = {"a": f"{source}[r * cols + i]", "b": f"{'w' if shrinks else target}[r * cols + i]"}
+    names: list[str] = []
+
+    def over_rows(array: str, body: Sequence[str]) -> list[str]:
+        lines = [f"float v = {arrays[array]};", *body]
+        if by_column:
+            return for_loop("r", "rows", lines)
+        return [for_head("r", "rows"), *over_block(lines)]
+
+    def over_block(body: Sequence[str]) -> list[str]:
+        found = [re.sub(rf"\b({'|'.join(names)})\b", r"\1[i - k]", line) for line in body] if names else body
+        return [*pragma(schedule), *for_loop("i", "k + block", found, start="k")]
+
+    def write_sweep(sweep: Sweep, array: str, body: list[str]) -> list[str]:
+        if by_column:
+            return [*sweep.declare, *(over_rows(array, body) if body else []), *sweep.finish]
+        names.extend(_declared(line)[1] for line in (*sweep.declare, *sweep.finish))
+        lines = [line for declaration in sweep.declare for line in _array(declaration)]
+        if body:
+            lines += over_rows(array, body)
+        if sweep.finish:
+            lines += [f"float {_declared(line)[1]}[block];" for line in sweep.finish]
+            lines += over_block([line.removeprefix("const float ") for line in sweep.finish])
+        return lines
+
+    row = fuse_row(steps, write_sweep, schedule.algorithm)
+    if row.tail:
+        end = [*row.tail, f"{target}[i] = v;"]
+        end = end if by_column else over_block(end)
+    else:
+        end = over_rows(row.source, [*row.pending, "b[i] = v;"])
+    lines = [
+        line.replace("b[i] = v;", f"{arrays['b']} = v;").replace("/ cols", "/ rows")
+        for line in (*row.lines, *end)
+    ]
+    if by_column:
+        return for_loop("i", "cols", lines)
+    return [f"constexpr int64_t block = {schedule.block};", *for_loop("k", "cols", lines, step="block")]
+
+
+def pool_pass(
+    chain: OperatorChain, steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule
+) -> list[str]:
+    """Return the C++ lines of a pooling and the elementwise operators before and after it."""
+    place = next(index for index, step in enumerate(steps) if step.name in POOLS)
+    declare, each, finish = POOLS[steps[place].name]
+    load = [f"float v = {source}[i * window + k];", *map(elementwise, steps[:place]), each]
+    body = [
+        declare,
+        *for_loop("k", "window", load),
+        finish,
+        *map(elementwise, steps[place + 1 :]),
+        f"{target}[i] = v;",
+    ]
+    size = f"t[{len(chain.tensors) - 1}].numel"
+    window = f"constexpr int64_t window = {steps[place].constants[0]};"
+    return [window, *pragma(schedule), *for_loop("i", size, body)]
+
+
+def transpose_pass(
+    chain: OperatorChain, steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule
+) -> list[str]:
+    """Return the C++ lines of a transposition by tiles and the elementwise operators before and after it."""
+    body = [
+        f"float v = {source}[r * cols + i];",
+        *(elementwise(step) for step in steps if step.name != "transpose"),
+        f"{target}[i * rows + r] = v;",
+    ]
+    outer, inner = ("r", "i") if schedule.order == "rows" else ("i", "r")
+    ends, starts = {"r": "rows", "i": "cols"}, {"r": "m", "i": "k"}
+    if schedule.tile == 1:
+        return [for_head(outer, ends[outer]), *pragma(schedule), *for_loop(inner, ends[inner], body)]
+    return [
+        f"constexpr int64_t tile = {schedule.tile};",
+        *(for_head(starts[name], ends[name], step="tile") for name in ("r", "i")),
+        for_head(outer, f"{starts[outer]} + tile", starts[outer]),
+        *pragma(schedule),
+        *for_loop(inner, f"{starts[inner]} + tile", body, starts[inner]),
+    ]
+
+
+Pass = Callable[[OperatorChain, Sequence[Step], str, str, CpuSchedule], list[str]]
+
+
+def pass_of(step: Step) -> Pass | None:
+    """Return the function that writes a pass with this operator, or None for elementwise operators."""
+    if step.name in POOLS:
+        return pool_pass
+    if step.name == "transpose":
+        return transpose_pass
+    if step.name.endswith("_dim0"):
+        return column_pass
+    return row_pass if step.name in PER_COLUMN or row_operator(step.name) else None
+
+
+def changes_shape(step: Step) -> bool:
+    operator = row_operator(step.name)
+    return step.name in POOLS or step.name == "transpose" or bool(operator and operator.result)
+
+
+def divide(steps: Sequence[Step], schedule: CpuSchedule) -> list[list[Step]]:
+    """Return the groups of neighbouring operators that share a pass.
+
+    What follows a transposition is always computed with it.
+    """
+    if schedule.fusion == "all":
+        return [[*steps]]
+    end = next((index for index, step in enumerate(steps) if step.name == "transpose"), len(steps))
+    return [*([step] for step in steps[:end]), *([[*steps[end:]]] if end < len(steps) else [])]
+
+
+def write_cpu_kernel(chain: OperatorChain, schedule: CpuSchedule) -> str:
+    """Return the text of kernels/forward.cpp for the chain according to the schedule."""
+    groups = divide(chain.steps, schedule)
+    changing = next((i for i, group in enumerate(groups) if any(map(changes_shape, group))), 0)
+    source, lines = "x", []
+    for index, group in enumerate(groups):
+        target = "w" if index < changing else "out"
+        write = next((found for step in group if (found := pass_of(step))), element_pass)
+        lines += write(chain, group, source, target, schedule)
+        source = target
+    if any(re.search(r"\bw\b", line) for line in lines):
+        lines = ["std::vector<float> work(t[0].numel);", "float* w = work.data();", *lines]
+    text = "\n".join(indent([*arguments(chain), *lines]))
+    if schedule.accumulator == "float":
+        text = text.replace("(double)", "").replace("double ", "float ")
+    if schedule.math == "libm":
+        text = replace_functions(text)
+    header = "#include <cmath>" if schedule.math == "libm" else '#include "vec.h"'
+    return "\n".join(['#include "binding_registry.h"', header, "KERNEL(forward) {", text, "}", ""])
 
 
 def arguments(chain: OperatorChain) -> list[str]:
     """Return the C++ declarations of the kernel's tensors and, if needed, of the size of the input."""
+    sized = any(pass_of(step) not in (None, pool_pass) for step in chain.steps)
     return [
         *(
-            f"  {'' if name == 'out' else 'const '}float* {name} = f32(t[{index}]);"
+            f"{'' if name == 'out' else 'const '}float* {name} = f32(t[{index}]);"
             for index, name in enumerate(chain.tensors)
         ),
-        *(["  const int64_t rows = t[0].size[0], cols = t[0].size[1];"] if chain.by_row else []),
+        *(["const int64_t rows = t[0].size[0], cols = t[0].size[1];"] if sized else []),
     ]
-
-
-def fused_elements(chain: OperatorChain, vectorised: bool) -> list[str]:
-    """Return the C++ lines of one loop over all elements, for a chain of elementwise operators."""
-    pragma = ["  #pragma omp simd"] if vectorised else []
-    return [
-        *pragma,
-        "  for (int64_t i = 0; i < t[0].numel; ++i) {",
-        "    float v = x[i];",
-        *(f"    {elementwise(step)}" for step in chain.steps),
-        "    out[i] = v;",
-        "  }",
-    ]
-
-
-def loop(clause: str, source: str, body: list[str], vectorised: bool) -> list[str]:
-    """Return the C++ lines of one loop over the columns of a row, which is the array `source`.
-
-    `body` are the lines for each element `float v`. If `vectorised` is true, the loop has an OpenMP pragma
-    with the reduction clause `clause`, which may be empty.
-    """
-    pragma = [f"    #pragma omp simd{f' reduction({clause})' if clause else ''}"] if vectorised else []
-    return [
-        *pragma,
-        f"    {COLUMN_LOOP}",
-        f"      float v = {source}[i];",
-        *(f"      {line}" for line in body),
-        "    }",
-    ]
-
-
-def sweep_lines(sweep: Reduction, source: str, body: list[str], vectorised: bool) -> list[str]:
-    """Return the C++ lines of one sweep over the row in the array `source`, with the lines `body`."""
-    return [
-        *(f"    {line}" for line in sweep.declare),
-        *loop(sweep.clause, source, body, vectorised),
-        *(f"    {line}" for line in sweep.finish),
-    ]
-
-
-def fused_rows(chain: OperatorChain, vectorised: bool) -> list[str]:
-    """Return the C++ lines of fused loops for a chain with row operators."""
-    row = fuse_row(chain, partial(sweep_lines, vectorised=vectorised))
-    buffered = row.tail and row.source == "b"
-    if row.tail:
-        end = [*(f"    {line}" for line in row.tail), "    out[r] = v;"]
-    else:
-        end = loop("", row.source, [*row.pending, "b[i] = v;"], vectorised)
-    return [
-        *(["  std::vector<float> row(cols);"] if buffered else []),
-        "  for (int64_t r = 0; r < rows; ++r) {",
-        "    const float* a = x + r * cols;",
-        *(["    float* b = row.data();"] if buffered else []),
-        *([] if row.tail else ["    float* b = out + r * cols;"]),
-        *(["    const float* s = y + r * cols;"] if "y" in chain.tensors else []),
-        *row.lines,
-        *end,
-        "  }",
-    ]
-
-
-def separate_loops(chain: OperatorChain) -> list[str]:
-    """Return the C++ lines of one loop for each operator, all of which change one copy of the input."""
-    lines = ["  std::vector<float> a(x, x + t[0].numel);"]
-    for step in chain.steps:
-        line = replace_functions(elementwise(step), LIBM) if step.name not in ROW else ""
-        if step.name in ROW:
-            lines += row_operator_loops(step)
-        elif "[i]" in line:
-            line = line.replace("v = v", "a[i] = a[i]")
-            if "y[i]" not in line:
-                line = line.replace("[i];", "[i % cols];")
-            lines.append(f"  for (int64_t i = 0; i < t[0].numel; ++i) {line}")
-        else:
-            lines.append(f"  for (float& v : a) {line}")
-    return [*lines, "  std::copy(a.begin(), a.end(), out);"]
-
-
-def row_operator_loops(step: Step) -> list[str]:
-    """Return the C++ lines that apply one row operator to the copy of the input in place.
-
-    A reduction stores one value for each row and shrinks the copy to these values.
-    """
-    operator = ROW[step.name]
-    lines = ["  for (int64_t r = 0; r < rows; ++r) {", "    float* b = &a[r * cols];"]
-    for sweep in operator.sweeps:
-        lines += sweep_lines(sweep, "b", list(sweep.each), vectorised=False)
-    if operator.result:
-        lines += [f"    a[r] = {operator.result};", "  }", "  a.resize(rows);"]
-    else:
-        lines += [*loop("", "b", [operator.apply, "b[i] = v;"], vectorised=False), "  }"]
-    return [replace_functions(line, LIBM) for line in lines]
-
-
-def write_kernel(chain: OperatorChain, style: str) -> str:
-    """Return the text of kernels/forward.cpp for the chain in the style `passes`, `fused` or `simd`."""
-    match style:
-        case "passes":
-            body, header = separate_loops(chain), "#include <cmath>"
-        case "fused":
-            body, header = (fused_rows if chain.by_row else fused_elements)(chain, False), "#include <cmath>"
-            body = [replace_functions(line, LIBM) for line in body]
-        case "simd":
-            body, header = (fused_rows if chain.by_row else fused_elements)(chain, True), '#include "vec.h"'
-        case _:
-            raise ValueError(f"unknown style {style}")
-    return "\n".join(
-        ['#include "binding_registry.h"', header, "KERNEL(forward) {", *arguments(chain), *body, "}", ""]
-    )

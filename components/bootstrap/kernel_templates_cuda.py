@@ -1,23 +1,19 @@
-"""Generation of CUDA kernels for operator chains in three styles.
+"""Generation of CUDA kernels for operator chains, according to a schedule.
 
-The styles are one launch for each operator (`passes`), one fused kernel (`fused`), and one fused kernel with
-wide memory accesses (`vector`).
+Either each operator is one launch, or one fused kernel computes the chain. Operators along dimension 0,
+scans, poolings and transpositions have no CUDA kernels.
 """
 
-from components.bootstrap.chain_parser import OperatorChain
-from components.bootstrap.kernel_templates_cpp import (
-    CUDA_MATH,
-    ROW,
-    Reduction,
-    elementwise,
-    fuse_row,
-    replace_functions,
-)
+from functools import partial
+
+from components.bootstrap.chain_parser import STRIDED_OPERATORS, OperatorChain
+from components.bootstrap.kernel_templates_cpp import ROW, Sweep, elementwise, fuse_row
+from components.bootstrap.schedules import CudaSchedule
 
 BLOCK_OPERATION = """__device__ float block_{name}(float v) {{
-  __shared__ float part[256];
+  __shared__ float part[{threads}];
   part[threadIdx.x] = v;
-  for (int k = 128; k > 0; k /= 2) {{
+  for (int k = {half}; k > 0; k /= 2) {{
     __syncthreads();
     if (threadIdx.x < k) part[threadIdx.x] = {combine};
   }}
@@ -27,12 +23,12 @@ BLOCK_OPERATION = """__device__ float block_{name}(float v) {{
   return v;
 }}"""
 WARP_OPERATION = """__device__ float block_{name}(float v) {{
-  __shared__ float part[8];
+  __shared__ float part[{warps}];
   for (int k = 16; k > 0; k /= 2) v = {lane};
   if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
   __syncthreads();
-  v = part[threadIdx.x % 8];
-  for (int k = 4; k > 0; k /= 2) v = {lane};
+  v = part[threadIdx.x % {warps}];
+  for (int k = {warps} / 2; k > 0; k /= 2) v = {lane};
   __syncthreads();
   return v;
 }}"""
@@ -51,17 +47,17 @@ def parameters(chain: OperatorChain) -> str:
     return f"{tensors}, int64_t {'cols' if chain.by_row else 'n'}"
 
 
-def launch(chain: OperatorChain, name: str, grid: str, shared: str = "0") -> str:
+def launch(chain: OperatorChain, name: str, grid: str, threads: int, shared: str = "0") -> str:
     tensors = ", ".join(f"f32(t[{index}])" for index in range(len(chain.tensors)))
     last = "t[0].size[1]" if chain.by_row else "t[0].numel"
-    return f"  {name}<<<{grid}, 256, {shared}, (cudaStream_t)stream>>>({tensors}, {last});"
+    return f"  {name}<<<{grid}, {threads}, {shared}, (cudaStream_t)stream>>>({tensors}, {last});"
 
 
-def element_kernel(chain: OperatorChain, name: str = "fused") -> Kernel:
+def element_kernel(chain: OperatorChain, threads: int, name: str = "fused") -> Kernel:
     """Return a CUDA kernel that computes one element in each thread."""
     kernel = [
         f"__global__ void {name}({parameters(chain)}) {{",
-        "  int64_t i = blockIdx.x * 256ll + threadIdx.x;",
+        f"  int64_t i = blockIdx.x * {threads}ll + threadIdx.x;",
         "  if (i < n) {",
         "    float v = x[i];",
         *(f"    {elementwise(step)}" for step in chain.steps),
@@ -69,10 +65,10 @@ def element_kernel(chain: OperatorChain, name: str = "fused") -> Kernel:
         "  }",
         "}",
     ]
-    return kernel, launch(chain, name, "(t[0].numel + 255) / 256")
+    return kernel, launch(chain, name, f"(t[0].numel + {threads - 1}) / {threads}", threads)
 
 
-def float4_kernel(chain: OperatorChain) -> Kernel:
+def float4_kernel(chain: OperatorChain, threads: int) -> Kernel:
     """Return a CUDA kernel that computes four elements as one float4 in each thread.
 
     This needs no remainder loop, because composed tasks have a multiple of 16 elements.
@@ -85,7 +81,7 @@ def float4_kernel(chain: OperatorChain) -> Kernel:
         "  return v;",
         "}",
         f"__global__ void wide({parameters(chain)}) {{",
-        "  int64_t i = blockIdx.x * 256ll + threadIdx.x;",
+        f"  int64_t i = blockIdx.x * {threads}ll + threadIdx.x;",
         "  if (i < n / 4) {",
         *(f"    const float4 {name}4 = ((const float4*){name})[i];" for name in names),
         "    float4 r;",
@@ -94,19 +90,19 @@ def float4_kernel(chain: OperatorChain) -> Kernel:
         "  }",
         "}",
     ]
-    return kernel, launch(chain, "wide", "(t[0].numel / 4 + 255) / 256")
+    return kernel, launch(chain, "wide", f"(t[0].numel / 4 + {threads - 1}) / {threads}", threads)
 
 
-def loop(source: str, body: list[str]) -> list[str]:
+def loop(source: str, body: list[str], threads: int) -> list[str]:
     return [
-        "  for (int64_t i = threadIdx.x; i < cols; i += 256) {",
+        f"  for (int64_t i = threadIdx.x; i < cols; i += {threads}) {{",
         f"    float v = {source}[i];",
         *(f"    {line}" for line in body),
         "  }",
     ]
 
 
-def sweep_lines(sweep: Reduction, source: str, body: list[str]) -> list[str]:
+def sweep_lines(sweep: Sweep, source: str, body: list[str], threads: int) -> list[str]:
     """Return the CUDA lines of one sweep of a block over its row in the array `source`.
 
     `body` are the lines for each element. The accumulators of the threads are combined after the loop.
@@ -115,19 +111,19 @@ def sweep_lines(sweep: Reduction, source: str, body: list[str]) -> list[str]:
     function = "block_max" if kind == "max" else "block_sum"
     return [
         *(f"  {line.replace('double', 'float')}" for line in sweep.declare),
-        *loop(source, [line.replace("(double)", "") for line in body]),
+        *loop(source, [line.replace("(double)", "") for line in body], threads),
         *(f"  {name} = {function}({name});" for name in names.split(", ")),
         *(f"  {line}" for line in sweep.finish),
     ]
 
 
-def row_kernel(chain: OperatorChain, name: str = "rows") -> Kernel:
+def row_kernel(chain: OperatorChain, threads: int, name: str = "rows") -> Kernel:
     """Return a CUDA kernel with one block for each row, which is kept in shared memory."""
-    row = fuse_row(chain, sweep_lines)
+    row = fuse_row(chain.steps, partial(sweep_lines, threads=threads))
     if row.tail:
         end = [*(f"  {line}" for line in row.tail), "  if (threadIdx.x == 0) out[blockIdx.x] = v;"]
     else:
-        end = loop(row.source, [*row.pending, "out[blockIdx.x * cols + i] = v;"])
+        end = loop(row.source, [*row.pending, "out[blockIdx.x * cols + i] = v;"], threads)
     kernel = [
         f"__global__ void {name}({parameters(chain)}) {{",
         "  extern __shared__ float b[];",
@@ -137,10 +133,10 @@ def row_kernel(chain: OperatorChain, name: str = "rows") -> Kernel:
         *end,
         "}",
     ]
-    return kernel, launch(chain, name, "t[0].size[0]", "t[0].size[1] * sizeof(float)")
+    return kernel, launch(chain, name, "t[0].size[0]", threads, "t[0].size[1] * sizeof(float)")
 
 
-def separate_kernels(chain: OperatorChain) -> list[Kernel]:
+def separate_kernels(chain: OperatorChain, threads: int) -> list[Kernel]:
     """Return one CUDA kernel for each operator, which pass their results in the output tensor.
 
     A reduction and the operators before it are one kernel, because the output tensor is too small for rows.
@@ -153,7 +149,7 @@ def separate_kernels(chain: OperatorChain) -> list[Kernel]:
     kernels = []
     for index, group in enumerate([*groups, *((step,) for step in chain.steps[cut:])]):
         part = OperatorChain(group, chain.tensors)
-        kernel, call = (row_kernel if part.by_row else element_kernel)(part, f"pass{index}")
+        kernel, call = (row_kernel if part.by_row else element_kernel)(part, threads, f"pass{index}")
         if index:
             call = call.replace("f32(t[0])", f"f32(t[{len(chain.tensors) - 1}])", 1)
             if cut:
@@ -162,22 +158,33 @@ def separate_kernels(chain: OperatorChain) -> list[Kernel]:
     return kernels
 
 
-def write_kernel(chain: OperatorChain, style: str) -> str:
-    """Return the text of kernels/forward.cu for the chain in the style `passes`, `fused` or `vector`."""
-    match style:
-        case "passes":
-            kernels, header = separate_kernels(chain), "#include <cmath>"
-        case "fused":
-            kernels, header = [(row_kernel if chain.by_row else element_kernel)(chain)], '#include "vec.h"'
-        case "vector":
-            kernels, header = [(row_kernel if chain.by_row else float4_kernel)(chain)], '#include "vec.h"'
-        case _:
-            raise ValueError(f"unknown style {style}")
+def write_cuda_kernel(chain: OperatorChain, schedule: CudaSchedule) -> str | None:
+    """Return the text of kernels/forward.cu for the chain according to the schedule.
+
+    Returns None if an operator of the chain has no CUDA kernel.
+    """
+    if any(step.name in STRIDED_OPERATORS for step in chain.steps):
+        return None
+    threads = schedule.threads
+    if schedule.fusion == "none":
+        kernels = separate_kernels(chain, threads)
+    elif chain.by_row:
+        kernels = [row_kernel(chain, threads)]
+    else:
+        kernels = [(float4_kernel if schedule.width == 4 else element_kernel)(chain, threads)]
     body = "\n".join(line for kernel, _ in kernels for line in kernel)
-    template = WARP_OPERATION if style == "vector" else BLOCK_OPERATION
-    used = [name for name in ("sum", "max") if f"block_{name}(" in body]
-    functions = [template.format(name=name, combine=COMBINE[name], lane=LANE[name]) for name in used]
+    template = WARP_OPERATION if schedule.combine == "shuffle" else BLOCK_OPERATION
+    functions = [
+        template.format(
+            name=name,
+            combine=COMBINE[name],
+            lane=LANE[name],
+            threads=threads,
+            half=threads // 2,
+            warps=threads // 32,
+        )
+        for name in ("sum", "max")
+        if f"block_{name}(" in body
+    ]
     lines = [*functions, body, "KERNEL(forward) {", *(call for _, call in kernels), "}"]
-    if style == "passes":
-        lines = [replace_functions(line, CUDA_MATH) for line in lines]
-    return "\n".join(['#include "binding_registry.h"', header, *lines, ""])
+    return "\n".join(['#include "binding_registry.h"', '#include "vec.h"', *lines, ""])

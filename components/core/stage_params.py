@@ -17,11 +17,7 @@ class Coldstart(FrozenModel):
     learning_rate: Positive = result("peak learning rate of AdamW (embeddings, norms)")
     matrix_learning_rate: Positive = result("peak learning rate of Muon (matrices)")
     wrong_share: Share = result("share of demonstrations that are deliberately wrong")
-    fast_share: Share = result("share of demonstrations in a fast style")
-    multi_turn_share: Share = result("share of demonstrations that repair or speed up a first attempt")
-    second_fast_share: Share = result(
-        "share of those second attempts in a fast style; as fast_share, a measurement teaches nothing"
-    )
+    multi_turn_share: Share = result("share of demonstrations with a measurement and a second attempt")
     seed: Natural = result("seed of demonstrations, initial weights and order")
 
 

@@ -29,8 +29,14 @@ from components.synthesis.mined_operators import function_of
 HELD_OUT_SHARE = 0.2
 # Number of draws to find a chain whose estimated eager time fits, before any size is accepted.
 MAX_DRAWS = 200
-# Rows and columns of the small input on which chains are tested.
-PROBE = (8, 256)
+# Share of tasks with a strided operator, on devices that have these operators.
+STRIDED_SHARE = 0.35
+# Number of draws of the other operators before another strided operator is drawn. An operator that is fast in
+# eager mode needs several, so it would be rare if it were drawn again in every draw.
+STRIDED_DRAWS = 25
+# Rows and columns of the small input on which chains are tested. Chains with a strided operator need more
+# rows, because the mean of a column varies the less, the more rows there are.
+PROBE, STRIDED_PROBE = (8, 256), (64, 256)
 # Type of a step: the name of an operator, and its constants as texts for the source.
 Step = tuple[str, tuple[str, ...]]
 Steps = tuple[Step, ...]
@@ -96,43 +102,49 @@ _probe = functools.cache(probe)
 
 
 @functools.cache
-def _width_after(name: str, width: int, cols: int) -> int:
-    """Return the number of columns of an operator's output for an input with `width` columns, or 0.
+def _shape_after(name: str, shape: tuple[int, int], cols: int) -> tuple[int, int] | None:
+    """Return the rows and columns of an operator's output for an input with the given rows and columns.
 
-    The result is 0 if the operator `name` raises an error on a float32 matrix of this width, or if its output
-    is not a float32 matrix with as many rows. `cols` is the number of columns of the task's input. The
-    operator is applied to meta tensors. The result does not depend on constants or on the number of rows.
+    The result is None if the operator `name` raises an error on such a float32 matrix, or if its output is
+    not a float32 matrix. The task's input has ROWS[0] rows and `cols` columns. The operator is applied to
+    meta tensors, with the first permitted value of each constant.
     """
-    operator, rows = BY_NAME[name], ROWS[0]
-    x, y = torch.empty(rows, width, device="meta"), torch.empty(rows, cols, device="meta")
+    operator = BY_NAME[name]
+    x, y = torch.empty(shape, device="meta"), torch.empty(ROWS[0], cols, device="meta")
     try:
         with torch.no_grad():
             call = operator.line.format(*(palette[0] for palette in operator.constants))
             out = function_of(call)(x, y, _modules(cols, "meta", torch.float32))
     except RuntimeError:
-        return 0
-    return out.shape[1] if out.dtype == torch.float32 and out.dim() == 2 and out.shape[0] == rows else 0
+        return None
+    return (out.shape[0], out.shape[1]) if out.dtype == torch.float32 and out.dim() == 2 else None
 
 
 def fits(steps: Steps, cols: int) -> bool:
     """Return whether every operator of the chain can be applied to the output of the operator before it.
 
-    `cols` is the number of columns of the task's input, to which the first operator is applied.
+    `cols` is the number of columns of the task's input, to which the first operator is applied. The result
+    does not depend on the number of its rows.
     """
-    width = cols
+    shape: tuple[int, int] | None = (ROWS[0], cols)
     for name, _ in steps:
-        width = width and _width_after(name, width, cols)
-    return width > 0
+        shape = shape and _shape_after(name, shape, cols)
+    return shape is not None
 
 
 def every_operator_matters(steps: Steps) -> bool:
-    """Return whether the output varies and leaving out any operator changes it by at least 1 % (RMS)."""
+    """Return whether the output varies and leaving out any operator changes it by at least 1 % (RMS).
+
+    An operator that changes the shape of the output, such as a transposition, always matters.
+    """
+    is_strided = any(BY_NAME[name].kind == "strided" for name, _ in steps)
+    shape = STRIDED_PROBE if is_strided else PROBE
 
     def run(chain: Sequence[Step], dtype: torch.dtype) -> Tensor:
-        x, y = _probe(PROBE, dtype)
+        x, y = _probe(shape, dtype)
         for name, constants in chain:
             call = BY_NAME[name].line.format(*constants)
-            x = function_of(call)(x, y, _modules(PROBE[1], "cpu", dtype))
+            x = function_of(call)(x, y, _modules(shape[1], "cpu", dtype))
         return x
 
     return passes_ablation(
@@ -140,7 +152,7 @@ def every_operator_matters(steps: Steps) -> bool:
         run,
         max_float32_error=1e-6,
         min_values=1,
-        max_samples=2 * PROBE[0] * PROBE[1],
+        max_samples=PROBE[0] * PROBE[1] + 1,
         ablate_single=True,
     )
 
@@ -150,7 +162,8 @@ def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
 
     In a supported chain each row operator, each operator with parameters, and the second input occur at most
     once. There is at most one reduction, and at most two row operators and reductions together. Only
-    elementwise operators follow a reduction, and no operator follows itself.
+    elementwise operators follow a reduction, and no operator follows itself. At most one operator is strided,
+    and if there is one, all others are elementwise.
     """
     names = [operator.name for operator in operators]
     kinds = [operator.kind for operator in operators]
@@ -161,6 +174,7 @@ def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
         or kinds.count("reduction") > 1
         or kinds.count("row") + kinds.count("reduction") > 2
         or any(a == b for a, b in itertools.pairwise(names))
+        or ("strided" in kinds and kinds.count("elementwise") != len(kinds) - 1)
     ):
         return False
     return "reduction" not in kinds or all(
@@ -183,44 +197,75 @@ def _shapes(data: Data) -> list[tuple[int, int]]:
     return shapes
 
 
-def estimate_eager_seconds(steps: Steps, numel: int, device: Device) -> float:
-    """Estimate the eager time of one call of a chain in seconds, for an input of `numel` elements.
+def estimate_eager_seconds(steps: Steps, device: Device) -> float:
+    """Estimate the eager time of one call of a chain in seconds for each element of the input.
 
     The estimate is used to choose the size of a task, whose time the judge then measures.
     """
-    reduction = next(
-        (i for i, (name, _) in enumerate(steps) if BY_NAME[name].kind == "reduction"), len(steps)
+    nanoseconds, share = 0.0, 1.0
+    for name, _ in steps:
+        # On a GPU, each eager operator is assumed to read and write every element at 3 TB/s.
+        nanoseconds += share * (BY_NAME[name].cost if device == "cpu" else 8 / 3000)
+        share *= BY_NAME[name].output_share
+    return 1e-9 * nanoseconds
+
+
+@functools.cache
+def _operators(device: Device, *, strided: bool) -> tuple[CoreOperator, ...]:
+    """Return the operators of a device that are strided, or those that are not."""
+    return tuple(
+        operator
+        for operator in CORE_OPERATORS
+        if device in operator.devices and (operator.kind == "strided") == strided
     )
-    # On a GPU, each eager operator is assumed to read and write every element at 3 TB/s.
-    return (
-        numel
-        * 1e-9
-        * sum(BY_NAME[name].cost if device == "cpu" else 8 / 3000 for name, _ in steps[: reduction + 1])
-    )
+
+
+def _draw_strided(rng: random.Random, device: Device) -> CoreOperator:
+    """Return a random strided operator, whose probability is proportional to its weight."""
+    operators = _operators(device, strided=True)
+    return rng.choices(operators, [operator.weight for operator in operators])[0]
+
+
+def _draw_operators(
+    rng: random.Random, count: int, device: Device, strided: CoreOperator | None
+) -> list[CoreOperator]:
+    """Return `count` random operators that are not strided, except `strided` at a random place if given.
+
+    Beside a strided operator, all operators are elementwise.
+    """
+    plain = _operators(device, strided=False)
+    if strided is None:
+        return [rng.choice(plain) for _ in range(count)]
+    elementwise = [operator for operator in plain if operator.kind == "elementwise"]
+    operators = [rng.choice(elementwise) for _ in range(count)]
+    operators[rng.randrange(count)] = strided
+    return operators
 
 
 def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTask:
     """Return a random task whose estimated eager time lies within data.eager_seconds if possible.
 
-    `rng` draws the operators, their number (according to data.operator_mix), constants and shape. The field
-    `ops` has the operators in their order, `data_source` is torch#N for N operators, and `split` depends on
-    `is_held_out`. Raises UserError if data.numel permits no shape.
+    `rng` draws the operators, their number (according to data.operator_mix), constants and shape. On a device
+    with strided operators, a share of STRIDED_SHARE of the tasks has one of them. The field `ops` has the
+    operators in their order, `data_source` is torch#N for N operators, and `split` depends on `is_held_out`.
+    Raises UserError if data.numel permits no shape.
     """
     shapes, count = _shapes(data), draw_weighted(rng, data.operator_mix)
+    has_strided = bool(_operators(device, strided=True)) and rng.random() < STRIDED_SHARE
+    strided = None
     fastest, slowest = data.eager_seconds[0] * 1.3, data.eager_seconds[1] / 1.3
     for draw in itertools.count():
-        operators = [rng.choice(CORE_OPERATORS) for _ in range(count)]
+        if has_strided and draw % STRIDED_DRAWS == 0:
+            strided = _draw_strided(rng, device)
+        operators = _draw_operators(rng, count, device, strided)
         if not _is_well_formed(operators):
             continue
         steps = tuple(
             (operator.name, tuple(rng.choice(palette) for palette in operator.constants))
             for operator in operators
         )
-        measurable = [
-            shape
-            for shape in shapes
-            if fastest <= estimate_eager_seconds(steps, shape[0] * shape[1], device) <= slowest
-        ]
+        seconds = estimate_eager_seconds(steps, device)
+        measurable = [shape for shape in shapes if fastest <= shape[0] * shape[1] * seconds <= slowest]
         if not measurable and draw < MAX_DRAWS:
             continue
         rows, cols = rng.choice(measurable or shapes)

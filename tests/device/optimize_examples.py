@@ -25,7 +25,10 @@ from agent_fixtures import completion, server
 
 from components.agent.user_module import user_task
 from components.bootstrap.canonicalize import canonicalize
-from components.bootstrap.demonstrations import DONE, MEASURE, STYLES, SUFFIX, write_kernel
+from components.bootstrap.chain_parser import read_chain
+from components.bootstrap.demonstrations import DONE, MEASURE, SUFFIX
+from components.bootstrap.kernel_writer import write_kernel
+from components.bootstrap.schedules import FUSED, SEPARATE, VECTORISED
 from components.core.config import PROJECT
 from components.core.param_types import Device
 
@@ -36,9 +39,10 @@ OTHER_FORMS = {"normalised_mish": ("Block", "torch.randn(256, 1024)")}
 
 
 def script(code: str, device: Device) -> Callable[[int, dict[str, Any]], tuple[int, bytes, dict[str, str]]]:
-    """Return the server's answers on one module: a kernel in each style, fastest first, each measured."""
-    chain = canonicalize(code)
-    kernels = [write_kernel(chain, style, device) for style in reversed(STYLES[device])] if chain else []
+    """Return the server's answers on one module: three kernels, fastest first, each measured."""
+    chain = read_chain(canonicalize(code) or "")
+    schedules = (VECTORISED[device], FUSED[device], SEPARATE[device])
+    kernels = [write_kernel(chain, schedule) for schedule in schedules] if chain else []
 
     def answer(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
         turn = sum(message["role"] == "assistant" for message in body["messages"])

@@ -32,7 +32,9 @@ from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
 from components.agent.user_module import user_task
 from components.bootstrap.canonicalize import canonicalize
-from components.bootstrap.demonstrations import write_kernel
+from components.bootstrap.chain_parser import read_chain
+from components.bootstrap.kernel_writer import write_kernel
+from components.bootstrap.schedules import SEPARATE, VECTORISED
 from components.cli.main import main
 from components.core.config import PROJECT
 from components.core.errors import UserError
@@ -61,9 +63,13 @@ class Scripted:
         return run_episodes(request, ScriptedSampler(TOKENIZER, self.lines), TOKENIZER)
 
 
-def search(lines: Lines, pool: Any = None, attempts: int = 2, task: KernelTask = TASK) -> Outcome:
+def search(
+    lines: Lines, pool: Any = None, attempts: int = 2, task: KernelTask = TASK, device: str = "cpu"
+) -> Outcome:
+    policy = Scripted(lines)
+    policy.params = policy.params.model_copy(update={"device": device})
     return optimize(
-        Scripted(lines),
+        policy,
         task,
         pool or ScriptedPool(),
         SearchBudget(attempts, turns=3),
@@ -217,8 +223,8 @@ def example(name: str) -> KernelTask:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_the_examples_speak_the_language_of_the_small_policy(name: str) -> None:
-    form = canonicalize(example(name).code)
-    assert form is not None and write_kernel(form, "simd", "cpu") is not None
+    chain = read_chain(canonicalize(example(name).code) or "")
+    assert chain is not None and write_kernel(chain, VECTORISED["cpu"]) is not None
 
 
 def test_what_a_policy_was_made_for_comes_with_it_and_a_persons_choice_stays() -> None:
@@ -291,12 +297,10 @@ def optimised(judge: Judge, pool: LocalPool, tmp_path_factory: pytest.TempPathFa
     task = example(
         "energy_score"
     )  # of the examples the one whose gain, 2.3 times, no load of the machine hides
-    kernels = {
-        style: write_kernel(canonicalize(task.code) or "", style, "cpu") for style in ("passes", "simd")
-    }
-    said = [
-        call("Write", file_path="kernels/forward.cpp", content=kernels[style]) for style in ("passes", "simd")
-    ]
+    chain = read_chain(canonicalize(task.code) or "")
+    assert chain is not None
+    kernels = [write_kernel(chain, schedule["cpu"]) for schedule in (SEPARATE, VECTORISED)]
+    said = [call("Write", file_path="kernels/forward.cpp", content=kernel) for kernel in kernels]
     outcome = search(
         lambda i, t: f"{said[t]}\n{call('Bash', command=MEASURE)}" if t < 2 else "Done.",
         pool,
@@ -306,7 +310,7 @@ def optimised(judge: Judge, pool: LocalPool, tmp_path_factory: pytest.TempPathFa
     assert (
         outcome.verdict is not None
         and outcome.verdict.status == "correct"
-        and outcome.files["kernels/forward.cpp"] == kernels["simd"]
+        and outcome.files["kernels/forward.cpp"] == kernels[1]
     )
     assert outcome.found, headline(outcome)
     out = tmp_path_factory.mktemp("optimised") / "out"
@@ -404,9 +408,9 @@ def test_a_mistake_of_the_command_line_is_one_sentence_and_leaves_nothing(
 
 
 def test_a_small_policy_says_when_a_module_is_none_that_it_has_learned() -> None:
-    known = search(lambda i, t: "Done.")
-    other = search(
-        lambda i, t: "Done.",
-        task=TASK.model_copy(update={"code": TASK.code.replace("torch.tanh(x)", "torch.cumsum(x, 0)")}),
-    )
-    assert known.notes == () and other.notes == (NOT_LEARNED,)
+    def notes(expression: str, device: str = "cpu") -> tuple[str, ...]:
+        task = TASK.model_copy(update={"code": TASK.code.replace("torch.tanh(x)", expression)})
+        return search(lambda i, t: "Done.", task=task, device=device).notes
+
+    assert notes("torch.tanh(x)") == notes("torch.cumsum(x, 0)") == ()
+    assert notes("torch.cumprod(x, 0)") == notes("torch.cumsum(x, 0)", "cuda") == (NOT_LEARNED,)

@@ -122,7 +122,7 @@ def test_a_constant_is_one_token_the_same_in_task_and_kernel(
 
 
 def test_a_line_common_to_all_kernels_is_one_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert len(tokenizer.tokenize("  for (int64_t i = 0; i < t[0].numel; ++i) {\n")) == 1
+    assert len(tokenizer.tokenize("  const float* x = f32(t[0]);\n")) == 1
 
 
 def test_conversation_is_the_chat_template_and_the_mask_what_the_assistant_says(
@@ -232,14 +232,18 @@ def test_no_bit_of_a_completion_depends_on_the_sequences_beside_it_or_on_its_mom
         async def complete(index: int) -> None:
             async with free:
                 found[index] = await one.complete(
-                    given[index], max_new_tokens=80, temperature=1.0, seed=index, session=str(index)
+                    given[index],
+                    max_new_tokens=20 + 3 * index,
+                    temperature=1.0,
+                    seed=index,
+                    session=str(index),
                 )
 
         await asyncio.gather(*map(complete, order))
         return found
 
     alone = asyncio.run(completions(8, 1, list(range(20))))
-    assert len({len(completion.ids) for completion in alone.values()}) > 3
+    assert len({len(completion.ids) for completion in alone.values()}) > 10, "rows end one after the other"
     for batch, places in ((8, 8), (2, 2), (12, 12), (16, 5), (64, 20)):
         order = random.Random(batch).sample(range(20), 20)
         assert asyncio.run(completions(batch, places, order)) == alone

@@ -31,7 +31,10 @@ def test_a_chain_is_recognised_in_a_persons_own_words() -> None:
     )
     for other in (
         "x @ x",
-        "x.cumsum(0)",
+        "x.cumprod(0)",
+        "x.t()",
+        "x.contiguous()",
+        "F.max_pool1d(x, 2, 1)",
         "x.relu(inplace=True)",
         "F.relu(x) + F.relu(x)",
         "F.conv2d(x, x)",
@@ -44,6 +47,24 @@ def test_a_chain_is_recognised_in_a_persons_own_words() -> None:
             )
             is None
         )
+
+
+@pytest.mark.parametrize(
+    ("mine", "composed"),
+    [
+        ("x.cumsum(0)", ["torch.cumsum(x, dim=0)"]),
+        ("torch.cumsum(x, 1)", ["torch.cumsum(x, dim=-1)"]),
+        ("x.relu().t().contiguous()", ["F.relu(x)", "x.t().contiguous()"]),
+        ("((x + 1) * 2).t().contiguous()", ["x + 1.0", "x * 2.0", "x.t().contiguous()"]),
+        ("F.avg_pool1d(x, kernel_size=4)", ["F.avg_pool1d(x, 4)"]),
+        ("x.mean(0, keepdim=True).tanh()", ["torch.mean(x, dim=0, keepdim=True)", "torch.tanh(x)"]),
+    ],
+)
+def test_columns_scans_pools_and_transpositions_are_recognised(mine: str, composed: list[str]) -> None:
+    form = canonicalize(
+        f"class Model(nn.Module):\n    def forward(self, x):\n        return {mine}\n{INPUTS}"
+    )
+    assert form is not None and "".join(f"        x = {line}\n" for line in composed) in form
 
 
 OWN_WORDS = """import torch
@@ -118,9 +139,9 @@ def test_names_methods_and_modules_of_a_persons_own_make_no_difference() -> None
         ("h = gate * h", "h *= gate"),
         ("self.act(self.norm(hidden))", "self.act(hidden)"),
         ("self.factor = 2", "self.factor = nn.Linear(512, 512)"),
-        (".mean(1, keepdim=True)", ".mean(0, keepdim=True)"),
+        (".mean(1, keepdim=True)", ".mean(keepdim=True)"),
     ],
-    ids=["branch", "used_twice", "in_place", "unused_parameters", "other_module", "other_dimension"],
+    ids=["branch", "used_twice", "in_place", "unused_parameters", "other_module", "no_dimension"],
 )
 def test_what_only_looks_like_a_chain_is_none(old: str, new: str) -> None:
     assert old in OWN_WORDS and canonicalize(OWN_WORDS.replace(old, new)) is None
