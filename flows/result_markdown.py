@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from components.core.progress_view import FIGURES, duration, figures_row, format_number
+from components.core.progress_view import FIGURES, captured_line, duration, figures_row, format_number
 
 
 def stages_table(record: Mapping[str, Any]) -> str:
@@ -44,6 +44,7 @@ def verdict(record: Mapping[str, Any]) -> str:
             *(f"- {reason}" for reason in gate["reasons"]),
             "",
             markdown_table(FIGURES, [figures_row(name, figures) for name, figures in evaluations]),
+            *(["", captured_line(record["schedule_search"])] if "schedule_search" in record else []),
         ]
     )
 

@@ -71,8 +71,16 @@ READS = {
         ("components.training.ppo", *SAMPLING_SOURCES),
     ),
     "evaluation": Reads(
-        (*SAMPLING, "engine.dtype", "evaluation"),
+        (
+            *(*SAMPLING, "engine.dtype", "evaluation.suite", "evaluation.levels", "evaluation.numel"),
+            *("evaluation.attempts", "evaluation.temperature", "evaluation.max_turns"),
+            "evaluation.max_new_tokens",
+        ),
         ("components.evaluation.evaluate", "components.agent.policies", *SAMPLING_SOURCES),
+    ),
+    "attainable": Reads(
+        ("device", "precision", "sandbox", "evaluation.schedules"),
+        ("components.evaluation.attainable", "components.judge.pool"),
     ),
 }
 

@@ -100,17 +100,20 @@ class CheckpointRecord(StageRecord):
 
 
 class EvaluationRecord(StageRecord):
-    """The record of an evaluation, which names its results file.
+    """The record of an evaluation or of a search of schedules, which names its results file.
 
-    `results` is the path of that file relative to the home, and `digest` is its SHA-256.
+    `results` is the path of that file relative to the home, and `digest` is its SHA-256. If a time limit
+    ended the search, `is_finished` is False and there is no such file.
     """
 
     results: str
     seconds: float
+    is_finished: bool = True
 
     @property
-    def progress(self) -> None:
-        """Return None, because an evaluation is always finished."""
+    def progress(self) -> tuple[int, int] | None:
+        """Return None if the evaluation is finished."""
+        return None if self.is_finished else (0, 1)
 
     def output(self, home: Path) -> Path:
         return home / self.results

@@ -28,10 +28,12 @@ from components.core.files import digest_json, read_json, write_json
 from components.core.param_kinds import result_values
 from components.core.progress import Progress
 from components.core.task import KernelTask
+from components.evaluation.evaluation_folder import add_cost, claim
 from components.evaluation.metrics import (
     RESULTS,
     Attempt,
     Evaluation,
+    Measurement,
     NotMeasurable,
     TaskResult,
     by_level,
@@ -78,7 +80,7 @@ def evaluate(
             f"evaluation.suite: {params.evaluation.suite} holds no task; give a suite with at least one."
         )
     plan = _plan(policy, tasks, epoch, seed)
-    _claim(out, plan)
+    claim(out, plan)
     if (out / RESULTS).is_file():
         return load_evaluation(out)
 
@@ -124,34 +126,17 @@ def evaluate(
 
 def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) -> dict[str, Any]:
     """Return all settings of an evaluation that affect its results, which are the contents of plan.json."""
-    params = policy.params
+    sections = ("evaluation", "policy.prompt", "policy.context", "sandbox", "device", "precision")
+    values = result_values(policy.params, sections)
+    # The search of schedules has a folder of its own.
+    del values["evaluation.schedules"]
     return {
         "policy_digest": policy.digest,
         "suite_digest": digest_json([task.task_id for task in tasks]),
-        **result_values(
-            params, ("evaluation", "policy.prompt", "policy.context", "sandbox", "device", "precision")
-        ),
+        **values,
         "epoch": epoch,
         "seed": seed,
     }
-
-
-def _claim(out: Path, plan: dict[str, Any]) -> None:
-    """Write `plan` to plan.json in `out`, or compare it with the plan that is already there.
-
-    Raises UserError if the two plans differ.
-    """
-    file = out / "plan.json"
-    if not file.is_file():
-        write_json(file, plan)
-        return
-    begun = read_json(file)
-    different = sorted(key for key in plan if begun.get(key) != plan[key])
-    if different:
-        raise UserError(
-            f"{out}: holds another evaluation (its {', '.join(different)} differ); "
-            "give another folder or delete this one."
-        )
 
 
 def _admissions(
@@ -215,7 +200,7 @@ def _attempts(
                     "fix the server, the same command continues."
                 )
             save_trajectories(folder, trajectories)
-            _add_cost(out, "episodes", time.monotonic() - started)
+            add_cost(out, "episodes", time.monotonic() - started)
         attempts += [trajectories[first : first + count] for first in range(0, len(trajectories), count)]
     return attempts
 
@@ -263,7 +248,7 @@ def _measure(
             reason = admissions[task_id].reason if task_id in admissions else ""
             results[task_id] = _result(task, own, verdict, "" if reason in SOUND else reason)
             write_json(files[task_id], results[task_id].model_dump(mode="json"))
-            _add_cost(out, "final measurements", time.monotonic() - started)
+            add_cost(out, "final measurements", time.monotonic() - started)
             started = time.monotonic()
             passed = sum(result.correct for result in results.values()) / len(results)
             progress.update("evaluation", sampled + len(results), sampled + len(first), pass_rate=passed)
@@ -300,13 +285,6 @@ def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -
     return done
 
 
-def _add_cost(out: Path, phase: str, seconds: float) -> None:
-    """Add `seconds`, during which `phase` occupied the device, to cost.json in `out`."""
-    file = out / "cost.json"
-    costs: dict[str, float] = read_json(file) if file.is_file() else {}
-    write_json(file, costs | {phase: round(costs.get(phase, 0.0) + seconds, 3)})
-
-
 def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, degenerate: str) -> TaskResult:
     return TaskResult(
         task_id=task.task_id,
@@ -324,6 +302,7 @@ def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, dege
                 reward=attempt.reward,
                 turns=len(attempt.turns),
                 finish_reason=attempt.finish_reason,
+                first=_first_answer(attempt),
             )
             for attempt in attempts
         ),
@@ -332,3 +311,13 @@ def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, dege
         evidence=verdict.evidence,
         degenerate=degenerate,
     )
+
+
+def _first_answer(attempt: Trajectory) -> Measurement:
+    """Return the verdict on the first kernel of an episode that was judged.
+
+    Its status is `infrastructure` if the policy's server answered no turn.
+    """
+    if attempt.finish_reason == "server" and not attempt.turns:
+        return Measurement(status="infrastructure")
+    return Measurement.of(attempt.verdicts[0])

@@ -11,15 +11,22 @@ then one matrix product.
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel
+from components.evaluation.intervals import (
+    COVERAGE,
+    Array,
+    Interval,
+    bootstrap_counts,
+    percentile_interval,
+    quotients,
+)
 from components.judge.verdict import MARGIN, Labels, Ratio, Seconds, Speedup, Status, Verdict, milestone
 
 Baseline = Literal["eager", "compile"]
@@ -27,24 +34,39 @@ BASELINES: tuple[Baseline, ...] = ("eager", "compile")
 # File with the record of an evaluation, in its folder.
 RESULTS = "results.json"
 FAST_P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
-RESAMPLES = 2000
-COVERAGE = 0.95
 # Prefixes of the names of the figures that are shares of tasks.
 SHARES = ("pass_rate", "faster_rate", "beyond_margin", "fast_p")
 
-Array = NDArray[np.float64]
+
+class Measurement(FrozenModel):
+    """The status of one judged kernel and, if it was measured, its speed-up over eager."""
+
+    status: Status
+    eager: float | None = None
+
+    @classmethod
+    def of(cls, verdict: Verdict) -> Self:
+        ratio = verdict.speedup.eager
+        return cls(status=verdict.status, eager=None if ratio is None else ratio.estimate)
+
+    @property
+    def error(self) -> bool:
+        """Whether the judge itself failed, so that the kernel is neither correct nor wrong."""
+        return self.status == "infrastructure"
 
 
 class Attempt(FrozenModel):
     """One trajectory on a task.
 
-    `status` and `reward` are those of the verdict on the final answer at the end of the episode.
+    `status` and `reward` are those of the verdict on the final answer at the end of the episode. `first` is
+    the verdict within the episode on the first kernel that was judged, or None in records without it.
     """
 
     status: Status
     reward: float
     turns: int = 0
     finish_reason: str = ""
+    first: Measurement | None = None
 
 
 def _milestone(fields: dict[str, Any]) -> Literal[-1, 1, 2, 3]:
@@ -96,16 +118,6 @@ class TaskResult(FrozenModel):
         if not self.correct or ratio is None or not math.isfinite(ratio.estimate) or ratio.estimate <= 0:
             return None
         return ratio.estimate
-
-
-class Interval(FrozenModel):
-    """A 95 % interval from bootstrap samples of the tasks, or an exact binomial one for shares of 0 and 1.
-
-    Both ends are None if there is no task on which the figure is defined.
-    """
-
-    low: float | None
-    high: float | None
 
 
 class Pair(FrozenModel):
@@ -289,11 +301,11 @@ def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[s
     earlier = {row.task_id: row for row in before}
     pairs = [(earlier[row.task_id], row) for row in after if row.task_id in earlier]
     old, new = _figures([pair[0] for pair in pairs]), _figures([pair[1] for pair in pairs])
-    samples, once = _bootstrap_counts(len(pairs)), np.ones((1, len(pairs)))
+    samples, once = bootstrap_counts(len(pairs)), np.ones((1, len(pairs)))
     return {
         name: Change(
-            value=_scaled(name, float((_apply(new[name], once) - _apply(old[name], once))[0])),
-            **_bounds(name, _apply(new[name], samples) - _apply(old[name], samples)),
+            value=_scaled(name, float((quotients(new[name], once) - quotients(old[name], once))[0])),
+            **_bounds(name, quotients(new[name], samples) - quotients(old[name], samples)),
         )
         for name in new
     }
@@ -327,11 +339,11 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
 def _estimate(
     figures: dict[str, tuple[Array, Array]], tasks: int
 ) -> tuple[dict[str, float | None], dict[str, Interval]]:
-    samples, once = _bootstrap_counts(tasks), np.ones((1, tasks))
-    values = {name: _scaled(name, float(_apply(figure, once)[0])) for name, figure in figures.items()}
+    samples, once = bootstrap_counts(tasks), np.ones((1, tasks))
+    values = {name: _scaled(name, float(quotients(figure, once)[0])) for name, figure in figures.items()}
     intervals = {}
     for name, figure in figures.items():
-        bounds = _bounds(name, _apply(figure, samples))
+        bounds = _bounds(name, quotients(figure, samples))
         if tasks and name.startswith(SHARES) and values[name] in (0, 1):
             # The exact binomial bound is used, because all bootstrap samples of equal outcomes are equal.
             miss = ((1 - COVERAGE) / 2) ** (1 / tasks)
@@ -340,36 +352,13 @@ def _estimate(
     return values, intervals
 
 
-def _bootstrap_counts(tasks: int) -> Array:
-    """Return how often each task occurs in each bootstrap sample, with shape [RESAMPLES, tasks]."""
-    if tasks == 0:
-        return np.zeros((RESAMPLES, 0))
-    shares = np.full(tasks, 1 / tasks)
-    return np.random.default_rng(0).multinomial(tasks, shares, size=RESAMPLES).astype(float)
-
-
-def _apply(figure: tuple[Array, Array], counts: Array) -> Array:
-    """Return the value of a figure for each row of `counts`, which says how often each task is drawn.
-
-    `figure` holds numerators and denominators of the tasks. The value is NaN if the denominator is 0.
-    """
-    numerator, denominator = counts @ figure[0], counts @ figure[1]
-    quotient: Array = np.divide(
-        numerator, denominator, out=np.full(len(counts), math.nan), where=denominator > 0
-    )
-    return quotient
-
-
 def _bounds(name: str, samples: Array) -> dict[str, float | None]:
-    """Return the ends of the percentile interval of the figure `name`, computed on its bootstrap `samples`.
-
-    Both ends are None if all samples are NaN.
-    """
-    samples = samples[~np.isnan(samples)]
-    if len(samples) == 0:
-        return {"low": None, "high": None}
-    low, high = np.quantile(samples, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
-    return {"low": _scaled(name, float(low)), "high": _scaled(name, float(high))}
+    """Return the ends of the interval of the figure `name`, computed on its bootstrap `samples`."""
+    found = percentile_interval(samples)
+    return {
+        end: None if value is None else _scaled(name, value)
+        for end, value in (("low", found.low), ("high", found.high))
+    }
 
 
 def _scaled(name: str, value: float) -> float | None:

@@ -3,7 +3,8 @@
 import math
 from typing import Any
 
-from components.evaluation.metrics import SHARES, Interval
+from components.evaluation.intervals import Interval
+from components.evaluation.metrics import SHARES
 
 
 def pretty(value: Any) -> str:

@@ -69,16 +69,16 @@ class HttpJudge:
         task: KernelTask,
         files: dict[str, str],
         *,
-        compare_compile: bool = False,
+        compare_compile: bool | None = False,
         measurement: int = 1,
     ) -> Verdict:
         """Return the service's verdict on the candidate with `files` on `task`.
 
         `files` maps each workspace path to the text of the file. With `compare_compile`, every correct
         candidate is compared with the fastest mode of torch.compile, and otherwise only one that is faster
-        than eager, with the default mode. The service measures a candidate once for each value of
-        `measurement`. Raises InfrastructureError if the service or its judge fails, and UserError if the
-        service refuses the request.
+        than eager, with the default mode, or none if it is None. The service measures a candidate once for
+        each value of `measurement`. Raises InfrastructureError if the service or its judge fails, and
+        UserError if the service refuses the request.
         """
         request = {
             "code": task.code,

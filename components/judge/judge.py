@@ -96,15 +96,16 @@ class Judge:
         task: KernelTask,
         files: dict[str, str],
         *,
-        compare_compile: bool = False,
+        compare_compile: bool | None = False,
         report: Report = ignore,
     ) -> Verdict:
         """Return the verdict on the candidate with `files` on `task`.
 
         `files` maps each workspace path to the text of the file. If `compare_compile` is set, every correct
         candidate is compared with the fastest mode of torch.compile. Otherwise only a candidate that is
-        faster than eager is compared with torch.compile, in its default mode. `report` is called with the
-        name of each step when it begins. Raises InfrastructureError if the judge itself fails.
+        faster than eager is compared with torch.compile, in its default mode, and none if `compare_compile`
+        is None. `report` is called with the name of each step when it begins. Raises InfrastructureError if
+        the judge itself fails.
         """
         try:
             report("building the candidate")
@@ -112,7 +113,7 @@ class Judge:
             report("preparing inputs, reference outputs and baselines")
             with (
                 self.bench(task) as bench,
-                self._device(bench, every_mode=compare_compile),
+                self._device(bench, compare_compile),
                 open(built.library or os.devnull, "rb") as library_file,
             ):
                 return self._measure(bench, built, library_file.fileno(), compare_compile, report)
@@ -169,16 +170,13 @@ class Judge:
         return self.bench_cache.use(task.task_id, make)
 
     @contextlib.contextmanager
-    def _device(self, bench: TaskBench, *, every_mode: bool) -> Iterator[None]:
+    def _device(self, bench: TaskBench, compare_compile: bool | None) -> Iterator[None]:
         """Hold a GPU exclusively for one candidate, after its baselines have been started; do nothing on cpu.
 
-        If `every_mode` is set, these include the baselines of all torch.compile modes, which are compared
-        once, and otherwise only that of the default mode.
-
-        A thread that starts a baseline holds the lock of the task's `BaselineCache`, and the start is paused
-        while another thread measures. If that other thread judged a candidate of the same task and needed the
-        lock too, neither thread would continue. Candidates of one task therefore first wait for
-        `candidate_lock`.
+        These include the baselines of torch.compile that `compare_compile` asks for (`verdict`). A thread
+        that starts a baseline holds the lock of the task's `BaselineCache`, and the start is paused while
+        another thread measures. If that other thread judged a candidate of the same task and needed the lock
+        too, neither thread would continue. Candidates of one task therefore first wait for `candidate_lock`.
         """
         if not self.scheduler.is_exclusive:
             yield
@@ -186,14 +184,14 @@ class Judge:
         with bench.candidate_lock:
             bench.baselines.get(EAGER)
             bench.baselines.get(NOOP)
-            if bench.starts_compile_early:
+            if bench.starts_compile_early and compare_compile is not None:
                 try:
-                    start_modes(bench) if every_mode else bench.baselines.get(COMPILE)
+                    start_modes(bench) if compare_compile else bench.baselines.get(COMPILE)
                 except (TaskError, torch.OutOfMemoryError):
                     # Only candidates that are compared with torch.compile fail, in `_compare`.
                     bench.starts_compile_early = False
             with self.scheduler.exclusive_device():
-                if every_mode:
+                if compare_compile:
                     # The slower modes free their memory before the candidate allocates any.
                     with contextlib.suppress(TaskError):
                         fastest_mode(bench)
@@ -202,13 +200,17 @@ class Judge:
                 yield
 
     def _measure(
-        self, bench: TaskBench, built: BuiltCandidate, library: int, compare_compile: bool, report: Report
+        self,
+        bench: TaskBench,
+        built: BuiltCandidate,
+        library: int,
+        compare_compile: bool | None,
+        report: Report,
     ) -> Verdict:
         """Load a candidate, verify its outputs before and after timing it, and return its verdict.
 
-        `library` is the descriptor of the candidate's library, or of an empty file if it has none. With
-        `compare_compile`, every correct candidate is compared with the fastest mode of torch.compile, and
-        otherwise only one that is faster than eager. Raises Rejected if the candidate fails.
+        `library` is the descriptor of the candidate's library, or of an empty file if it has none. For
+        `compare_compile` see `verdict`. Raises Rejected if the candidate fails.
         """
         runners: dict[Timed, TimedRunner] = {
             "eager": bench.baselines.get(EAGER),
@@ -261,14 +263,13 @@ class Judge:
         self,
         bench: TaskBench,
         runners: dict[Timed, TimedRunner],
-        compare_compile: bool,
+        compare_compile: bool | None,
         report: Report,
     ) -> tuple[Speedup, Seconds, dict[str, Any]]:
         """Time the candidate beside the baselines, and return its speed-ups, median times and the evidence.
 
-        The baselines are eager, and torch.compile if `compare_compile` is set or the candidate is faster than
-        eager. Times are in seconds per call. The evidence has the times of all rounds by runner, and the mode
-        of torch.compile.
+        The baselines are eager, and torch.compile as `compare_compile` says (`verdict`). Times are in seconds
+        per call. The evidence has the times of all rounds by runner, and the mode of torch.compile.
         """
         candidate, baselines = runners["candidate"], list[Timed](["eager"])
         evidence: dict[str, Any] = {}
@@ -283,7 +284,7 @@ class Judge:
         speedups = {name: speedup(raw, name, spread) for name in baselines}
         medians = {name: median_seconds(raw, name) for name in ("candidate", *baselines)}
         evidence["raw_seconds"] = dict(raw)
-        if not compare_compile and speedups["eager"].estimate > MARGIN:
+        if compare_compile is False and speedups["eager"].estimate > MARGIN:
             runners["compile"], compile_evidence = self._compile_baseline(bench, candidate, every_mode=False)
             with self._timing(candidate):
                 raw = timed_rounds(bench, runners, ["compile"])

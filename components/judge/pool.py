@@ -53,14 +53,14 @@ class Job:
 
     Jobs with the same task, candidate and epoch share one measurement and one journal entry. If
     `compare_compile` is set, every correct candidate is compared with the fastest mode of torch.compile.
-    Otherwise only a candidate that is faster than eager is compared with torch.compile, in its default mode.
-    All jobs of an epoch have the same `compare_compile`.
+    Otherwise only a candidate that is faster than eager is compared with torch.compile, in its default mode,
+    and none if `compare_compile` is None. All jobs of an epoch have the same `compare_compile`.
     """
 
     task: KernelTask
     candidate: Candidate
     epoch: str
-    compare_compile: bool = False
+    compare_compile: bool | None = False
 
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class JudgeLike(Protocol):
     """Interface of the object that a pool judges with: one judge, or several with the same methods."""
 
     def verdict(
-        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False
+        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool | None = False
     ) -> Verdict: ...
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission: ...

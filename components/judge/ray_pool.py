@@ -54,7 +54,7 @@ class JudgeActor:
         return self.incarnation_id
 
     def verdict(
-        self, task: KernelTask, files: dict[str, str], compare_compile: bool
+        self, task: KernelTask, files: dict[str, str], compare_compile: bool | None
     ) -> tuple[str, dict[str, Any]]:
         verdict = self.judge.verdict(task, files, compare_compile=compare_compile)
         return self.incarnation_id, verdict.model_dump(mode="json")
@@ -115,7 +115,9 @@ class RemoteJudges:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
         ).remote(params.model_dump(mode="json"))
 
-    def verdict(self, task: KernelTask, files: dict[str, str], *, compare_compile: bool = False) -> Verdict:
+    def verdict(
+        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool | None = False
+    ) -> Verdict:
         with self._actor(task.task_id) as actor:
             incarnation, record = _result(actor.verdict.remote(task, files, compare_compile))
             if record["status"] in KILLED_STATUSES:

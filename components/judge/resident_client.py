@@ -30,7 +30,7 @@ class JudgementRequest(FrozenModel):
     params: Params
     task: KernelTask
     files: dict[str, str]
-    compare_compile: bool
+    compare_compile: bool | None
 
 
 class AdmissionRequest(FrozenModel):
@@ -82,15 +82,16 @@ class ResidentJudge:
         task: KernelTask,
         files: dict[str, str],
         *,
-        compare_compile: bool = False,
+        compare_compile: bool | None = False,
         report: Report = ignore,
     ) -> Verdict:
         """Return the resident judge's verdict on the candidate with `files` on `task`.
 
         `files` maps each workspace path to the text of the file. With `compare_compile`, every correct
         candidate is compared with the fastest mode of torch.compile, and otherwise only one that is faster
-        than eager. `report` is called with the name of each step when it begins. Raises UserError or
-        InfrastructureError if the judge does, and InfrastructureError if it does not answer.
+        than eager, or none if it is None. `report` is called with the name of each step when it begins.
+        Raises UserError or InfrastructureError if the judge does, and InfrastructureError if it does not
+        answer.
         """
         request = JudgementRequest(
             params=self.params, task=task, files=files, compare_compile=compare_compile

@@ -14,7 +14,7 @@ class ServiceJudge(Protocol):
     """Interface of a judge that calls `report` with the step of its work."""
 
     def verdict(
-        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool, report: Report
+        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool | None, report: Report
     ) -> Verdict: ...
 
 

@@ -60,10 +60,10 @@ class JudgementBody(FrozenModel):
     task: str = Field("", description="task_id of a task that GET /v1/tasks lists")
     code: Source = Field("", description="source of a task of the caller")
     files: dict[Text, Text] = Field(description="model_new.py and kernels/NAME: path and text of each file")
-    compare_compile: bool = Field(
+    compare_compile: bool | None = Field(
         False,
         description="compare every correct candidate with the fastest mode of torch.compile; otherwise only "
-        "one that is faster than eager, with the default mode",
+        "one that is faster than eager, with the default mode; null compares none",
     )
     measurement: Measurement = 1
     precision: Precision | None = Field(None, description="by default the service's")

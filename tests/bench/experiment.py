@@ -1,15 +1,17 @@
 """The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and ablations.
 
     python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] \
-        [--variants group,turns,staleness] [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]
+        [--variants group,turns,staleness] [--schedules N] [--set KEY=VALUE] [--part PART] [--table] \
+        [--plot FILE.svg]
 
 Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold
 start and after each stage that changes it. The paper's ablations in miniature share the first seed's cold
 start. `--variants` instead trains stage 4 of every seed with other values of agentic.advantages, without a
-critic, and makes only what that needs. A repeated call goes on where the last one was stopped; `--table`
-prints what there is, and `--plot` draws it. On a host with two GPUs a call with `--part training` and another
-with `--part evaluation`, which waits for each checkpoint, share the work, each with its own
-CUDA_VISIBLE_DEVICES and, by taskset, its own cores.
+critic, and makes only what that needs. `--schedules` judges N random schedules on the held-out tasks once,
+and adds what share of their speed-up the first answers reach to the table. A repeated call goes on where the
+last one was stopped; `--table` prints what there is, and `--plot` draws it. On a host with two GPUs a call
+with `--part training` and another with `--part evaluation`, which waits for each checkpoint, share the work,
+each with its own CUDA_VISIBLE_DEVICES and, by taskset, its own cores.
 """
 
 import argparse
@@ -23,8 +25,10 @@ from pathlib import Path
 from components.agent.policies import checkpoint_policy
 from components.bootstrap.cold_start import coldstart
 from components.core.config import PROJECT, resolve
-from components.core.files import MANIFEST
+from components.core.files import MANIFEST, read_json
 from components.core.params import Params
+from components.evaluation.attainable import search
+from components.evaluation.captured_share import Attainable, equivalence_text, share_rows, share_text
 from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import RESULTS, Evaluation, changes, load_evaluation
@@ -36,6 +40,7 @@ from components.training.run_stage import run_stage
 from components.training.stage import CHECKPOINT, Stage, stages_of_run
 
 TASKS = "tasks"
+ATTAINABLE = "attainable"
 FULL = ("cold start", "stage 1", "stage 2", "stage 4")
 NUMBERS = (0, 1, 2, 4)
 COLOURS = {"first": "#2563eb", "second": "#d97706", "third": "#059669"}
@@ -107,6 +112,13 @@ class Experiment:
             seed=params.seed,
         )
         print(row(name, found), flush=True)
+
+    def search(self, seed: int, schedules: int) -> None:
+        """Judge random schedules on the held-out tasks, each correct kernel twice."""
+        params, out = self.params(seed), self.out / ATTAINABLE
+        if self.part != "training":
+            suite = load_suite(params, self.out / TASKS)
+            search(suite, params, self.pool, out, schedules=schedules, epoch=ATTAINABLE, progress=Lines())
 
     def stage(
         self,
@@ -228,6 +240,8 @@ def row(name: str, found: Evaluation) -> str:
 
 
 def table(out: Path, seeds: list[int]) -> None:
+    found = out / ATTAINABLE / RESULTS
+    searched = Attainable.model_validate(read_json(found)) if found.is_file() else None
     columns = [
         "",
         "pass rate",
@@ -236,11 +250,21 @@ def table(out: Path, seeds: list[int]) -> None:
         "faster than compile",
         "geomean, eager",
         "geomean, compile",
+        *(["captured share", "search equivalence"] if searched is not None else []),
     ]
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
+    evaluations = {}
     for name in [*(f"{seed} {stage}" for seed in seeds for stage in (*FULL, *VARIANTS)), *ABLATIONS]:
         if (out / f"evaluation {name}" / RESULTS).is_file():
-            print(row(name, load_evaluation(out / f"evaluation {name}")))
+            evaluations[name] = load_evaluation(out / f"evaluation {name}")
+    rows = share_rows(evaluations, searched) if searched is not None else []
+    cells = {one.name: f" {share_text(one)} | {equivalence_text(one)} |" for one in rows}
+    for name, evaluation in evaluations.items():
+        print(row(name, evaluation) + cells.get(name, ""))
+    for one in rows:
+        if one.choices:
+            choices = ", ".join(f"{name} {value}" for name, value in one.choices.items())
+            print(f"| {one.name} ({choices}) |{' |' * 6}{cells[one.name]}")
     pairs = ((FULL[0], FULL[-1]), *((FULL[-1], variant) for variant in VARIANTS))
     for seed, (before, after) in itertools.product(seeds, pairs):
         first, last = (out / f"evaluation {seed} {stage}" for stage in (before, after))
@@ -318,6 +342,7 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--no-ablations", dest="ablations", action="store_false")
     parser.add_argument("--variants", default="", help=f"any of {','.join(VARIANTS)}")
+    parser.add_argument("--schedules", type=int, default=0)
     parser.add_argument("--set", dest="sets", action="append", default=[])
     parser.add_argument("--part", choices=("all", "training", "evaluation"), default="all")
     parser.add_argument("--table", action="store_true")
@@ -353,6 +378,8 @@ def main() -> None:
         pool = open_pool(resolve(chosen.profile, tuple(chosen.sets)).params, out / verdicts)
         experiment = Experiment(out, chosen.profile, tuple(chosen.sets), chosen.part, pool)
         try:
+            if chosen.schedules:
+                experiment.search(seeds[0], chosen.schedules)
             for seed in seeds:
                 for name in variants:
                     experiment.variant(seed, name)

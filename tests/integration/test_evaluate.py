@@ -26,7 +26,7 @@ from components.core.files import digest_tree
 from components.core.progress import Quiet
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
-from components.evaluation.metrics import Evaluation, load_evaluation
+from components.evaluation.metrics import Evaluation, Measurement, load_evaluation
 from components.evaluation.report import write_evaluation_report
 from components.judge.pool import Candidate, Job
 from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict, milestone
@@ -180,6 +180,26 @@ def test_the_first_attempts_final_answer_counts_measured_anew(tmp_path: Path) ->
     assert found.errors == 1
     assert {epoch for _, epoch in pool.measured} == {"evaluation/final/night"}
     assert len(pool.measured) == 4, "who wrote nothing is not measured"
+
+
+def test_the_first_answer_of_each_attempt_is_kept_with_its_verdict_in_the_episode(tmp_path: Path) -> None:
+    class Improving(Script):
+        """A policy whose first kernel is wrong or half as fast as its last one."""
+
+        def sample(self, request: RolloutRequest) -> list[Trajectory]:
+            first = Verdict(status="correct", speedup=Speedup(eager=Ratio(estimate=0.5, low=0.4, high=0.6)))
+            return [replace(one, verdicts=(first, *one.verdicts)) for one in super().sample(request)]
+
+    found = run(tmp_path / "better", LinePool(), Improving(LINES))
+    assert [row.attempts[0].first for row in found.tasks] == [Measurement(status="correct", eager=0.5)] * 5
+    only = run(tmp_path / "single", LinePool(), Script(LINES))
+    assert [row.attempts[0].first for row in only.tasks] == [
+        Measurement(status="correct", eager=2.0),
+        Measurement(status="correct", eager=0.5),
+        Measurement(status="build_failed"),
+        Measurement(status="wrong_output"),
+        Measurement(status="infrastructure"),
+    ]
 
 
 def test_results_json_is_the_evaluation(tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
     judged: list[dict[str, str]] = []
 
     class Interrupting:
-        def verdict(self, task: KernelTask, files: dict[str, str], *, compare_compile: bool) -> Verdict:
+        def verdict(
+            self, task: KernelTask, files: dict[str, str], *, compare_compile: bool | None
+        ) -> Verdict:
             judged.append(files)
             if len(judged) == 1:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)

@@ -1,0 +1,248 @@
+"""Search of random schedules for what is attainable on a suite of tasks, against which a policy is measured.
+
+The same schedules are drawn for all tasks. Each task's kernels are written and judged once, and the best of
+them a second time in another epoch: schedules are chosen on the first measurement and reported on the second
+one, so the reported speed-up is not biased upwards by the choice. `captured_share.py` computes the figures.
+
+Every measurement is written to disk as soon as it is known, so a repeated call continues:
+
+    out/plan.json               settings of the search; other settings in the same folder are refused
+    out/tasks/<task_id>.json    measurements of one task so far
+    out/cost.json               device-seconds, without those of interrupted calls
+    out/results.json            the search; it is written last, so it exists only if all else is complete
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from components.agent.workspace import Workspace
+from components.bootstrap.chain_parser import read_chain
+from components.bootstrap.demonstrations import SUFFIX
+from components.bootstrap.kernel_writer import write_kernel
+from components.bootstrap.schedules import Schedule, all_schedules
+from components.core.files import digest_bytes, digest_json, read_json, write_json
+from components.core.param_kinds import result_values
+from components.core.param_types import Device
+from components.core.params import Params
+from components.core.progress import Progress
+from components.core.task import KernelTask
+from components.evaluation.captured_share import Attainable, TaskSearch, best_fixed_schedule, log_speedup
+from components.evaluation.evaluation_folder import add_cost, claim
+from components.evaluation.metrics import RESULTS, Measurement
+from components.judge.pool import Candidate, Job, JudgePool
+from components.judge.verdict import Verdict
+
+# Name of the search in progress reports, and of its device-seconds in cost.json.
+TITLE = "schedule search"
+# Seed of the draw of schedules. It is fixed, so that the runs of all seeds share one search.
+SEED = 0
+# Number of the best kernels of each task that are measured again in a search of a pipeline run.
+FINALISTS = 2
+
+Phase = Literal["first", "second"]
+
+
+@dataclass
+class TaskKernels:
+    """The kernels of one task and their measurements so far.
+
+    `starter` are the files that a policy finds in its workspace. `texts` maps the name of each kernel to its
+    text. `file` is the file in which the measurements are kept.
+    Those in which the judge failed are not written to it, so that they are repeated by the next call.
+    """
+
+    task: KernelTask
+    starter: dict[str, str]
+    kernels: tuple[str, ...]
+    texts: dict[str, str]
+    file: Path
+    first: dict[str, Measurement] = field(default_factory=dict)
+    second: dict[str, Measurement] = field(default_factory=dict)
+
+    def record(self) -> TaskSearch:
+        return TaskSearch(
+            task_id=self.task.task_id, kernels=self.kernels, first=self.first, second=self.second
+        )
+
+    def load(self) -> None:
+        """Read the measurements of earlier calls."""
+        if self.file.is_file():
+            kept = TaskSearch.model_validate(read_json(self.file))
+            self.first, self.second = dict(kept.first), dict(kept.second)
+
+    def measured(self, phase: Phase) -> dict[str, Measurement]:
+        return self.first if phase == "first" else self.second
+
+    def add(self, phase: Phase, kernel: str, verdict: Verdict) -> Measurement:
+        """Keep and return a measurement, and write it to the file unless the judge failed."""
+        found = self.measured(phase)[kernel] = Measurement.of(verdict)
+        if found.error:
+            return found
+        kept = {
+            name: {key: value for key, value in measured.items() if not value.error}
+            for name, measured in (("first", self.first), ("second", self.second))
+        }
+        write_json(self.file, self.record().model_copy(update=kept).model_dump(mode="json"))
+        return found
+
+    def finalists(self, count: int | None) -> list[str]:
+        """Return the names of the `count` best correct kernels in the first measurement; None is all."""
+        correct = [kernel for kernel in self.texts if self.first[kernel].status == "correct"]
+        return sorted(correct, key=lambda kernel: -log_speedup(self.first[kernel]))[:count]
+
+
+def draw_schedules(device: Device, count: int, seed: int = SEED) -> list[Schedule]:
+    """Return `count` schedules drawn at random without replacement, or all if the space has fewer.
+
+    The schedules of a smaller draw are the first of a larger one.
+    """
+    space = list(all_schedules(device))
+    random.Random(seed).shuffle(space)
+    return space[:count]
+
+
+def search(
+    tasks: Sequence[KernelTask],
+    params: Params,
+    pool: JudgePool,
+    out: Path,
+    *,
+    schedules: int,
+    epoch: str,
+    progress: Progress,
+    finalists: int | None = None,
+    deadline: float | None = None,
+) -> Attainable | None:
+    """Judge the kernels of `schedules` random schedules on `tasks`, and keep all measurements in `out`.
+
+    Tasks whose source is not a chain of operators, or whose outputs are not known from an admission, are left
+    out and counted. Equal kernels of a task are
+    judged once. The best `finalists` kernels of each task, by default all correct ones, and the kernels of
+    the best fixed schedule are measured again. `epoch` is part of the key under which the pool keeps its
+    verdicts. Returns None if the search is not finished at the time.time() `deadline`; a repeated call
+    continues. Raises UserError if `out` holds a different search.
+    """
+    drawn = draw_schedules(params.device, schedules)
+    searched = []
+    different = {task.task_id: task for task in tasks}
+    for task in different.values():
+        chain, starter = read_chain(task.code), Workspace(task).files
+        if chain is None or not starter:
+            continue
+        texts = [text for schedule in drawn if (text := write_kernel(chain, schedule)) is not None]
+        if not texts:
+            continue
+        names = tuple(digest_bytes(text.encode())[:16] for text in texts)
+        file = out / "tasks" / f"{task.task_id}.json"
+        searched.append(TaskKernels(task, starter, names, dict(zip(names, texts, strict=True)), file))
+    claim(
+        out,
+        {
+            "schedules": digest_json([_choices(schedule) for schedule in drawn]),
+            "kernels": digest_json({one.task.task_id: one.kernels for one in searched}),
+            "finalists": finalists,
+            "epoch": epoch,
+            **result_values(params, ("device", "precision", "sandbox")),
+        },
+    )
+    if (out / RESULTS).is_file():
+        return Attainable.model_validate(read_json(out / RESULTS))
+    for one in searched:
+        one.load()
+    started = time.monotonic()
+    judging = Judging(params.device, pool, epoch, progress, deadline)
+    finished = judging.run(searched, len(drawn), finalists)
+    add_cost(out, TITLE, time.monotonic() - started)
+    if not finished:
+        return None
+    found = Attainable(
+        schedules=tuple(_choices(schedule) for schedule in drawn),
+        space=len(all_schedules(params.device)),
+        tasks=tuple(one.record() for one in searched),
+        left_out=len(different) - len(searched),
+        judgements=sum(len(one.first) + len(one.second) for one in searched),
+        errors=sum(
+            measurement.error
+            for one in searched
+            for measurement in (*one.first.values(), *one.second.values())
+        ),
+    )
+    write_json(out / RESULTS, found.model_dump(mode="json"))
+    return found
+
+
+@dataclass
+class Judging:
+    """The making of the measurements of one search.
+
+    `done` and `total` count the measurements, and `correct` those of correct kernels.
+    """
+
+    device: Device
+    pool: JudgePool
+    epoch: str
+    progress: Progress
+    deadline: float | None
+    total: int = 0
+    done: int = 0
+    correct: int = 0
+
+    def run(self, searched: Sequence[TaskKernels], schedules: int, finalists: int | None) -> bool:
+        """Make both measurements of all tasks, and return whether they were finished before the deadline."""
+        first = [(one, kernel) for one in searched for kernel in one.texts]
+        most = schedules if finalists is None else finalists
+        self.total = len(first) + sum(min(most, len(one.texts)) for one in searched)
+        if not self.judge("first", first):
+            return False
+        fixed = best_fixed_schedule([one.record() for one in searched], schedules)
+        second = []
+        for one in searched:
+            kernels = one.finalists(finalists)
+            if fixed is not None and one.first[one.kernels[fixed]].status == "correct":
+                kernels.append(one.kernels[fixed])
+            second += [(one, kernel) for kernel in dict.fromkeys(kernels)]
+        self.total = len(first) + len(second)
+        return self.judge("second", second)
+
+    def judge(self, phase: Phase, kernels: Sequence[tuple[TaskKernels, str]]) -> bool:
+        """Judge the kernels whose measurement is not known yet; return whether the deadline was kept."""
+        pending: dict[Future[Verdict], tuple[TaskKernels, str]] = {}
+        for one, kernel in kernels:
+            if kernel in one.measured(phase):
+                self.count(one.measured(phase)[kernel])
+                continue
+            files = one.starter | {f"kernels/forward.{SUFFIX[self.device]}": one.texts[kernel]}
+            # None: no comparison with torch.compile, because no figure needs it.
+            job = Job(one.task, Candidate.of(files), f"{self.epoch}/{phase}", compare_compile=None)
+            pending[self.pool.submit(job)] = one, kernel
+        left = None if self.deadline is None else max(0.0, self.deadline - time.time())
+        try:
+            for future in as_completed(list(pending), timeout=left):
+                one, kernel = pending.pop(future)
+                self.count(one.add(phase, kernel, future.result()))
+                self.progress.update(TITLE, self.done, self.total, pass_rate=self.correct / self.done)
+        except TimeoutError:
+            self.pool.drop()
+            for future in as_completed(list(pending)):
+                if not future.cancelled():
+                    one, kernel = pending[future]
+                    one.add(phase, kernel, future.result())
+            return False
+        return True
+
+    def count(self, measurement: Measurement) -> None:
+        self.done += 1
+        self.correct += measurement.status == "correct"
+
+
+def _choices(schedule: Schedule) -> dict[str, Any]:
+    """Return the choices of a schedule by their names, with values that JSON can represent."""
+    return {
+        name: value if isinstance(value, str | int | float | bool) else str(value)
+        for name, value in asdict(schedule).items()
+    }
