@@ -1,13 +1,13 @@
 """The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and ablations.
 
     python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] \
-        [--variants group,turns,staleness] [--schedules N] [--set KEY=VALUE] [--part PART] [--table] \
+        [--variants group,turns,staleness,log] [--schedules N] [--set KEY=VALUE] [--part PART] [--table] \
         [--plot FILE.svg]
 
 Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold
 start and after each stage that changes it. The paper's ablations in miniature share the first seed's cold
-start. `--variants` instead trains stage 4 of every seed with other values of agentic.advantages, without a
-critic, and makes only what that needs. `--schedules` judges N random schedules on the held-out tasks once,
+start. `--variants` instead trains stage 4 of every seed with another value of agentic.advantages, staleness
+or reward, and makes only what that needs. `--schedules` judges N random schedules on the held-out tasks once,
 and adds what share of their speed-up the first answers reach to the table. A repeated call goes on where the
 last one was stopped; `--table` prints what there is, and `--plot` draws it. On a host with two GPUs a call
 with `--part training` and another with `--part evaluation`, which waits for each checkpoint, share the work,
@@ -60,6 +60,7 @@ VARIANTS = {
     "group": "agentic.advantages=group",
     "turns": "agentic.advantages=turns",
     "staleness": "agentic.staleness=2",
+    "log": "agentic.reward=log_speedup",
 }
 ABLATIONS = (
     "without stage 1",
