@@ -284,3 +284,8 @@ def share_text(row: ShareRow) -> str:
     if row.captured_share is None or row.interval.low is None:
         return "–"
     return f"{row.captured_share:.2f} [{row.interval.low:.2f}, {row.interval.high:.2f}]"
+
+
+def gain_text(row: ShareRow) -> str:
+    """Return the gain per turn of a row as text, such as "+0.02", or a dash for a fixed schedule."""
+    return "–" if row.gain_per_turn is None else f"{row.gain_per_turn:+.2f}"

@@ -28,7 +28,13 @@ from components.core.config import PROJECT, resolve
 from components.core.files import MANIFEST, read_json
 from components.core.params import Params
 from components.evaluation.attainable import search
-from components.evaluation.captured_share import Attainable, equivalence_text, share_rows, share_text
+from components.evaluation.captured_share import (
+    Attainable,
+    equivalence_text,
+    gain_text,
+    share_rows,
+    share_text,
+)
 from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import RESULTS, Evaluation, changes, load_evaluation
@@ -243,23 +249,17 @@ def row(name: str, found: Evaluation) -> str:
 def table(out: Path, seeds: list[int]) -> None:
     found = out / ATTAINABLE / RESULTS
     searched = Attainable.model_validate(read_json(found)) if found.is_file() else None
-    columns = [
-        "",
-        "pass rate",
-        "mean reward",
-        "faster than eager",
-        "faster than compile",
-        "geomean, eager",
-        "geomean, compile",
-        *(["captured share", "search equivalence"] if searched is not None else []),
-    ]
+    columns = ["", "pass rate", "mean reward", "faster than eager", "faster than compile"]
+    columns += ["geomean, eager", "geomean, compile"]
+    if searched is not None:
+        columns += ["captured share", "search equivalence", "gain per turn"]
     print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
     evaluations = {}
     for name in [*(f"{seed} {stage}" for seed in seeds for stage in (*FULL, *VARIANTS)), *ABLATIONS]:
         if (out / f"evaluation {name}" / RESULTS).is_file():
             evaluations[name] = load_evaluation(out / f"evaluation {name}")
     rows = share_rows(evaluations, searched) if searched is not None else []
-    cells = {one.name: f" {share_text(one)} | {equivalence_text(one)} |" for one in rows}
+    cells = {one.name: f" {share_text(one)} | {equivalence_text(one)} | {gain_text(one)} |" for one in rows}
     for name, evaluation in evaluations.items():
         print(row(name, evaluation) + cells.get(name, ""))
     for one in rows:
