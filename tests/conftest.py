@@ -31,6 +31,7 @@ LONGEST = (
 """Files that take longest: they begin first, so that the workers of pytest-xdist end together."""
 DIVISIBLE = (
     "test_admission.py",
+    "test_agent_shell.py",
     "test_agent_tools.py",
     "test_cli.py",
     "test_exploits.py",

@@ -3,138 +3,27 @@
 import json
 import random
 import time
-from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import pytest
-from agent_fixtures import TASK, ScriptedPool, completion, kernel, server
-from typer.testing import CliRunner
+from evaluation_fixtures import LINES, TASKS, LinePool, Script, run
+from evaluation_fixtures import at_once as at_once
 
 from components.agent.episode import RolloutRequest
-from components.agent.policies import Policy, checkpoint_policy
-from components.agent.trajectory import Trajectory, Turn
-from components.cli.main import app
-from components.cli.policies import find_policy
+from components.agent.trajectory import Trajectory
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import digest_tree
 from components.core.progress import Quiet
-from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import Evaluation, Measurement, load_evaluation
 from components.evaluation.report import write_evaluation_report
-from components.judge.pool import Candidate, Job
-from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Status, Verdict, milestone
+from components.judge.pool import Job
+from components.judge.verdict import Admission, Ratio, Speedup, Verdict
 from components.registry.gates import integrity
-
-TASKS = [
-    KernelTask(code=f"class Model: factor = {index}", ops=("mul",), split="held_out") for index in range(5)
-]
-
-
-def verdict_of(candidate: Candidate) -> Verdict:
-    """Return the verdict that the first word of kernels/forward.cpp names."""
-    word, _, number = dict(candidate.files)["kernels/forward.cpp"].partition(" ")
-    status: Status = (
-        "correct" if word == "correct" else "infrastructure" if word == "infrastructure" else "wrong_output"
-    )
-    ratio = (
-        Ratio(estimate=float(number), low=float(number), high=float(number)) if status == "correct" else None
-    )
-    speedup = Speedup(eager=ratio, compile=ratio)
-    return Verdict(
-        status=status,
-        milestone=milestone(Verdict(status=status, speedup=speedup)),
-        seconds=Seconds(candidate=1e-3),
-        speedup=speedup,
-    )
-
-
-class LinePool:
-    """A pool that judges by `verdict_of`, counts measurements, and is interrupted after `lives` of them."""
-
-    def __init__(self, lives: int = 1000):
-        self.lives = lives
-        self.measured: Counter[tuple[str, str]] = Counter()
-
-    def submit(self, job: Job) -> Future[Verdict]:
-        future: Future[Verdict] = Future()
-        self.measured[job.task.task_id, job.epoch] += 1
-        if sum(self.measured.values()) > self.lives:
-            future.set_exception(KeyboardInterrupt())
-        else:
-            future.set_result(verdict_of(job.candidate))
-        return future
-
-    def drop(self) -> None:
-        return
-
-    def close(self) -> None:
-        return
-
-
-class Script:
-    """A policy with one written line per attempt and task; counts how often it is asked."""
-
-    name = version = digest = "script"
-
-    def __init__(self, lines: dict[str, list[str]], **evaluation: Any):
-        self.lines = lines
-        self.asked = 0
-        found = resolve("ci", ("policy.batch=4",)).params
-        self.params = found.model_copy(update={"evaluation": found.evaluation.model_copy(update=evaluation)})
-
-    def sample(self, request: RolloutRequest) -> list[Trajectory]:
-        self.asked += 1
-        seen: Counter[str] = Counter()
-        found = []
-        for task in request.tasks:
-            line = self.lines[task.task_id][seen[task.task_id]]
-            seen[task.task_id] += 1
-            files = {"kernels/forward.cpp": line} if line else {}
-            verdict = (
-                verdict_of(Candidate.of(files)) if files else Verdict(status="build_failed", reason="nothing")
-            )
-            found.append(
-                Trajectory(
-                    task.task_id,
-                    (1, 2),
-                    (0, 1),
-                    (0.0, -1.0),
-                    (Turn(line),),
-                    (verdict,),
-                    float(verdict.milestone),
-                    "stop",
-                    "v",
-                    files,
-                )
-            )
-            request.on_progress(len(found), len(request.tasks))
-        return found
-
-
-ATTEMPTS = [
-    ["correct 2", "wrong"],
-    ["correct 0.5", "correct 9"],
-    ["", ""],
-    ["wrong", "correct 9"],
-    ["infrastructure", "wrong"],
-]
-LINES = {task.task_id: lines for task, lines in zip(TASKS, ATTEMPTS, strict=True)}
-
-
-def run(out: Path, pool: Any, script: Script, tasks: Sequence[KernelTask] = TASKS) -> Evaluation:
-    return evaluate(script, tasks, pool, out, epoch="night", progress=Quiet(), seed=0)
-
-
-@pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.evaluation.evaluate.RETRY_SECONDS", (0.0,))
 
 
 def test_an_answer_on_which_the_judge_failed_is_measured_again_and_the_others_are_not(
@@ -292,109 +181,6 @@ def test_a_task_that_stands_twice_is_measured_once_and_counts_twice(tmp_path: Pa
     found = run(tmp_path, pool, Script(lines), tasks=[TASKS[0], twin])
     assert [(row.name, row.level) for row in found.tasks] == [("", None), ("twin", 2)]
     assert found.overall.correct == 2 and sum(pool.measured.values()) == 1
-
-
-@pytest.mark.parametrize(
-    ("files", "says"),
-    [
-        ({}, r"config\.json is missing"),
-        ({"config.json": "{}", "manifest.json": '{"files": {}}'}, r"manifest\.json"),
-    ],
-    ids=["no_model", "no_manifest"],
-)
-def test_a_folder_that_is_no_sound_policy_is_refused(
-    tmp_path: Path, files: dict[str, str], says: str
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=says):
-        checkpoint_policy(tmp_path, resolve("ci").params)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "no run was registered here yet"),
-        (
-            ["--policy", "no-such-folder"],
-            "no such folder; give champion, a version's number, a folder, or an address",
-        ),
-        (["--policy", "."], r"config\.json is missing"),
-        (["--levels", "one"], "--levels one: numbers with commas"),
-        (["--levels", "4"], "its levels are: 1, 2, 3"),
-        (["--policy", "model", "--resume"], "no such evaluation was begun"),
-    ],
-)
-def test_an_evaluation_of_nothing_is_one_sentence_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=says):
-        raise CliRunner().invoke(
-            app, ["evaluate", "--home", "home", "--suite", "shipped", *words]
-        ).exception or AssertionError("it was accepted")
-    assert not (tmp_path / "home").exists()
-
-
-def said(url: str, **sets: Any) -> Policy:
-    """The policy that `--policy URL` names."""
-    resolved = resolve("ci", tuple(f"{key}={value}" for key, value in sets.items()))
-    return find_policy(url, "", resolved)
-
-
-def test_a_server_is_evaluated_like_a_folder_and_a_batch_that_it_left_unanswered_is_not_kept(
-    tmp_path: Path,
-) -> None:
-    """A batch that the server left unanswered is not kept, so that it is asked again."""
-    talk = [
-        (
-            200,
-            completion(
-                "", [("Write", json.dumps({"file_path": "kernels/forward.cpp", "content": kernel(2.0)}))]
-            ),
-            {},
-        ),
-        (200, completion("done."), {}),
-    ]
-    tasks = [TASK, TASK.model_copy(update={"code": TASK.code.replace("tanh", "relu")})]
-
-    def answers(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
-        return talk[number] if number < len(talk) else (403, b"gone", {})
-
-    with server(answers) as url:
-        policy = said(url, **{"evaluation.attempts": 1, "policy.batch": 1})
-        assert (policy.params.policy.prompt, policy.params.evaluation.max_turns) == ("full", 30), (
-            "a server is not a tiny policy"
-        )
-        found = evaluate(
-            policy, tasks[:1], ScriptedPool(), tmp_path / "one", epoch="e", progress=Quiet(), seed=0
-        )
-        assert (found.policy, found.tasks[0].status, found.overall.faster_rate.eager) == (
-            f"{url}/v1 tiny",
-            "correct",
-            1.0,
-        )
-        with pytest.raises(
-            UserError, match=r"the server answers 403: gone; fix the server, the same command continues"
-        ):
-            evaluate(policy, tasks[1:], ScriptedPool(), tmp_path / "two", epoch="e", progress=Quiet(), seed=0)
-        assert not (tmp_path / "two" / "episodes").exists()
-
-
-def test_a_task_on_which_the_server_failed_is_an_error_and_no_miss(tmp_path: Path) -> None:
-    class Failing(Script):
-        def sample(self, request: RolloutRequest) -> list[Trajectory]:
-            found = super().sample(request)
-            return [replace(found[0], finish_reason="server", error="gone"), *found[1:]]
-
-    found = run(tmp_path, LinePool(), Failing(LINES, attempts=1), tasks=TASKS[:2])
-    assert [(row.status, row.reason) for row in found.tasks] == [
-        ("infrastructure", "server"),
-        ("correct", ""),
-    ]
-    assert found.errors == 1 and found.overall.attempts_pass_rate == 1.0
 
 
 @pytest.mark.parametrize(

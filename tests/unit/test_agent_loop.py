@@ -31,12 +31,10 @@ from components.agent.episode import SHORTENED, RolloutRequest
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.bootstrap.canonicalize import canonicalize
-from components.core.errors import UserError
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.pool import LocalPool
 from components.judge.verdict import Verdict
-from components.policy import chat_client
 from components.policy.chat_client import ChatClient, ServerFailed, ToolsUnsupported
 from components.policy.prompts import user_message
 
@@ -339,111 +337,6 @@ def test_a_chats_oldest_observations_are_shortened_first() -> None:
     assert shortened > 0 and [content == SHORTENED for content in contents] == [True] * shortened + [
         False
     ] * (6 - shortened)
-
-
-# --- the client -----------------------------------------------------------------------------------
-
-
-def ask(
-    answers: Callable[[int, dict[str, Any]], tuple[int, bytes, dict[str, str]]],
-    pauses: list[float] | None = None,
-) -> Any:
-    with server(answers) as url:
-        client = ChatClient(url, pause=(pauses if pauses is not None else []).append)
-        try:
-            return client.turn(
-                [{"role": "user", "content": "hi"}],
-                tools=[{"type": "function"}],
-                max_new_tokens=9,
-                temperature=1.0,
-                seed=1,
-            )
-        finally:
-            client.close()
-
-
-def test_a_server_of_the_openai_protocol_answers_with_native_calls() -> None:
-    heard: list[dict[str, Any]] = []
-
-    def answers(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
-        heard.append(body)
-        return 200, completion("hello", [("Read", '{"file_path": "model.py"}')], finish="tool_calls"), {}
-
-    turn = ask(answers)
-    assert (turn.content, turn.calls[0].function.name, turn.finish_reason) == ("hello", "Read", "tool_calls")
-    assert heard[0]["model"] == "tiny" and heard[0]["max_tokens"] == 9 and heard[0]["tools"]
-
-
-@pytest.mark.parametrize("status", [429, 500, 503, 0])
-def test_a_busy_server_is_asked_again(status: int) -> None:
-    pauses: list[float] = []
-    seeds: list[int] = []
-
-    def answers(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
-        seeds.append(body["seed"])
-        return (status, b"busy", {"Retry-After": "7"}) if number < 2 else (200, completion("ok"), {})
-
-    assert ask(answers, pauses).content == "ok"
-    assert len(pauses) == 2 and seeds == [1, 2, 3]
-    assert all(pause >= (7 if status else 0.25) for pause in pauses)
-
-
-@pytest.mark.parametrize(
-    ("status", "text", "said"),
-    [
-        (500, b"sorry", "the server answers 500: sorry, 6 times"),
-        (404, b"no such model", "the server answers 404: no such model"),
-        (200, b"", "is not JSON"),
-        (200, b"<html>", "is not JSON"),
-        (200, b"[" * 100_000, "is not JSON"),
-        (200, b"{}", "is no chat completion (choices: Field required)"),
-        (200, b'{"choices": []}', "is no chat completion"),
-        (200, b'{"choices": [{"message": {"content": 7}}]}', "is no chat completion"),
-        (200, b"x" * (chat_client.MAX_REPLY_BYTES + 1), "is longer than"),
-        (0, b"", "no answer"),
-    ],
-    ids=[
-        "500",
-        "404",
-        "nothing",
-        "html",
-        "nested",
-        "empty_object",
-        "no_choice",
-        "wrong_type",
-        "endless",
-        "hangs_up",
-    ],
-)
-def test_a_server_that_answers_nonsense_is_named_in_one_sentence(status: int, text: bytes, said: str) -> None:
-    with pytest.raises(ServerFailed) as raised:
-        ask(lambda number, body: (status, text, {}))
-    assert said in str(raised.value) and "\n" not in str(raised.value)
-
-
-def test_a_server_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_client, "REQUEST_SECONDS", 0.2)
-
-    def answers(number: int, body: dict[str, Any]) -> tuple[int, bytes, dict[str, str]]:
-        time.sleep(0.6)
-        return 0, b"", {}
-
-    with server(answers) as url, pytest.raises(ServerFailed, match=r"has not answered within 0\.2 s"):
-        ChatClient(url, "tiny", pause=lambda seconds: pytest.fail("asked again")).turn(
-            [], tools=(), max_new_tokens=9, temperature=1.0, seed=1
-        )
-
-
-def test_a_refusal_of_tools_is_told_apart() -> None:
-    with pytest.raises(ToolsUnsupported):
-        ask(lambda number, body: (400, b"tools are not supported", {}))
-
-
-def test_a_server_that_is_not_there_is_bad_input() -> None:
-    with pytest.raises(UserError, match="start the server or fix the address"):
-        ChatClient("http://127.0.0.1:9", pause=lambda seconds: None).choose_model()
-    with pytest.raises(UserError, match="not an address"):
-        ChatClient("http://")
 
 
 def test_one_failing_conversation_disturbs_no_other() -> None:

@@ -1,0 +1,283 @@
+"""Decide which candidates enter a data set of training tasks, and write the data set.
+
+Every rejected candidate is stored with the reason. Candidates are decided in the order of their composition,
+so the admitted tasks depend only on the parameters and the verdicts, and not on which admission finished
+first. The pool stores the admissions in the journal, so that no candidate is judged again if a killed build
+is started again.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from components.core.errors import InfrastructureError, UserError
+from components.core.files import atomic_folder
+from components.core.params import Params
+from components.core.progress import Progress
+from components.core.task import KernelTask, dataset_version, write_tasks
+from components.judge.verdict import Admission
+from components.synthesis.dataset_summary import DatasetSummary, Rejection, write_summary
+from components.synthesis.headroom import compute_headroom
+from components.synthesis.quotas import Quota
+from components.synthesis.task_filter import TaskFilter
+from components.synthesis.torch_composer import Draft, TorchComposer
+
+# Number of successive candidates refused after they were executed at which the build fails.
+MAX_REFUSED_IN_A_ROW = 60
+# Number of successive duplicate or unneeded candidates after which the build fails.
+MAX_USELESS_IN_A_ROW = 5000
+
+# Number of candidates in the window for each worker of the pool. The window is large, because candidates are
+# decided in order and one admission may take a minute.
+LOOKAHEAD = 16
+# Largest number of undecided submitted candidates for each worker of the pool. It is small, because a resized
+# task is the next to be decided and has to wait until these are judged.
+AHEAD = 2
+
+
+class AdmissionPool(Protocol):
+    """Interface to the part of the judge pool that building a data set needs.
+
+    `admit` submits the source of a task for admission. If `headroom` is true, the figures are also measured
+    from which the headroom is computed.
+    """
+
+    def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]: ...
+
+
+@dataclass(frozen=True)
+class TaskCandidate:
+    """A task that may become part of a data set, with its state in the build.
+
+    `refused` is set if the task is refused because of its source, and `judgement` once the task is submitted
+    to the judge. The task is composed, or read from an imported file.
+    """
+
+    task: KernelTask
+    refused: Rejection | None = None
+    judgement: Future[Admission] | None = None
+    # The templates or the module of the task if it was composed from the mined table.
+    draft: Draft | None = None
+    # Whether the size of the task was changed after a measurement, which is done at most once.
+    resized: bool = False
+
+    @property
+    def is_ruled_out(self) -> bool:
+        """Return whether it is already known that neither the task nor a resized one will be admitted."""
+        if self.refused is not None or self.judgement is None or not self.judgement.done():
+            return self.refused is not None
+        admission = self.judgement.result()
+        return not admission.admitted and (
+            self.resized or self.draft is None or admission.reason != "eager_time"
+        )
+
+
+class DatasetBuilder:
+    """A builder that decides which proposed tasks (`TaskCandidate`) enter a data set, and writes the set.
+
+    Proposed tasks enter a queue, the window, in the order in which they are composed or read. The judge may
+    check them in any order while they are in the window, but they are admitted or rejected in the order of
+    the window. `wanted` has the number of tasks for each split and kind; the kind is a task's `data_source`,
+    such as `torch#3`. If `wanted` is None, as for an import, the judge checks every proposed task whose
+    source passes the filter.
+    """
+
+    def __init__(
+        self, params: Params, pool: AdmissionPool, progress: Progress, wanted: Counter[Quota] | None
+    ):
+        self.params, self.pool, self.progress, self.wanted = params, pool, progress, wanted
+        self.composer: TorchComposer | None = None
+        self.task_filter = TaskFilter(params.data)
+        self.done: Counter[Quota] = Counter()
+        self.window: deque[TaskCandidate] = deque()
+        self.admitted: list[KernelTask] = []
+        self.rejected: list[Rejection] = []
+        self.candidates = self.surplus = self.refused_in_a_row = self.useless_in_a_row = 0
+
+    def run(self, source: Iterator[TaskCandidate], total: int) -> None:
+        width = LOOKAHEAD * self.params.sandbox.build_workers
+        while self.wanted is None or self.done != self.wanted:
+            entering = next(source, None) if len(self.window) < width else None
+            if entering is not None:
+                self.window.append(self.enter(entering))
+                self.feed()
+            elif self.window:
+                self.decide()
+                self.progress.update(
+                    "data",
+                    len(self.admitted) if self.wanted is not None else self.candidates,
+                    total,
+                    candidates=self.candidates,
+                    rejected=len(self.rejected),
+                )
+            else:
+                return
+
+    def quota(self, task: KernelTask) -> Quota:
+        return task.split, task.data_source if self.wanted is not None and (
+            "train",
+            "",
+        ) not in self.wanted else ""
+
+    def enter(self, candidate: TaskCandidate) -> TaskCandidate:
+        task = candidate.task
+        reason, detail = (
+            (candidate.refused.reason, candidate.refused.detail)
+            if candidate.refused
+            else self.task_filter.check_source(task)
+        )
+        self.useless_in_a_row = (
+            0 if not reason and self.needs(candidate, self.open_quotas()) else self.useless_in_a_row + 1
+        )
+        if self.useless_in_a_row > MAX_USELESS_IN_A_ROW and self.wanted is not None:
+            missing = ", ".join(
+                f"{count} {' '.join(filter(None, key))}" for key, count in self.missing().items() if count > 0
+            )
+            raise UserError(
+                f"data.tasks: after {len(self.admitted)} tasks the composer finds nothing new that is needed "
+                f"(missing: {missing}); ask for fewer tasks or widen data.numel."
+            )
+        return replace(candidate, refused=Rejection(task, reason, detail)) if reason else candidate
+
+    def needs(self, candidate: TaskCandidate, open_quotas: Counter[Quota]) -> bool:
+        """Return whether a candidate is needed, and if it is, subtract it from `open_quotas`.
+
+        `open_quotas` has the number of missing tasks of each split and kind, in which all earlier candidates
+        of the window that can still be admitted are counted as admitted.
+        """
+        quota = self.quota(candidate.task)
+        if candidate.is_ruled_out or (self.wanted is not None and open_quotas[quota] <= 0):
+            return False
+        open_quotas[quota] -= 1
+        return True
+
+    def missing(self) -> Counter[Quota]:
+        """Return the number of tasks of each split and kind that the data set still lacks."""
+        return Counter({quota: count - self.done[quota] for quota, count in (self.wanted or {}).items()})
+
+    def open_quotas(self) -> Counter[Quota]:
+        """Return the number of missing tasks of each split and kind that no candidate of the window can fill.
+
+        All candidates in the window that can still be admitted are counted as admitted.
+        """
+        open_quotas = self.missing()
+        for candidate in self.window:
+            self.needs(candidate, open_quotas)
+        return open_quotas
+
+    def admit(self, task: KernelTask) -> Future[Admission]:
+        return self.pool.admit(task.code, headroom=self.params.data.headroom)
+
+    def feed(self) -> None:
+        """Submit candidates of the window that are needed to the pool, in their order.
+
+        It stops when AHEAD candidates for each worker of the pool are submitted and not yet judged.
+        """
+        in_flight = sum(
+            1
+            for candidate in self.window
+            if candidate.judgement is not None and not candidate.judgement.done()
+        )
+        open_quotas = self.missing()
+        for index, candidate in enumerate(self.window):
+            if in_flight >= AHEAD * self.params.sandbox.build_workers:
+                return
+            if self.needs(candidate, open_quotas) and candidate.judgement is None:
+                self.window[index] = replace(candidate, judgement=self.admit(candidate.task))
+                in_flight += 1
+
+    def await_admission(self) -> Admission | None:
+        """Wait for the admission of the window's first candidate and return it.
+
+        Returns None if the candidate need not be judged, because it is refused or no more tasks of its split
+        and kind are needed. Other candidates are submitted meanwhile.
+        """
+        first = self.window[0]
+        quota = self.quota(first.task)
+        if first.refused or (self.wanted is not None and self.done[quota] >= self.wanted[quota]):
+            return None
+        judgement = first.judgement or self.admit(first.task)
+        self.window[0] = replace(first, judgement=judgement)
+        while not judgement.done():
+            self.feed()
+            others = (
+                other.judgement
+                for other in self.window
+                if other.judgement is not None and not other.judgement.done()
+            )
+            wait([judgement, *others], return_when=FIRST_COMPLETED)
+        return judgement.result()
+
+    def decide(self) -> None:
+        admission = self.await_admission()
+        candidate = self.window.popleft()
+        task = candidate.task
+        self.candidates += 1
+        if candidate.refused:
+            self.rejected.append(candidate.refused)
+            return
+        if admission is None:
+            self.surplus += 1
+            return
+        if admission.reason == "infrastructure":
+            raise InfrastructureError(
+                f"the judge failed by its own fault: {admission.evidence.get('detail', '')}"
+            )
+        reason, detail = self.task_filter.check_admission(admission)
+        if not reason:
+            self.refused_in_a_row = 0
+            self.done[self.quota(task)] += 1
+            evidence = (
+                {"device": self.params.device}
+                | admission.evidence
+                | self.task_filter.similarity_evidence(task)
+                | compute_headroom(admission.evidence, candidate.draft.flops if candidate.draft else None)
+            )
+            self.admitted.append(
+                task.model_copy(update={"evidence": evidence, "name": task.name or "-".join(task.ops)})
+            )
+            return
+        self.refused_in_a_row += 1
+        self.rejected.append(Rejection(task, reason, detail))
+        if self.wanted is not None and self.refused_in_a_row >= MAX_REFUSED_IN_A_ROW:
+            raise UserError(
+                f"data: the last {MAX_REFUSED_IN_A_ROW} candidates that ran were all refused, "
+                f"this one for {reason}; widen data.eager_seconds or data.numel."
+            )
+        if (
+            reason == "eager_time"
+            and candidate.draft is not None
+            and self.composer is not None
+            and not candidate.resized
+        ):
+            resized = self.composer.resize(candidate.draft, admission.evidence["eager_seconds"])
+            if resized is not None:
+                self.window.appendleft(self.enter(TaskCandidate(resized.task, draft=resized, resized=True)))
+                self.feed()
+
+    def write(self, out: Path) -> DatasetSummary:
+        with atomic_folder(out) as folder:
+            write_tasks(folder / "tasks.parquet", self.admitted)
+            version = dataset_version(folder / "tasks.parquet")
+            if (
+                out.is_dir()
+                and any(out.iterdir())
+                and (old := dataset_version(out / "tasks.parquet")) != version
+            ):
+                raise UserError(
+                    f"{out}: holds data set {old[:12]}, and this one is {version[:12]}; "
+                    "give another folder, or delete it first."
+                )
+            summary = DatasetSummary(
+                version,
+                self.candidates,
+                self.surplus,
+                tuple(self.admitted),
+                tuple(self.rejected),
+                tuple(sorted(similarity for similarity, _ in self.task_filter.nearest_programs.values())),
+            )
+            write_summary(folder, self.params, summary)
+        return summary
