@@ -34,6 +34,7 @@ def search_schedules(context: Context, deadline: float | None) -> EvaluationReco
     suite = load_suite(params, context.dataset_folder)
 
     def work(folder: Path) -> EvaluationRecord:
+        """Search in `folder`, and return the record, which is unfinished if the time was not enough."""
         started = time.monotonic()
         found = search(
             suite,
@@ -77,7 +78,8 @@ def summarise(
 ) -> SearchSummary | None:
     """Return the figures of the run's first and last policy against the search, or None without a search.
 
-    `begins` names the first policy, and `stages` are the names of the run's stages.
+    `begins` is the kind of the first policy, such as "cold start", and `stages` are the names of the run's
+    stages.
     """
     if searched is None:
         return None

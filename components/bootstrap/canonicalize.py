@@ -60,6 +60,10 @@ def canonicalize(code: str) -> str | None:
 
 
 def _rewrite(tree: ast.Module) -> str:
+    """Return the source of a module in the layout of composed tasks, for a module with a class Model.
+
+    Raises _NotAChain if `forward` of the class is not a chain of known operators.
+    """
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     model = next(
         (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"), None
@@ -98,6 +102,7 @@ def _rewrite(tree: ast.Module) -> str:
 
 
 def _is_number(node: ast.expr) -> bool:
+    """Return whether the node is a number with or without a minus sign."""
     node = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else node
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
 
@@ -131,6 +136,7 @@ class _Substitution(ast.NodeTransformer):
     names: Names
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Replace a name of `names` by its expression, and leave any other name."""
         value = self.names.get(node.id)
         if value is None:
             return node
@@ -226,6 +232,11 @@ class _Speller(ast.NodeTransformer):
     renamed: dict[str, str] = field(default_factory=dict)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
+        """Rewrite a call of a function, a method or a module of the constructor.
+
+        Calls of norms stay calls of modules, and `x.t()` and `.contiguous()` stay methods. Everything else
+        becomes a call of a torch function.
+        """
         self.generic_visit(node)
         namespace, _, name = ast.unparse(node.func).rpartition(".")
         if namespace == "self":
@@ -247,6 +258,11 @@ class _Speller(ast.NodeTransformer):
         return self._function(name, node.args, node.keywords)
 
     def _function(self, name: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.expr:
+        """Return the call of a torch function with its arguments as composed tasks write them.
+
+        The dimension is a keyword and negative, other constants are positional, and numbers have a decimal
+        point unless they are sizes. Raises _NotAChain if composed tasks have no function `name`.
+        """
         if name not in QUALIFIED_NAMES or not arguments:
             raise _NotAChain
         by_name = {keyword.arg or "": keyword.value for keyword in keywords}
@@ -267,6 +283,7 @@ class _Speller(ast.NodeTransformer):
         )
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        """Rewrite a sum, a product or a square. Raises _NotAChain for other arithmetic operators."""
         self.generic_visit(node)
         if isinstance(node.op, ast.Pow) and ast.unparse(node.right) in ("2", "2.0"):
             return self._function("square", [node.left], [])
@@ -301,6 +318,10 @@ class _Speller(ast.NodeTransformer):
         )
 
     def _renamed(self, attribute: str, name: str) -> ast.Attribute:
+        """Return the attribute of `self` with the name that it has in composed tasks.
+
+        Raises _NotAChain if the constructor does not assign it, or if two attributes would have one name.
+        """
         if (
             attribute not in self.attributes
             or self.renamed.setdefault(attribute, name) != name

@@ -169,6 +169,7 @@ def read_chain(code: str) -> OperatorChain | None:
 
 
 def _read_step(line: str) -> Step | None:
+    """Return the operator of a line `x = …` of `forward`, or None if it is not one of OPERATOR_LINES."""
     expression = line.removeprefix("        x = ")
     for name, pattern in PATTERNS.items():
         if match := pattern.fullmatch(expression):

@@ -46,9 +46,9 @@ def coldstart(
 
     `dataset` and `code` are versions that the manifest records. The training state is in the folder `state`
     beside `out`. If an interrupted call with the same parameters of device, policy and cold start, `dataset`
-    and `code` left this folder, the training continues from it. It is removed at the end. On a cpu with
-    several cores, a second process that this function starts computes half of every step. Raises RuntimeError
-    if that process ends too early.
+    and `code` left this folder, the training continues from it. The folder is removed at the end. On a cpu
+    with several cores, a second process that this function starts computes half of every step. Raises
+    RuntimeError if that process ends too early.
     """
     state = out.parent / "state"
     settings = params.model_dump(include={"device", "policy", "coldstart"})
@@ -243,6 +243,7 @@ def _reduce(
 def _save_state(
     path: Path, model: PreTrainedModel, optimizer_pair: list[torch.optim.Optimizer], step: int, loss: float
 ) -> None:
+    """Write the training state after `step` finished steps to `path`, which is replaced at once."""
     temporary = path.with_suffix(".new")
     torch.save(
         {

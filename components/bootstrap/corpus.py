@@ -105,6 +105,7 @@ def _write_conversations(
 
 
 def load_corpus(folder: Path) -> Corpus:
+    """Read the corpus that `make_corpus` wrote to `folder`."""
     return Corpus(**load_file(folder / "tokens.safetensors"), tokenizer=load_tokenizer(folder))
 
 

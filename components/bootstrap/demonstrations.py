@@ -74,6 +74,8 @@ class Mistake:
 
 
 def _change_constant(line: str, rng: random.Random) -> list[str]:
+    """Return the line with another value of its first constant."""
+
     def other(match: re.Match[str]) -> str:
         return rng.choice([constant for constant in WRONG_CONSTANTS if constant != match.group()])
 
@@ -81,6 +83,7 @@ def _change_constant(line: str, rng: random.Random) -> list[str]:
 
 
 def _lose_character(line: str, rng: random.Random) -> list[str]:
+    """Return the line without its last character or without its last closing parenthesis."""
     if ")" not in line or rng.random() < 0.5:
         return [line[:-1]]
     return ["".join(line.rsplit(")", 1))]
@@ -148,6 +151,7 @@ def simulate_observation(kernel: str, right: bool, device: Device, rng: random.R
 
 
 def _balanced(kernel: str) -> bool:
+    """Return whether all parentheses are closed and all lines of the kernel's body end as C++ lines do."""
     statements = [line for line in kernel.splitlines() if line.startswith(" ") and "#pragma" not in line]
     return kernel.count("(") == kernel.count(")") and all(
         line.endswith((";", "{", "}")) for line in statements

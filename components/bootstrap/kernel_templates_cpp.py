@@ -75,15 +75,22 @@ class RowOperator:
 
 
 def _maximum(name: str) -> Sweep:
+    """Return a sweep that computes in the variable `name` the maximum of the elements."""
     return Sweep((f"float {name} = -INFINITY;",), f"max : {name}", (f"{name} = vmax({name}, v);",))
 
 
 def _sum(name: str, term: str, *finish: str) -> Sweep:
+    """Return a sweep that computes in `name` the sum of the expression `term` over the elements.
+
+    `finish` are the lines after the loop.
+    """
     return Sweep((f"double {name} = 0;",), f"+ : {name}", (f"{name} += {term};",), finish)
 
 
 def _online(top: str, total: str, *finish: str) -> Sweep:
     """Return one sweep that computes the maximum and the sum of the exponentials relative to it.
+
+    `top` and `total` are the names of their variables.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
     """
@@ -99,6 +106,7 @@ def _online(top: str, total: str, *finish: str) -> Sweep:
     )
 
 
+# Lines after the loops of several operators.
 PART, LEVEL = "const float part = 1 / total;", "const float level = std::log(mass);"
 INVERSE = "const float inverse = 1 / std::sqrt({} + 1e-5);"
 # The loops of each operator on rows. The first is computed unless a schedule asks for another algorithm of
@@ -169,11 +177,13 @@ ALGORITHMS = {
         "logsumexp": RowOperator((_online("best", "sum"),), result="best + std::log(sum)"),
     },
 }
+# Functions of libm, by the names of the functions of vec.h that compute the same.
 LIBM = {"vexp": "std::exp", "vlog1p": "std::log1p", "vtanh": "std::tanh", "verf": "std::erf"}
 LIBM |= {"vsqrt": "std::sqrt", "vabs": "std::fabs", "vmax": "std::fmax", "vmin": "std::fmin"}
 
 
 def elementwise(step: Step) -> str:
+    """Return the C++ line of an elementwise operator, which changes the variable `v`."""
     return ELEMENTWISE[step.name].format(*step.constants)
 
 
@@ -206,8 +216,7 @@ def fuse_row(
 
     `write_sweep` returns the lines of one sweep from the sweep, the array that contains the row, and the
     lines for each element; without such lines there is no loop. A changed row is stored in the array `b`,
-    unless no later loop reads it.
-    `algorithm` is a key of ALGORITHMS or empty.
+    unless no later loop reads it. `algorithm` is a key of ALGORITHMS, and any other value selects ROW.
     """
     lines: list[str] = []
     pending: list[str] = []

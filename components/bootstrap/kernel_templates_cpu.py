@@ -6,6 +6,7 @@ rows, along dimension 0, over the windows of a pooling, or over the tiles of a t
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from components.bootstrap.chain_parser import PER_COLUMN, OperatorChain, Step
 from components.bootstrap.kernel_templates_cpp import (
@@ -17,52 +18,64 @@ from components.bootstrap.kernel_templates_cpp import (
 )
 from components.bootstrap.schedules import CpuSchedule
 
+# Lines of each pooling before the loop over a window, for each element `v` of the window, and after the loop.
 POOLS = {
     "avg_pool": ("float total = 0;", "total += v;", "float v = total / window;"),
     "max_pool": ("float largest = -INFINITY;", "largest = vmax(largest, v);", "float v = largest;"),
 }
 
 
+@dataclass(frozen=True)
+class Group:
+    """Operators of a chain that share one pass over the memory.
+
+    `source` and `target` are the names of the C++ arrays that the pass reads and writes: the input `x`, the
+    output `out`, or the buffer `w`. `size` is the C++ expression of the number of elements of `target`.
+    """
+
+    steps: Sequence[Step]
+    source: str
+    target: str
+    size: str
+
+
 def indent(lines: Sequence[str]) -> list[str]:
+    """Return C++ lines with two more spaces of indentation."""
     return [f"  {line}" for line in lines]
 
 
 def for_head(name: str, end: str, start: str = "0", step: str = "") -> str:
-    """Return the head of a C++ loop in which `name` goes from `start` to `end` in steps of `step` or 1."""
+    """Return the head of a C++ loop in which `name` goes from `start` to `end` in steps of `step` or 1.
+
+    A loop whose body is only another loop is written as this head without braces, and both loops have the
+    same indentation. So an operator's line has the same indentation, and the same token, in most kernels.
+    """
     return f"for (int64_t {name} = {start}; {name} < {end}; {f'{name} += {step}' if step else f'++{name}'})"
 
 
 def for_loop(name: str, end: str, body: Sequence[str], start: str = "0", step: str = "") -> list[str]:
-    """Return the lines of a C++ loop with the lines `body`.
-
-    Loops that are nested without lines between them are written with one indentation, so that an operator's
-    line has the same indentation, and the same token, in most kernels.
-    """
+    """Return the lines of a C++ loop with the lines `body`. For the other arguments see `for_head`."""
     return [for_head(name, end, start, step) + " {", *indent(body), "}"]
 
 
 def pragma(schedule: CpuSchedule, clause: str = "") -> list[str]:
+    """Return the OpenMP line that vectorises the next loop, or nothing if the schedule's loops are scalar.
+
+    `clause` is the content of the reduction clause, such as "+ : sum". Without it there is no such clause.
+    """
     if schedule.loops == "scalar":
         return []
     return [f"#pragma omp simd{f' reduction({clause})' if clause else ''}"]
 
 
-def element_pass(
-    chain: OperatorChain, steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule
-) -> list[str]:
-    """Return the C++ lines of one loop over all elements of the arrays `source` and `target`.
-
-    Both have as many elements as the tensor that is named `target`, or as the input if it is the buffer `w`.
-    """
-    size = f"t[{0 if target == 'w' else len(chain.tensors) - 1}].numel"
-    body = [f"float v = {source}[i];", *map(elementwise, steps), f"{target}[i] = v;"]
-    return [*pragma(schedule), *for_loop("i", size, body)]
+def element_pass(group: Group, schedule: CpuSchedule) -> list[str]:
+    """Return the C++ lines of one loop over all elements, for elementwise operators."""
+    body = [f"float v = {group.source}[i];", *map(elementwise, group.steps), f"{group.target}[i] = v;"]
+    return [*pragma(schedule), *for_loop("i", group.size, body)]
 
 
-def row_pass(
-    chain: OperatorChain, steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule
-) -> list[str]:
-    """Return the C++ lines of a pass over the rows of `source`, for operators that need whole rows."""
+def row_pass(group: Group, schedule: CpuSchedule) -> list[str]:
+    """Return the C++ lines of a pass over the rows, for operators that need a row or the index in it."""
 
     def loop(array: str, body: Sequence[str], clause: str, vectorised: bool) -> list[str]:
         pragmas = pragma(schedule, clause) if vectorised else []
@@ -72,17 +85,17 @@ def row_pass(
         lines = loop(array, body, sweep.clause, bool(sweep.clause)) if body else []
         return [*sweep.declare, *lines, *sweep.finish]
 
-    row = fuse_row(steps, write_sweep, schedule.algorithm)
+    row = fuse_row(group.steps, write_sweep, schedule.algorithm)
     buffered = row.tail and row.source == "b"
     if row.tail:
-        end = [*row.tail, f"{target}[r] = v;"]
+        end = [*row.tail, f"{group.target}[r] = v;"]
     else:
         end = loop(row.source, [*row.pending, "b[i] = v;"], "", not row.scan)
     body = [
-        f"const float* a = {source} + r * cols;",
+        f"const float* a = {group.source} + r * cols;",
         *(["float* b = row.data();"] if buffered else []),
-        *([] if row.tail else [f"float* b = {target} + r * cols;"]),
-        *(["const float* s = y + r * cols;"] if any("input" in step.name for step in steps) else []),
+        *([] if row.tail else [f"float* b = {group.target} + r * cols;"]),
+        *(["const float* s = y + r * cols;"] if any("input" in step.name for step in group.steps) else []),
         *row.lines,
         *end,
     ]
@@ -105,17 +118,15 @@ def _array(line: str) -> list[str]:
     return [f"{kind} {name}[block];", f"for ({kind}& v : {name}) v = {value};"]
 
 
-def column_pass(
-    chain: OperatorChain, steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule
-) -> list[str]:
-    """Return the C++ lines of a pass along dimension 0 of `source`.
+def column_pass(group: Group, schedule: CpuSchedule) -> list[str]:
+    """Return the C++ lines of a pass along dimension 0, for operators that need whole columns.
 
     If the schedule's order is `columns`, each column is computed alone, and otherwise a block of columns is
     computed row by row, with an array in the place of each accumulator.
     """
     by_column = schedule.order == "columns"
-    shrinks = any(map(changes_shape, steps))
-    arrays = {"a": f"{source}[r * cols + i]", "b": f"{'w' if shrinks else target}[r * cols + i]"}
+    shrinks = any(map(changes_shape, group.steps))
+    arrays = {"a": f"{group.source}[r * cols + i]", "b": f"{'w' if shrinks else group.target}[r * cols + i]"}
     names: list[str] = []
 
     def over_rows(array: str, body: Sequence[str]) -> list[str]:
@@ -129,6 +140,7 @@ def column_pass(
         return [*pragma(schedule), *for_loop("i", "k + block", found, start="k")]
 
     def write_sweep(sweep: Sweep, array: str, body: list[str]) -> list[str]:
+        """Return the lines of a sweep; in a block, they declare an array in the place of each variable."""
         if by_column:
             return [*sweep.declare, *(over_rows(array, body) if body else []), *sweep.finish]
         names.extend(_declared(line)[1] for line in (*sweep.declare, *sweep.finish))
@@ -140,9 +152,9 @@ def column_pass(
             lines += over_block([line.removeprefix("const float ") for line in sweep.finish])
         return lines
 
-    row = fuse_row(steps, write_sweep, schedule.algorithm)
+    row = fuse_row(group.steps, write_sweep, schedule.algorithm)
     if row.tail:
-        end = [*row.tail, f"{target}[i] = v;"]
+        end = [*row.tail, f"{group.target}[i] = v;"]
         end = end if by_column else over_block(end)
     else:
         end = over_rows(row.source, [*row.pending, "b[i] = v;"])
@@ -155,33 +167,29 @@ def column_pass(
     return [f"constexpr int64_t block = {schedule.block};", *for_loop("k", "cols", lines, step="block")]
 
 
-def pool_pass(
-    chain: OperatorChain, steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule
-) -> list[str]:
+def pool_pass(group: Group, schedule: CpuSchedule) -> list[str]:
     """Return the C++ lines of a pooling and the elementwise operators before and after it."""
-    place = next(index for index, step in enumerate(steps) if step.name in POOLS)
-    declare, each, finish = POOLS[steps[place].name]
-    load = [f"float v = {source}[i * window + k];", *map(elementwise, steps[:place]), each]
+    place = next(index for index, step in enumerate(group.steps) if step.name in POOLS)
+    pool, before, after = group.steps[place], group.steps[:place], group.steps[place + 1 :]
+    declare, each, finish = POOLS[pool.name]
+    load = [f"float v = {group.source}[i * window + k];", *map(elementwise, before), each]
     body = [
         declare,
         *for_loop("k", "window", load),
         finish,
-        *map(elementwise, steps[place + 1 :]),
-        f"{target}[i] = v;",
+        *map(elementwise, after),
+        f"{group.target}[i] = v;",
     ]
-    size = f"t[{len(chain.tensors) - 1}].numel"
-    window = f"constexpr int64_t window = {steps[place].constants[0]};"
-    return [window, *pragma(schedule), *for_loop("i", size, body)]
+    window = f"constexpr int64_t window = {pool.constants[0]};"
+    return [window, *pragma(schedule), *for_loop("i", group.size, body)]
 
 
-def transpose_pass(
-    chain: OperatorChain, steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule
-) -> list[str]:
+def transpose_pass(group: Group, schedule: CpuSchedule) -> list[str]:
     """Return the C++ lines of a transposition by tiles and the elementwise operators before and after it."""
     body = [
-        f"float v = {source}[r * cols + i];",
-        *(elementwise(step) for step in steps if step.name != "transpose"),
-        f"{target}[i * rows + r] = v;",
+        f"float v = {group.source}[r * cols + i];",
+        *(elementwise(step) for step in group.steps if step.name != "transpose"),
+        f"{group.target}[i * rows + r] = v;",
     ]
     outer, inner = ("r", "i") if schedule.order == "rows" else ("i", "r")
     ends, starts = {"r": "rows", "i": "cols"}, {"r": "m", "i": "k"}
@@ -196,11 +204,12 @@ def transpose_pass(
     ]
 
 
-Pass = Callable[[OperatorChain, Sequence[Step], str, str, CpuSchedule], list[str]]
+# Type of a function that returns the C++ lines of the pass of a group.
+Pass = Callable[[Group, CpuSchedule], list[str]]
 
 
 def pass_of(step: Step) -> Pass | None:
-    """Return the function that writes a pass with this operator, or None for elementwise operators."""
+    """Return the function that writes the pass of this operator, or None if every pass can compute it."""
     if step.name in POOLS:
         return pool_pass
     if step.name == "transpose":
@@ -211,6 +220,7 @@ def pass_of(step: Step) -> Pass | None:
 
 
 def changes_shape(step: Step) -> bool:
+    """Return whether the operator's output has another shape than its input."""
     operator = row_operator(step.name)
     return step.name in POOLS or step.name == "transpose" or bool(operator and operator.result)
 
@@ -218,7 +228,8 @@ def changes_shape(step: Step) -> bool:
 def divide(steps: Sequence[Step], schedule: CpuSchedule) -> list[list[Step]]:
     """Return the groups of neighbouring operators that share a pass.
 
-    What follows a transposition is always computed with it.
+    If the schedule's fusion is `none`, each operator is a group, except that a transposition and all
+    operators after it are one group.
     """
     if schedule.fusion == "all":
         return [[*steps]]
@@ -227,14 +238,18 @@ def divide(steps: Sequence[Step], schedule: CpuSchedule) -> list[list[Step]]:
 
 
 def write_cpu_kernel(chain: OperatorChain, schedule: CpuSchedule) -> str:
-    """Return the text of kernels/forward.cpp for the chain according to the schedule."""
+    """Return the text of kernels/forward.cpp for the chain according to the schedule.
+
+    The passes before the first operator that changes the shape write to the buffer `w`, which is as large as
+    the input, and all other passes write to `out`.
+    """
     groups = divide(chain.steps, schedule)
     changing = next((i for i, group in enumerate(groups) if any(map(changes_shape, group))), 0)
     source, lines = "x", []
-    for index, group in enumerate(groups):
-        target = "w" if index < changing else "out"
-        write = next((found for step in group if (found := pass_of(step))), element_pass)
-        lines += write(chain, group, source, target, schedule)
+    for index, steps in enumerate(groups):
+        target, tensor = ("w", 0) if index < changing else ("out", len(chain.tensors) - 1)
+        write = next((found for step in steps if (found := pass_of(step))), element_pass)
+        lines += write(Group(steps, source, target, f"t[{tensor}].numel"), schedule)
         source = target
     if any(re.search(r"\bw\b", line) for line in lines):
         lines = ["std::vector<float> work(t[0].numel);", "float* w = work.data();", *lines]

@@ -10,6 +10,8 @@ from components.bootstrap.chain_parser import STRIDED_OPERATORS, OperatorChain
 from components.bootstrap.kernel_templates_cpp import ROW, Sweep, elementwise, fuse_row
 from components.bootstrap.schedules import CudaSchedule
 
+# Device functions that combine a value of each thread of a block and return the result to all threads. The
+# first uses shared memory only, the second shuffles within each warp.
 BLOCK_OPERATION = """__device__ float block_{name}(float v) {{
   __shared__ float part[{threads}];
   part[threadIdx.x] = v;
@@ -33,21 +35,28 @@ WARP_OPERATION = """__device__ float block_{name}(float v) {{
   return v;
 }}"""
 SHUFFLE = "__shfl_xor_sync(0xffffffff, v, k)"
+# Expressions that combine two values in shared memory (COMBINE) or in two lanes of a warp (LANE).
 COMBINE = {
     "sum": "part[threadIdx.x] + part[threadIdx.x + k]",
     "max": "fmaxf(part[threadIdx.x], part[threadIdx.x + k])",
 }
+LANE = {"sum": f"v + {SHUFFLE}", "max": f"fmaxf(v, {SHUFFLE})"}
 # Lines of a kernel, and the line that launches it.
 Kernel = tuple[list[str], str]
-LANE = {"sum": f"v + {SHUFFLE}", "max": f"fmaxf(v, {SHUFFLE})"}
 
 
 def parameters(chain: OperatorChain) -> str:
+    """Return the parameters of a CUDA kernel: the tensors, and the number of columns or of elements."""
     tensors = ", ".join(f"{'' if name == 'out' else 'const '}float* {name}" for name in chain.tensors)
     return f"{tensors}, int64_t {'cols' if chain.by_row else 'n'}"
 
 
 def launch(chain: OperatorChain, name: str, grid: str, threads: int, shared: str = "0") -> str:
+    """Return the line that launches the CUDA kernel `name`.
+
+    `grid` is the expression of the number of blocks, `threads` the number of threads of a block, and `shared`
+    the expression of the bytes of its dynamic shared memory.
+    """
     tensors = ", ".join(f"f32(t[{index}])" for index in range(len(chain.tensors)))
     last = "t[0].size[1]" if chain.by_row else "t[0].numel"
     return f"  {name}<<<{grid}, {threads}, {shared}, (cudaStream_t)stream>>>({tensors}, {last});"
@@ -94,6 +103,7 @@ def float4_kernel(chain: OperatorChain, threads: int) -> Kernel:
 
 
 def loop(source: str, body: list[str], threads: int) -> list[str]:
+    """Return the CUDA lines of a loop of a block over the elements `v` of a row in the array `source`."""
     return [
         f"  for (int64_t i = threadIdx.x; i < cols; i += {threads}) {{",
         f"    float v = {source}[i];",

@@ -43,6 +43,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the matrices with their gradients. `closure` must be None."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:

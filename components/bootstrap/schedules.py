@@ -18,11 +18,12 @@ from components.core.param_types import Device
 class CpuSchedule:
     """The choices for a C++ kernel.
 
-    `fusion` says whether all operators share a pass over the memory, `math` whose exponentials are
-    called, `loops` whether loops are vectorised, `accumulator` the type of sums, `algorithm` how
-    softmax and norms are computed, `order` the inner loop of operators along dimension 0 and of
-    transpositions, `block` the columns of a block of operators along dimension 0, and `tile` the rows and
-    columns of a tile of a transposition.
+    `fusion` says whether all operators share a pass over the memory or each has its own, `math` whether
+    functions such as exp are those of libm or of vec.h, `loops` whether loops are vectorised, `accumulator`
+    the type of sums, and `algorithm` how softmax and norms are computed (ALGORITHMS in
+    kernel_templates_cpp.py). `order` is the outer one of the two loops of operators along dimension 0 and of
+    transpositions. If it is `rows`, operators along dimension 0 are computed for blocks of `block` columns.
+    `tile` is the number of rows and of columns of a transposition's tiles, and 1 means no tiles.
     """
 
     fusion: Literal["none", "all"]
@@ -56,14 +57,14 @@ TYPES: dict[Device, type[CpuSchedule] | type[CudaSchedule]] = {"cpu": CpuSchedul
 
 @cache
 def choices(device: Device) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each choice of a device."""
+    """Return the possible values of each choice in the schedules of a device, by the name of the choice."""
     hints = get_type_hints(TYPES[device])
     return {field.name: get_args(hints[field.name]) for field in fields(TYPES[device])}
 
 
 @cache
 def all_schedules(device: Device) -> tuple[Schedule, ...]:
-    """Return the whole space, in a fixed order."""
+    """Return all schedules of a device, in a fixed order."""
     return tuple(TYPES[device](*values) for values in itertools.product(*choices(device).values()))
 
 

@@ -1,4 +1,4 @@
-"""Search of random schedules for what is attainable on a suite of tasks, against which a policy is measured.
+"""Search random schedules for the speed-up that is attainable on each task of a suite.
 
 The same schedules are drawn for all tasks. Each task's kernels are written and judged once, and the best of
 them a second time in another epoch: schedules are chosen on the first measurement and reported on the second
@@ -51,9 +51,10 @@ Phase = Literal["first", "second"]
 class TaskKernels:
     """The kernels of one task and their measurements so far.
 
-    `starter` are the files that a policy finds in its workspace. `texts` maps the name of each kernel to its
-    text. `file` is the file in which the measurements are kept.
-    Those in which the judge failed are not written to it, so that they are repeated by the next call.
+    `starter` are the files that a policy finds in its workspace. `kernels` has the name of the kernel of each
+    schedule, and `texts` maps these names to the kernels' texts. `first` and `second` map them to the two
+    measurements. `file` is the file in which the measurements are kept. Those in which the judge failed are
+    not written to it, so that they are repeated by the next call.
     """
 
     task: KernelTask
@@ -65,6 +66,7 @@ class TaskKernels:
     second: dict[str, Measurement] = field(default_factory=dict)
 
     def record(self) -> TaskSearch:
+        """Return the measurements so far as a record."""
         return TaskSearch(
             task_id=self.task.task_id, kernels=self.kernels, first=self.first, second=self.second
         )
@@ -76,6 +78,7 @@ class TaskKernels:
             self.first, self.second = dict(kept.first), dict(kept.second)
 
     def measured(self, phase: Phase) -> dict[str, Measurement]:
+        """Return the first or the second measurements by the names of the kernels."""
         return self.first if phase == "first" else self.second
 
     def add(self, phase: Phase, kernel: str, verdict: Verdict) -> Measurement:
@@ -121,11 +124,10 @@ def search(
     """Judge the kernels of `schedules` random schedules on `tasks`, and keep all measurements in `out`.
 
     Tasks whose source is not a chain of operators, or whose outputs are not known from an admission, are left
-    out and counted. Equal kernels of a task are
-    judged once. The best `finalists` kernels of each task, by default all correct ones, and the kernels of
-    the best fixed schedule are measured again. `epoch` is part of the key under which the pool keeps its
-    verdicts. Returns None if the search is not finished at the time.time() `deadline`; a repeated call
-    continues. Raises UserError if `out` holds a different search.
+    out and counted. Equal kernels of a task are judged once. The best `finalists` kernels of each task, by
+    default all correct ones, and the kernels of the best fixed schedule are measured again. `epoch` is part
+    of the key under which the pool keeps its verdicts. Returns None if the search is not finished at the
+    time.time() `deadline`; a repeated call continues. Raises UserError if `out` holds a different search.
     """
     drawn = draw_schedules(params.device, schedules)
     searched = []
@@ -178,7 +180,7 @@ def search(
 
 @dataclass
 class Judging:
-    """The making of the measurements of one search.
+    """A judge of the kernels of one search, which stops at a deadline in time.time() if there is one.
 
     `done` and `total` count the measurements, and `correct` those of correct kernels.
     """
@@ -210,7 +212,10 @@ class Judging:
         return self.judge("second", second)
 
     def judge(self, phase: Phase, kernels: Sequence[tuple[TaskKernels, str]]) -> bool:
-        """Judge the kernels whose measurement is not known yet; return whether the deadline was kept."""
+        """Judge the kernels whose measurement is not known yet; return whether the deadline was kept.
+
+        Judgements that have begun at the deadline are awaited and kept, and the others are cancelled.
+        """
         pending: dict[Future[Verdict], tuple[TaskKernels, str]] = {}
         for one, kernel in kernels:
             if kernel in one.measured(phase):
@@ -236,6 +241,7 @@ class Judging:
         return True
 
     def count(self, measurement: Measurement) -> None:
+        """Add a measurement to `done` and, if its kernel is correct, to `correct`."""
         self.done += 1
         self.correct += measurement.status == "correct"
 

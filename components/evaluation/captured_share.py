@@ -19,6 +19,7 @@ from components.evaluation.metrics import Evaluation, Measurement, TaskResult
 
 # Name of the row of the best fixed schedule in tables.
 BEST_FIXED = "best fixed schedule"
+# Logarithm of a wrong kernel's speed-up in the first measurement, so that other schedules are chosen first.
 WRONG = -math.inf
 # Difference of mean log speed-ups that rounding may cause.
 ROUNDING = 1e-9
@@ -121,7 +122,10 @@ def log_speedup(measurement: Measurement) -> float:
 
 
 def attainable_log(outcomes: Sequence[Outcome]) -> float:
-    """Return the reported log speed-up of the schedule that is best in the first measurement, at least 0."""
+    """Return the reported log speed-up of the schedule that is best in the first measurement.
+
+    It is at least 0, the logarithm of eager, and 0 if there are no outcomes.
+    """
     return max(0.0, max(outcomes, default=(WRONG, 0.0), key=lambda outcome: outcome[0])[1])
 
 
@@ -197,7 +201,11 @@ def _row(
     gains: Sequence[float] = (),
     choices: dict[str, Any] | None = None,
 ) -> ShareRow:
-    """Return the figures of `answers`, which map the ids of tasks to log speed-ups."""
+    """Return the figures of `answers`, which map the ids of tasks to log speed-ups, under `name`.
+
+    `gains` has the log speed-up of the final answer minus that of the first one for each task, and `choices`
+    are those of a fixed schedule. Tasks on whose kernels the judge always failed are left out.
+    """
     searches = {task.task_id: outcomes for task in attainable.tasks if (outcomes := task.outcomes())}
     common = [task_id for task_id in searches if task_id in answers]
     logs = [answers[task_id] for task_id in common]
@@ -226,6 +234,7 @@ def _first_answer(result: TaskResult) -> float | None:
 
 
 def _final_answer(result: TaskResult) -> float | None:
+    """Return the log speed-up of the final answer to a task, or None if the judge failed on it."""
     return None if result.error else math.log(result.ratio("eager") or 1.0)
 
 

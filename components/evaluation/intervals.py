@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from components.core.records import FrozenModel
 
+# Number of bootstrap samples, and share of them that an interval covers.
 RESAMPLES = 2000
 COVERAGE = 0.95
 
@@ -35,9 +36,10 @@ def bootstrap_counts(tasks: int) -> Array:
 
 
 def quotients(figure: tuple[Array, Array], counts: Array) -> Array:
-    """Return the value of a figure for each row of `counts`, which says how often each task is drawn.
+    """Return the value of a figure for each of several samples of the tasks, with shape [samples].
 
-    `figure` holds numerators and denominators of the tasks. The value is NaN if the denominator is 0.
+    `figure` has the numerator and the denominator of each task, both [tasks], and `counts` says how often
+    each sample has each task, [samples, tasks]. The value is NaN if the sum of the denominators is 0.
     """
     numerator, denominator = counts @ figure[0], counts @ figure[1]
     quotient: Array = np.divide(
