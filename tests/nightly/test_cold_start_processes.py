@@ -1,42 +1,20 @@
 """The cold start of several processes: they learn what one does, and none waits for one that is gone."""
 
-import itertools
 import multiprocessing
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from cold_start_fixtures import params as params
+from cold_start_fixtures import tasks as tasks
 from transformers import AutoModelForCausalLM
 
 from components.bootstrap import cold_start
-from components.core.config import resolve
 from components.core.params import Params
 from components.core.progress import Quiet
 from components.core.task import KernelTask
 from components.policy.checkpoint import verify_checkpoint
-from components.synthesis.compose import compose_tasks
-
-TINY = (
-    "coldstart.steps=8",
-    "coldstart.tokens_per_step=1024",
-    "coldstart.demonstrations=60",
-    "policy.hidden=32",
-    "policy.layers=1",
-    "policy.heads=2",
-)
-
-
-@pytest.fixture(scope="module")
-def params() -> Params:
-    return resolve("ci", TINY).params
-
-
-@pytest.fixture(scope="module")
-def tasks(params: Params) -> list[KernelTask]:
-    return list(
-        itertools.islice((task for task in compose_tasks(3, params.data) if task.split == "train"), 60)
-    )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
