@@ -1,4 +1,4 @@
-"""Admission of a task: whether the judge can detect cheating on it, and how fast it runs on the device.
+"""Admission of a task: a check that the judge would find wrong answers wrong, and a measurement of its speed.
 
 Most of an admission is preparation, which several threads can do at once for different tasks. Only timed
 rounds need exclusive access to the device.
@@ -39,7 +39,7 @@ RUNNER_SHARE = 0.125
 TASK_SHARE = 0.25
 MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 8192}  # rows and columns
 TINY = 1e-30  # smallest divisor
-# Change of the reference runner's order with which the parameters keep their first values.
+# Change of an order to the reference runner, with which it uses the initial values of the parameters.
 UNTOUCHED: dict[str, Any] = {"parameters": None}
 
 
@@ -167,7 +167,7 @@ def _admission(bench: AdmissionBench, headroom: bool) -> Admission:
 
 
 def _timed(bench: AdmissionBench, baseline: Baseline) -> tuple[list[float], bool]:
-    """Time `ROUNDS` rounds of a baseline on the same inputs, and tell whether they gave the same outputs.
+    """Time `ROUNDS` rounds of a baseline on the same inputs, and check whether their outputs are the same.
 
     Returns the seconds per call in each round, and whether the outputs of all rounds agree up to the absolute
     tolerance.

@@ -1,6 +1,7 @@
-"""Admission bench, which holds the reference data and baselines that decide whether a task is admitted.
+"""Reference data and baselines with which the judge decides whether to admit a task.
 
-A single sandboxed process makes all of them, because no candidate runs in an admission (`OneProcess`).
+A single sandboxed process makes the data and runs the baselines (`OneProcess`). Separate processes are not
+needed, because no candidate runs in an admission.
 """
 
 from components.core.params import Params
@@ -35,7 +36,7 @@ class AdmissionBench:
         compiles: bool,
         memory_share: float,
     ):
-        """Start the task's process, and compute the memory layout from the description that it sends.
+        """Start a process with the task's source `code`, and compute the memory layout from its description.
 
         `compiles` determines whether the process can also take the role of torch.compile. `memory_share` is
         the share of a GPU's memory that the process may allocate. Raises TaskError if the task's source fails
@@ -66,8 +67,8 @@ class AdmissionBench:
         """Free the memory of timed runners and the device memory that torch caches.
 
         The next call of `start` allocates memory again. The process itself unmaps the memory when it leaves
-        its role. Nothing is done if the task's placement does not share buffers, because device memory is
-        then not scarce.
+        its role. Nothing is done unless the task's baselines share buffers (`Placement.shares_buffers`),
+        because device memory is otherwise not scarce.
         """
         if self.reference.layout.placement.shares_buffers:
             with self.scheduler.preparing():

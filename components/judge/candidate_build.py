@@ -1,7 +1,7 @@
 """Screening and building of a candidate, which is a workspace with kernels/ or a single Python file.
 
-A single file asks torch.utils.cpp_extension for its extensions. The judge finds their sources in the syntax
-tree, or else by running the file in a runner, and builds them before the file runs as a candidate.
+A single file requests its extensions from torch.utils.cpp_extension. The judge finds their sources in the
+syntax tree, or else by running the file in a runner, and builds them before the file runs as a candidate.
 """
 
 import ast
@@ -53,7 +53,7 @@ class CheckedExtension(FrozenModel):
 
 
 EXTENSIONS = TypeAdapter(Annotated[list[CheckedExtension], Field(max_length=16)])
-# Function that runs a candidate's files and returns a JSON list of the extensions that they ask for.
+# Function that runs a candidate's files and returns a JSON list of the extensions that they request.
 Record = Callable[[dict[str, str]], bytes]
 
 
@@ -62,10 +62,11 @@ class BuiltCandidate:
     """A built candidate: the files that its runner imports, and its libraries.
 
     `library` is the path of a file, or None if the candidate has no library. For a workspace the file is the
-    library of kernels/. For a single file that asks torch.utils.cpp_extension to build extensions, the file
-    is a concatenation of their libraries, and `extensions` has the offset and size of each. `extensions` is
-    None if the candidate asks for no extension. `failures` maps the name of each extension that does not
-    compile to the compiler's messages; only candidates under sandbox.rules=any have such extensions.
+    library of kernels/. For a single Python file that requests extensions from torch.utils.cpp_extension,
+    `library` is a concatenation of their libraries, and `extensions` has the offset and size of each.
+    `extensions` is None if the candidate requests no extension. `failures` maps the name of each extension
+    that does not compile to the compiler's messages; only candidates under sandbox.rules=any have such
+    extensions.
     """
 
     # Digest of the files that were given.
@@ -82,11 +83,11 @@ def build_candidate(
     """Screen and build a candidate, and return what its runner loads.
 
     `files` maps each workspace path to the text of the file, and `rules` are the parameters of the section
-    sandbox. `record` is called if the candidate asks for extensions whose sources do not follow from its
-    syntax tree. With sandbox.rules=any only the names and sizes of files are screened, a candidate may have
-    no library, and an extension that does not compile is left out, because the file may catch the error that
-    `load_inline` then raises. Raises Rejected if a file is refused, or if the candidate does not compile in
-    the time limit.
+    sandbox. `record` is called if the candidate requests extensions whose sources do not follow from its
+    syntax tree; it runs the files and returns these extensions. With sandbox.rules=any only the names and
+    sizes of files are screened, a candidate may have no library, and an extension that does not compile is
+    left out, because the file may catch the error that `load_inline` then raises. Raises Rejected if a file
+    is refused, or if the candidate does not compile in the time limit.
     """
     is_screened = rules.rules == "kernel-only"
     tree = _parsed(files)

@@ -70,11 +70,10 @@ def judge_workdir(
     """Return the verdict on a candidate, which is compared with eager and torch.compile.
 
     `workdir` is a workspace or a single Python file. `task` is the path of a task file; if it is None, the
-    task is the workspace's model.py. `folder` is where a judge on this machine keeps its builds, and where a
-    resident judge has its socket. The resident judge of `folder` is asked if one runs; otherwise a judge is
-    started. If the parameter `pool.service` is set, the HTTP service at this address is asked instead.
-    `report` is called with the name of each step when it begins. Raises UserError if a file is missing or not
-    valid.
+    task is the workspace's model.py. If the parameter `pool.service` is set, the HTTP service at this address
+    judges. Otherwise a resident judge whose socket is in `folder` judges, or, if none runs there, a new judge
+    that keeps its builds in `folder`. `report` is called with the name of each step when it begins. Raises
+    UserError if a file is missing or not valid.
     """
     files = read_candidate(workdir)
     if task is None and workdir.is_file():
@@ -90,9 +89,10 @@ def judge_workdir(
 
 
 def start_judge(params: Params, folder: Path, report: Report) -> Judge:
-    """Return a new judge, whose zygotes import torch at the same time as this process.
+    """Start the processes of a new judge, import torch at the same time as they do, and return the judge.
 
-    `folder` is where the judge keeps its builds. `report` is called with a text that says what takes time.
+    `folder` is where the judge keeps its builds. `report` is called with a text for the user, who has to wait
+    for the start.
     """
     factory = open_factory(params.sandbox, params.device, folder)
     report("starting a judge; cuda-agent serve keeps one ready")

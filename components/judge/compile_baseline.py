@@ -25,8 +25,9 @@ COMPILE_MODES: dict[Device, tuple[Baseline, ...]] = {
     "cpu": (COMPILE,),
     "cuda": (COMPILE, Baseline("compile", "reduce-overhead"), MAX_AUTOTUNE),
 }
-# The same for a task whose baselines share their memory. CUDA graphs would keep theirs between rounds, and
-# their saving, the time of launches, is negligible in calls of such a size.
+# Baselines of the modes that are compared on a task whose baselines share buffers (`Placement`). No mode uses
+# CUDA graphs, because a CUDA graph keeps its memory between rounds. The launch time that a graph saves is
+# negligible in calls of such a size.
 SHARING_MODES: dict[Device, tuple[Baseline, ...]] = {
     "cpu": (COMPILE,),
     "cuda": (COMPILE, Baseline("compile", "max-autotune-no-cudagraphs")),

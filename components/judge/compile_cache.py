@@ -60,8 +60,8 @@ def entry_key(reference: TaskReference, mode: str) -> str:
 class CompileCache:
     """Folder of entries, each in a file that begins with the SHA-256 of the entry's content.
 
-    Several judges may use the folder at the same time, because files appear in one step. All entries together
-    have at most `max_bytes` bytes.
+    Several judges may use the folder at the same time, because each file is written atomically. All entries
+    together have at most `max_bytes` bytes.
     """
 
     folder: Path
@@ -137,11 +137,11 @@ def start_compiled(
 ) -> TimedRunner:
     """Return a timed runner of torch.compile, which compiles only what the cache does not have.
 
-    `start` starts and verifies the runner; its argument is the descriptor of a file with the archive, which
-    is empty if there is none. New artefacts are stored when the runner's outputs have been verified. If the
-    runner fails with an archive from the cache, the entry is removed and the runner is started without it.
-    `save_seconds` limits the wall time in which the runner writes its archive. Raises TaskError if the runner
-    fails.
+    `start` starts and verifies the runner. Its argument is the descriptor of a file with the archive from the
+    cache; the file is empty if the cache has none. What the runner compiles anew is stored after its outputs
+    have been verified. If the runner fails with an archive, the entry is removed from the cache, and another
+    runner is started without it. `save_seconds` limits the wall time in which the runner writes its archive.
+    Raises TaskError if the runner fails.
     """
     cache, key = open_cache(), entry_key(reference, mode)
     if archive := cache.load(key):
@@ -155,7 +155,7 @@ def start_compiled(
 def _start(
     cache: CompileCache, key: str, archive: bytes, start: Callable[[int], TimedRunner], save_seconds: float
 ) -> TimedRunner:
-    """Return a runner of torch.compile that was started with `archive`, which may be empty.
+    """Return a runner of torch.compile that `start` has started with `archive`, which may be empty.
 
     If the runner compiles anything anew, its new archive is stored under `key`, unless the archive is larger
     than `MAX_ENTRY_BYTES`. Raises TaskError if the runner fails, or does not write its archive in

@@ -1,8 +1,8 @@
-"""Correctness of a candidate's output: its error relative to float64, compared with the error of float32.
+"""This module decides whether an output is correct, by its error relative to a float64 output.
 
 The maximum error and the root mean square (RMS) error of the output may be at most a small multiple of the
-same errors of the float32 reference output, and never above the absolute tolerance. The tolerance is a share
-of the largest absolute value of the reference output (docs/design/correctness-criterion.md). A fixed
+same errors of the float32 reference output, and never above the absolute tolerance. The absolute tolerance is
+a share of the largest absolute value of the reference output (docs/design/correctness-criterion.md). A fixed
 tolerance of 1e-2 or 1e-4 would accept zeros if outputs are small, and refuse honest sums if outputs are
 large.
 
@@ -34,7 +34,8 @@ HALF_TOLERANCE = 8
 KERNELBENCH_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 # Range of the maximum error in which squares of float32 errors neither overflow nor vanish.
 SQUARABLE = (1e-12, 1e14)
-# Largest scale of an output whose errors are computed in float32; beyond it a difference could overflow.
+# Largest absolute value in an output whose errors are computed in float32. A difference of larger values
+# could overflow.
 LARGEST_SCALE = 1e37
 # Bytes of outputs of several calls that are compared at a time.
 COMPARED_BYTES = 1 << 26
@@ -138,9 +139,9 @@ class ReferenceOutput:
         return True
 
     def _is_close(self, flat: torch.Tensor, tolerance: float) -> bool:
-        """Return whether the flattened output `flat` is close to `single` by KernelBench's comparison.
+        """Return whether the flattened output `flat` is close to the reference output in KernelBench's sense.
 
-        This is torch.allclose, with `tolerance` as absolute and as relative tolerance.
+        The comparison is torch.allclose, with `tolerance` as absolute and as relative tolerance.
         """
         return all(
             torch.allclose(self._piece(self.single, start), self._piece(flat, start), tolerance, tolerance)
@@ -150,21 +151,25 @@ class ReferenceOutput:
     def mismatch(self, output: torch.Tensor, *, multiple: float = 1.0, loose: bool = False) -> str | None:
         """Return the reason why `output` is wrong, or None if it is correct.
 
-        The reasons are `wrong_values` for integers, and `max_error`, `rms_error` and `finite_mask` (NaN or
-        infinity at a wrong place) for floating-point numbers.
+        `output` is the output of a candidate or a baseline. It has the shape and dtype of the reference
+        output, which is the task's own output at the task's precision (the argument `single` of the
+        constructor) and is always correct itself. The reasons are `wrong_values` for integers, and
+        `max_error`, `rms_error` and `finite_mask` (NaN or infinity at a wrong place) for floating-point
+        numbers.
 
-        `output` has the shape and dtype of `single`. The limits of its errors are multiplied by `multiple`,
-        but they stay below the absolute tolerance, unless the error of `single` is above it: `single` is
-        always correct. If `loose` is set, errors up to the absolute tolerance are correct too; this is used
-        for baselines, because torch.compile may round differently.
+        Errors are differences from the float64 output. Their limits are multiplied by `multiple`, but are at
+        most the absolute tolerance, or the reference output's own error if that is larger. If `loose` is set,
+        all errors up to the absolute tolerance are allowed. This is used for baselines, because torch.compile
+        may round differently.
 
-        Where `single` or the rounded float64 value is NaN or infinite, an element is correct if it has the
-        same special value as either of them, or if one of them is finite and it is close to that one. An
-        integer is correct if it equals that of `single` or that of the float64 output, because rounding
-        decides, for example, which of two nearly equal elements is the largest.
+        Where the reference output or the rounded float64 output is NaN or infinite, an element is correct if
+        it is the same special value as in one of the two. If only one of the two is finite there, an element
+        that is close to it is correct too. An integer is correct if it equals the one at its place in the
+        reference output or in the float64 output. Both are right, because rounding decides, for example,
+        which of two nearly equal elements is the largest.
 
-        With the parameter sandbox.tolerance=kernelbench, an output is also correct if each element is as
-        close to `single` as KernelBench asks.
+        With the parameter sandbox.tolerance=kernelbench, an output is also correct if it differs from the
+        reference output by at most KernelBench's tolerances (`KERNELBENCH_TOLERANCES`).
         """
         flat = _flat(output)
         if flat.numel() == 0:
@@ -194,11 +199,12 @@ class ReferenceOutput:
 
 
 class _Part:
-    """Elements of a reference output, prepared so that a comparison takes three passes in float32.
+    """Elements of a reference output, prepared so that comparing an output with them takes little time.
 
-    The float64 value is stored as its float32 part and the float32 part of the remainder. The difference
-    between an output and the value is then exact if both are close to each other. If they are far apart, the
-    difference is rounded, but the output is wrong in any case.
+    `single` has the elements at the task's precision, and `expected` has them in float64. The float64 value
+    is stored as its float32 part and the float32 part of the remainder. The difference between an output and
+    the value is then exact if both are close to each other. If they are far apart, the difference is rounded,
+    but the output is wrong in any case.
     """
 
     def __init__(self, single: torch.Tensor, expected: torch.Tensor):

@@ -1,4 +1,4 @@
-"""Access to one device, for many preparations at once or for one measurement, and reservations of its memory.
+"""Scheduler of access to one device, by many preparations or by one measurement, and of its memory.
 
 On cpu a measurement reads the CPU clocks of its runners. Other runners may therefore start, compile and be
 checked at the same time, and only measurements exclude each other. On cuda the clock is wall time. A

@@ -55,15 +55,17 @@ class DeferredCall(NamedTuple):
 
 
 class ExactRunner:
-    """Runner that computes float64 outputs for the inputs of single timed calls.
+    """Runner of the task's own source that computes the float64 output of a timed call, to check the call.
 
-    It is started at the first use, and stopped (SIGSTOP) whenever it does not compute. Its memory, which has
-    copies of the parameters and of one call's inputs, is shared with no other runner. Its methods may be
-    called only while no runner of a candidate works.
+    The process is started at the first use, and stopped with SIGSTOP whenever it does not compute. Its memory
+    has copies of the parameters and of one call's inputs, and no other runner can access it. The methods may
+    be called only while no runner of a candidate computes.
 
-    If the task's placement shares buffers, there is no device memory for this runner beside the timed
-    runners. Two suspicious calls of a measurement are then kept in host memory and compared later: the one
-    that departs most from eager, and a random one.
+    Only suspicious calls are checked, whose outputs differ clearly from eager's (`suspicious_calls`). They
+    are checked at once if there is device memory for this runner beside the timed runners. There is none if
+    the baselines of the task share buffers (`Placement.shares_buffers`). Then at most two suspicious calls of
+    the candidate are kept in host memory, the one that departs most from eager and a random other one.
+    `wrong_deferred_call` checks them after the timed runners have ended.
     """
 
     def __init__(self, reference: TaskReference, processes: ProcessPerRole):
@@ -133,9 +135,11 @@ class ExactRunner:
     ) -> None:
         """Keep a suspicious call for a later comparison; at most two calls are kept.
 
-        They are the call that departs most from eager and one other. A new call that departs most makes the
-        call that departed most before it the other one. Any other new call replaces the other one with a
-        probability of 1/n, where n is the number of calls that were suspicious so far.
+        The first kept call is the one that departs most from eager. A new call that departs more becomes the
+        first, and the previous first call becomes the second. Any other new call becomes the second call with
+        a probability of 1/n, where n is the number of calls that were suspicious so far, or if there is no
+        second call yet. `results` and `eager_results` are the outputs of the candidate and of eager, as
+        bytes.
         """
         self.deferrable += 1
         is_largest = not self.deferred or not departure <= self.deferred[0].departure
@@ -146,15 +150,15 @@ class ExactRunner:
             self.deferred = [call, *self.deferred[:1]] if is_largest else [self.deferred[0], call]
 
     def forget_deferred(self) -> None:
-        """Drop the deferred calls of a candidate that failed; the number of deferrable calls becomes 0."""
+        """Drop all deferred calls, for example those of a candidate that failed before they were compared."""
         self.deferred, self.deferrable = [], 0
 
     def wrong_deferred_call(self) -> str | None:
-        """Compare the deferred calls, and return the reason why one of them is wrong, or None.
+        """Compare the deferred calls, and return the reason why one is wrong, or None if all are right.
 
-        No timed runner of the task may exist, nor the memory of one. The reason ends with the name of the
-        input distribution. Raises TaskError if eager is too inexact to tell, and InfrastructureError if the
-        float64 outputs cannot be computed.
+        The timed runners of the task must have ended, and their memory must be free. The reason ends with the
+        name of the input distribution. Raises TaskError if eager is too inexact to tell, and
+        InfrastructureError if the float64 outputs cannot be computed.
         """
         deferred = self.deferred
         self.forget_deferred()

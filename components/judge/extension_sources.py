@@ -1,7 +1,8 @@
-"""The extensions that a candidate of one Python file asks for, found in its syntax tree.
+"""Search of a Python file's syntax tree for the extensions that it requests from torch.utils.cpp_extension.
 
-Nearly all published files pass constants to `load_inline`. The expressions that are understood are constants,
-names that are assigned once, lists, dictionaries, sums, f-strings, `strip` and plain `format`.
+The arguments of `load_inline` are evaluated without running the file, because nearly all published files pass
+constants. An argument may consist of constants, names that are assigned once, lists, dictionaries, sums,
+f-strings, `strip` and plain `format`.
 """
 
 import ast
@@ -47,10 +48,10 @@ def called_function(call: ast.Call) -> str:
 
 
 def extensions_in(tree: ast.AST) -> list[Extension] | None:
-    """Return the extensions that all calls of `load_inline` in a file ask for.
+    """Return the extensions that the calls of `load_inline` in a file request, or None if they are unknown.
 
-    Returns None if there is no call, if a call is of `load`, whose files may be written by the file itself,
-    or if an argument is not constant.
+    They are unknown if there is no such call, if an argument is not constant, or if the file calls `load`. A
+    file may write the source files that it passes to `load` when it runs.
     """
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and called_function(node)]
     if not calls or any(called_function(call) == "load" for call in calls):
@@ -93,8 +94,8 @@ class _Constants:
     """Evaluator of the constant expressions in one file.
 
     `names` maps each name that may occur in an expression to the expression that is assigned to it.
-    NotConstant is raised for an expression that is not constant. It is also raised if the values take too
-    many steps or characters, because the source is untrusted.
+    NotConstant is raised for an expression that is not constant. Because the source is untrusted, it is also
+    raised if the evaluation takes too many steps (`MAX_STEPS`), or if the values have too many characters.
     """
 
     def __init__(self, names: dict[str, ast.expr]):

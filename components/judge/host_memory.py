@@ -1,4 +1,7 @@
-"""Host memory that this process can still use on its machine and within the limits of its control groups."""
+"""This module determines how much host memory this process can still use.
+
+Both the memory of the machine and the limits of the process's control groups are considered.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,9 +10,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class _Version:
-    """Names of the files of one version of Linux's control groups that state memory (cgroups(7))."""
+    """Names with which one version of Linux's control groups states memory (cgroups(7))."""
 
+    # Name of the memory controller in /proc/self/cgroup and in the mount options; empty for version 2.
     hierarchy: str
+    # Files with a group's limit and with its memory in use, in bytes.
     limit: str
     usage: str
     # Line of memory.stat with the file pages that the kernel can free at once.
@@ -34,7 +39,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_by_limits(root: Path) -> Iterator[int]:
-    """Yield the bytes that each memory limit of this process's control groups leaves."""
+    """Yield, for each memory limit of this process's control groups, the bytes that can still be used."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except FileNotFoundError:  # the kernel has no control groups
@@ -57,7 +62,7 @@ def _left_by_limits(root: Path) -> Iterator[int]:
 
 
 def _mounts(root: Path, version: _Version) -> Iterator[Path]:
-    """Yield the folders at which control groups with memory limits are mounted, for one of their versions."""
+    """Yield the folders at which control groups of `version` that can limit memory are mounted."""
     for line in (root / "proc/self/mounts").read_text().splitlines():
         _, folder, kind, options, *_ = line.split()
         is_v1 = kind == "cgroup" and V1.hierarchy in options.split(",")
@@ -66,7 +71,7 @@ def _mounts(root: Path, version: _Version) -> Iterator[Path]:
 
 
 def _left(group: Path, version: _Version) -> int | None:
-    """Return the bytes of memory that the limit of one control group leaves, or None if it has no limit."""
+    """Return the bytes that can still be used within a control group's limit, or None if it has no limit."""
     try:
         limit = (group / version.limit).read_text().strip()
         if limit == "max":

@@ -1,4 +1,4 @@
-"""Client of the HTTP service (`cuda-agent serve --http`), and the pool that lets this service judge.
+"""Client of the HTTP service (`cuda-agent serve --http`), and the pool whose jobs this service judges.
 
 The machine of the client needs neither a GPU nor a sandbox, and this module imports no torch.
 """
@@ -20,8 +20,10 @@ from components.judge.version import protocol_digest
 
 # Seconds that one request waits for a result, and that its transfer may take beyond that.
 WAIT_SECONDS, TRANSFER_SECONDS = 50, 30.0
-# Seconds for which a service that does not answer, for example because it restarts, is asked again.
+# Seconds for which a request is repeated if the service does not answer, for example because it restarts, and
+# seconds between two attempts.
 RESTART_SECONDS, RETRY_SECONDS = 60.0, 1.0
+# HTTP statuses of a service that is busy or restarts, after which a request is repeated.
 UNAVAILABLE = (429, 502, 504)
 
 
@@ -74,11 +76,11 @@ class HttpJudge:
     ) -> Verdict:
         """Return the service's verdict on the candidate with `files` on `task`.
 
-        `files` maps each workspace path to the text of the file. With `compare_compile`, every correct
-        candidate is compared with the fastest mode of torch.compile, and otherwise only one that is faster
-        than eager, with the default mode, or none if it is None. The service measures a candidate once for
-        each value of `measurement`. Raises InfrastructureError if the service or its judge fails, and
-        UserError if the service refuses the request.
+        `files` maps each workspace path to the text of the file. `compare_compile` determines when a correct
+        candidate is also compared with torch.compile: always, with its fastest mode (True), only if it is
+        faster than eager, with the default mode (False), or never (None). The service measures a candidate
+        once for each value of `measurement`. Raises InfrastructureError if the service or its judge fails,
+        and UserError if the service refuses the request.
         """
         request = {
             "code": task.code,
@@ -136,9 +138,9 @@ class HttpJudge:
 class HttpPool(LocalPool):
     """Pool whose journal is on this machine and whose judge is the service at `pool.service`.
 
-    The service knows the measurements of a candidate by number, and not by epoch. This pool therefore numbers
-    the epochs of each candidate and task in the order in which they are first asked for. The numbers are
-    stored in the journal's folder, so that a run that continues asks for the same measurements.
+    Requests to the service identify a measurement of a candidate by a number, and not by an epoch. This pool
+    therefore numbers the epochs of each candidate and task in the order in which they first occur in jobs.
+    The numbers are stored in the journal's folder, so that a run that continues gets the same measurements.
     """
 
     def start(self) -> HttpJudge:

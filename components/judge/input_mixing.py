@@ -1,4 +1,4 @@
-"""This module gives the judge the inputs of a candidate's calls, from sets that the task's source made.
+"""This module makes the inputs of calls from the input sets that the task's source has made.
 
 Calls that are compared with reference outputs get a set unchanged. Each timed call gets a new mixture of two
 sets (`InputMix`).
@@ -54,9 +54,10 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(tensors: Sequence[torch.Tensor], device: str) -> Iterator[list[torch.Tensor]]:
-    """Yield corresponding blocks of rows of tensors of one shape, as float64 on `device`.
+    """Split tensors of one shape into blocks of rows, and yield the blocks of all tensors at the same place.
 
-    A block has at most `BLOCK_NUMEL` elements or one row.
+    A row is the last dimension. A block has at most `BLOCK_NUMEL` elements or one row, and is converted to
+    float64 on `device`.
     """
     width = max(1, tensors[0].shape[-1]) if tensors[0].dim() > 1 else 1
     rows = [t.reshape(-1, width).split(max(1, BLOCK_NUMEL // width)) for t in tensors]
@@ -99,7 +100,7 @@ class InputBank:
 
     `sets[i][j]` is input `j` of set `i`. `distributions` has the input distribution of each correctness set,
     and `timed_distributions` has the input distributions of timed calls. The sets may be in host memory
-    although `device`, for which inputs are mixed, is a GPU. `may_double` tells whether small inputs may be
+    although `device`, for which inputs are mixed, is a GPU. `may_double` is whether small inputs may be
     stored twice in a row, which makes mixing faster.
     """
 
@@ -116,13 +117,16 @@ class InputBank:
         self.distributions = distributions
         # Distributions other than `given`, the hardest first, because a measurement can have few rounds.
         self.timed_distributions = [name for name in reversed(timed_distributions) if name != "given"]
+        # Whether inputs are rotated.
         self.rotates = not has_structure(sets[-2:], device)
+        # For each input, whether two sets are blended: only floating-point values that are not all integers.
         self.blends = [
             t.is_floating_point()
             and any(not torch.equal(block, block.round()) for (block,) in _blocks([t], device))
             for t in sets[-2]
         ]
         self.may_double = may_double
+        # Flattened inputs by set and position, small ones twice in a row.
         self.flattened: dict[tuple[int, int], torch.Tensor] = {}
 
     def close(self) -> None:

@@ -60,11 +60,12 @@ REASON_CHARACTERS = 200
 class Judge:
     """Judge of candidates on one device, which makes one measurement at a time.
 
-    `factory` is a factory of runners made by `open_factory`; by default one is made. `scheduler` is the
-    device's scheduler, if several judges share it; its owner then frees the memory of idle task benches.
-    Builds and preparations for several candidates run in parallel. The constructor raises the process's limit
-    of open files to its hard limit; if that limit is low, fewer task benches are kept. Raises UserError if
-    the device, the isolation or the folder cannot be used.
+    `folder` is where the judge keeps builds and the files of runners. `factory` is a factory of runners made
+    by `open_factory`; by default one is made. `scheduler` is the device's scheduler, if several judges share
+    it; its owner then frees the memory of idle task benches. Builds and preparations for several candidates
+    run in parallel. The constructor raises the process's limit of open files to its hard limit; if that limit
+    is low, fewer task benches are kept. Raises UserError if the device, the isolation or the folder cannot be
+    used.
     """
 
     def __init__(
@@ -101,11 +102,10 @@ class Judge:
     ) -> Verdict:
         """Return the verdict on the candidate with `files` on `task`.
 
-        `files` maps each workspace path to the text of the file. If `compare_compile` is set, every correct
-        candidate is compared with the fastest mode of torch.compile. Otherwise only a candidate that is
-        faster than eager is compared with torch.compile, in its default mode, and none if `compare_compile`
-        is None. `report` is called with the name of each step when it begins. Raises InfrastructureError if
-        the judge itself fails.
+        `files` maps each workspace path to the text of the file. `compare_compile` determines when a correct
+        candidate is also compared with torch.compile: always, with its fastest mode (True), only if it is
+        faster than eager, with the default mode (False), or never (None). `report` is called with the name of
+        each step when it begins. Raises InfrastructureError if the judge itself fails.
         """
         try:
             report("building the candidate")
@@ -173,10 +173,11 @@ class Judge:
     def _device(self, bench: TaskBench, compare_compile: bool | None) -> Iterator[None]:
         """Hold a GPU exclusively for one candidate, after its baselines have been started; do nothing on cpu.
 
-        These include the baselines of torch.compile that `compare_compile` asks for (`verdict`). A thread
-        that starts a baseline holds the lock of the task's `BaselineCache`, and the start is paused while
-        another thread measures. If that other thread judged a candidate of the same task and needed the lock
-        too, neither thread would continue. Candidates of one task therefore first wait for `candidate_lock`.
+        The started baselines include those of torch.compile that the candidate may be compared with, as
+        `compare_compile` determines (`verdict`). A thread that starts a baseline holds the lock of the task's
+        `BaselineCache`, and the start is paused while another thread measures. If that other thread judged a
+        candidate of the same task and needed the lock too, neither thread would continue. Candidates of one
+        task therefore first wait for `candidate_lock`.
         """
         if not self.scheduler.is_exclusive:
             yield
@@ -268,8 +269,9 @@ class Judge:
     ) -> tuple[Speedup, Seconds, dict[str, Any]]:
         """Time the candidate beside the baselines, and return its speed-ups, median times and the evidence.
 
-        The baselines are eager, and torch.compile as `compare_compile` says (`verdict`). Times are in seconds
-        per call. The evidence has the times of all rounds by runner, and the mode of torch.compile.
+        The baselines are eager, and torch.compile in the cases that `compare_compile` determines (`verdict`).
+        `runners` has the running candidate, eager and no-op; torch.compile is added to it. Times are in
+        seconds per call. The evidence has the times of all rounds by runner, and the mode of torch.compile.
         """
         candidate, baselines = runners["candidate"], list[Timed](["eager"])
         evidence: dict[str, Any] = {}

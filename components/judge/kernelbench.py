@@ -1,11 +1,12 @@
-"""A function with the signature of KernelBench's `eval_kernel_against_ref`, whose answer is the judge's.
+"""A function with the signature of KernelBench's `eval_kernel_against_ref`, which calls the judge.
 
 Code that calls KernelBench needs only another import:
 
     from components.judge.kernelbench import eval_kernel_against_ref
 
-The labels are KernelBench's (docs/judge.md): any rules, weights by an equal seed, its tolerances. Seeds,
-numbers of trials and the method of timing are the judge's own, so these arguments are accepted and not used.
+A candidate is judged by KernelBench's rules (docs/judge.md): it may compute with torch, it gets its weights
+by constructing them under the same seed as the task, and KernelBench's tolerances apply. Seeds, numbers of
+trials and the method of timing are the judge's own, so these arguments are accepted and not used.
 """
 
 import atexit
@@ -77,13 +78,13 @@ def eval_kernel_against_ref(
 ) -> KernelExecResult | None:
     """Judge a kernel, the source of a file with `ModelNew`, against a task, and return KernelBench's record.
 
-    The kernel is judged on cpu if `device` is `cpu` or torch sees no GPU, and otherwise on cuda. The record
-    has times only if `measure_performance` is set. If the speed-up over eager then exceeds
-    `excessive_speedup_threshold` and is checked, `metadata` has the entry `excessive_speedup`. If `verbose`
-    is set, status, reason and log are printed.
+    The kernel is judged on cpu if `device` is `cpu` or torch finds no GPU, and otherwise on cuda. The record
+    has times only if `measure_performance` is set. In this case, and if `check_for_excessive_speedup` is set,
+    `metadata` gets the entry `excessive_speedup` if the speed-up over eager is larger than
+    `excessive_speedup_threshold`. If `verbose` is set, status, reason and log are printed.
 
     Returns None if the judge itself failed, which for KernelBench means to try again. Raises UserError if the
-    task cannot be judged, or if an argument asks for what the judge does not have.
+    task cannot be judged, or if `backend` or `precision` is one that the judge does not support here.
     """
     if backend != "cuda":
         raise UserError(f"backend: {backend} is not judged; give cuda, with load_inline sources.")
@@ -107,7 +108,7 @@ def eval_kernel_against_ref(
 
 def _result(verdict: Verdict, measured: bool, threshold: float | None) -> KernelExecResult:
     compiled, correct = verdict.status not in NOT_COMPILED, verdict.status == "correct"
-    # The seeds are those of later candidates of the task, too.
+    # The seeds stay secret, because later candidates of the task get inputs from the same seeds.
     metadata: dict[str, Any] = {
         "hardware": verdict.evidence.get("device", ""),
         "device": verdict.device,

@@ -10,12 +10,12 @@ from components.sandbox.preflight import check_isolation
 
 
 def open_pool(params: Params, verdicts: Path, *, use_resident: bool = False) -> LocalPool:
-    """Return a pool of judges as the parameters in the section pool ask for.
+    """Return a pool whose judges are where the parameters of the section pool say.
 
-    `verdicts` is the folder of the journal. With `use_resident`, a pool on this machine has the resident
-    judge of its folder do the work if one runs. If the judge is on this machine, the isolation of runners is
-    checked first, so that nothing is loaded or sampled in vain; IsolationUnavailable is raised if no runner
-    can be isolated. Raises UserError if both `pool.service` and `pool.judges` are set.
+    `verdicts` is the folder of the journal. With `use_resident`, a pool on this machine uses a resident judge
+    that runs on its folder, instead of a new judge. If the judge is on this machine, the isolation of runners
+    is checked at once, because the caller may do long work before the first job. Raises IsolationUnavailable
+    if runners cannot be isolated, and UserError if both `pool.service` and `pool.judges` are set.
     """
     if params.pool.service:
         if params.pool.judges:

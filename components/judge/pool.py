@@ -51,10 +51,12 @@ class Candidate:
 class Job:
     """Request to judge one candidate on one task.
 
-    Jobs with the same task, candidate and epoch share one measurement and one journal entry. If
-    `compare_compile` is set, every correct candidate is compared with the fastest mode of torch.compile.
-    Otherwise only a candidate that is faster than eager is compared with torch.compile, in its default mode,
-    and none if `compare_compile` is None. All jobs of an epoch have the same `compare_compile`.
+    `epoch` is the caller's name for a set of judgements, for example one update of the policy. Jobs with the
+    same task, candidate and epoch share one measurement and one journal entry.
+
+    `compare_compile` determines when a correct candidate is also compared with torch.compile: always, with
+    its fastest mode (True), only if it is faster than eager, with the default mode (False), or never (None).
+    It must be equal for all jobs of an epoch, because the key of a journal entry does not contain it.
     """
 
     task: KernelTask
@@ -154,8 +156,8 @@ class LocalPool:
     The judges are on a Ray cluster if `pool.judges`, their number, is not 0. Each judge builds and prepares
     several candidates at once, and measures one at a time. `verdicts` is the journal's folder. Files are
     added to it and never changed. `folder` is where a judge on this machine keeps its builds and caches; by
-    default it is the folder `judge` beside the journal. If `use_resident` is set, the resident judge of
-    `folder` does the work if one runs (`resident.py`).
+    default it is the folder `judge` beside the journal. With `use_resident`, a resident judge (`resident.py`)
+    that runs on `folder` is used instead of a new judge.
     """
 
     def __init__(

@@ -1,9 +1,10 @@
 """Judges that are actors of a Ray cluster, among which `LocalPool` distributes its jobs.
 
-Each actor is one judge with a device of its own, in a placement group that no other role of the run uses. Its
-node needs this project, bubblewrap and the compilers. The actors have names, so that all processes of a run,
-such as the flow and the first rank, use the same judges. The calling process keeps the journal, so a home can
-change from one kind of pool to the other between two runs without judging anything twice.
+Each actor is one judge with a device of its own. The devices belong to a placement group that only the judges
+use, and not the run's trainers and samplers. The node of an actor needs this project, bubblewrap and the
+compilers. The actors have names, so that all processes of a run, such as the flow and a trainer, use the same
+judges. The calling process keeps the journal of verdicts. The next run in the same home can therefore judge
+on one machine, or on a cluster again, and reuses these verdicts.
 """
 
 import secrets
@@ -89,7 +90,7 @@ class RemoteJudges:
         self.failed: dict[str, int] = {}
         self.workers = params.sandbox.build_workers
         self.lock = threading.Lock()
-        # Judges with other settings would be other judges.
+        # The names contain a digest of the settings, so that judges with other settings are not found.
         settings = digest_json(params.model_dump(mode="json", include=SETTINGS))[:8]
         names = [name_in_run(f"judge-{settings}-{index}") for index in range(count)]
         # The placement group of the judges that this process started; None if another process did.
@@ -151,11 +152,12 @@ class RemoteJudges:
 
     @contextmanager
     def _actor(self, key: str) -> Iterator[Any]:
-        """Yield the actor to which jobs with this key are assigned, because it has the task's baselines.
+        """Yield the actor for a job with this key, and count the job as one of the actor's jobs meanwhile.
 
-        The key is the task's id for a judgement, and the task's source for an admission. Another actor is
-        chosen if the assigned actor was the last that failed on a job with this key, or if it has at least
-        `workers` jobs more than the least loaded actor.
+        The key is the task's id for a judgement, and the task's source for an admission. Jobs with equal keys
+        get the same actor, because it has the baselines of the task already. Another actor is chosen if that
+        actor was the last that failed on a job with this key, or if it has at least `sandbox.build_workers`
+        jobs more than the least loaded actor.
         """
         with self.lock:
             indices = [index for index in range(len(self.actors)) if index != self.failed.get(key)] or [0]

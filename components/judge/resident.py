@@ -1,9 +1,9 @@
 """Resident judge, which is an HTTP server on a Unix socket that keeps judges running between commands.
 
-A command that asks it need not wait for zygotes to start, nor for the reference data of a task that was
-judged recently. Only the account that runs the server can connect, because the socket lies in a folder of
-mode 0700. A request carries all parameters, so that one server serves callers with different settings. All
-measurements are made one after the other, whatever their settings.
+A command that uses it does not have to wait until zygotes have started, nor until the reference data of a
+recently judged task are made again. Only the account that runs the server can connect, because the socket
+lies in a folder of mode 0700. A request carries all parameters, so that one server serves callers with
+different settings. All measurements are made one after the other, whatever their settings.
 """
 
 import contextlib
@@ -45,15 +45,17 @@ from components.judge.version import VERSION, protocol_digest
 
 LOG = logging.getLogger(__name__)
 
-# Seconds after which a judge that is not used is closed. Each has processes and warm tasks of its own.
+# Seconds after which a judge that is not used is closed, because each judge has processes and task benches of
+# its own.
 IDLE_SECONDS = 900.0
 
 
 @dataclass
 class SharedJudge:
-    """A judge, or None until it is constructed, with the number of threads that use it or wait for it.
+    """A judge that several threads use, and what is needed to construct and to close it.
 
-    `construction` is held while the judge is constructed. `last_used` is the time at which a thread last
+    `judge` is None until the judge is constructed, and the lock `construction` is held meanwhile. `users` is
+    the number of threads that use the judge or wait for it. `last_used` is the time at which a thread last
     stopped using the judge, in seconds of `time.monotonic`.
     """
 
@@ -66,8 +68,8 @@ class SharedJudge:
 class Judges:
     """The judges of one device, each for one set of parameters and started at its first use.
 
-    `folder` is where judges keep builds and caches. A judge that was not used for `idle_seconds` is closed,
-    except that for `params`.
+    `folder` is where judges keep builds and caches. The judge for `params` is started at once and is closed
+    only by `close`. Any other judge is closed when it was not used for `idle_seconds`.
     """
 
     def __init__(self, params: Params, folder: Path, *, idle_seconds: float = IDLE_SECONDS):
@@ -140,7 +142,10 @@ class Judges:
             return admit(params, judge.runner_factory, self.scheduler, code, headroom=headroom)
 
     def on_behalf_of(self, caller: str) -> contextlib.AbstractContextManager[None]:
-        """Count this thread's measurements as those of `caller` (`DeviceScheduler.on_behalf_of`)."""
+        """Return a context in which this thread's measurements count as those of `caller`.
+
+        Callers that wait at the same time measure in turn (`DeviceScheduler.on_behalf_of`).
+        """
         return self.scheduler.on_behalf_of(caller)
 
     def _constructed(self) -> list[Judge]:
@@ -161,7 +166,7 @@ class Judges:
 def make_app(judges: Judges, executor: ThreadPoolExecutor) -> FastAPI:
     """Return the HTTP application of a resident judge.
 
-    The threads of `executor` do what requests ask for.
+    The threads of `executor` judge candidates and admit tasks, as the requests demand.
 
     A reply to a judgement or an admission is a stream of lines, each a JSON list of a kind and a content:
     `progress` with a text, then once `result` with the record, or `UserError` or `InfrastructureError` with
@@ -223,9 +228,9 @@ def serve(
     """Run a resident judge until SIGINT or SIGTERM.
 
     `folder` is the folder of the judge, in which the socket is made. `started` is called with the path of the
-    socket when the judge can be asked. `http_server` is called with the judges, and the context manager that
-    it returns is entered while they run; by default there is none. Raises UserError if another resident judge
-    runs on this folder or on this GPU.
+    socket when the server accepts requests. `http_server` is called with the judges, and returns a context in
+    which a further server runs that uses them; by default there is no further server. Raises UserError if
+    another resident judge runs on this folder or on this GPU.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
@@ -256,7 +261,8 @@ def serve(
 def _only_one(path: Path, place: str) -> Iterator[None]:
     """Hold the lock of the file `path` inside the context.
 
-    Raises UserError, which names `place`, if another process holds the lock.
+    `place` describes the folder or the GPU on which only one resident judge may run. Raises UserError with
+    this description if another process holds the lock.
     """
     with path.open("w") as file:
         try:

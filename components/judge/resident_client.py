@@ -57,9 +57,9 @@ def socket_address(path: Path, resources: contextlib.ExitStack) -> str:
 
 
 class ResidentJudge:
-    """Client with the methods of a judge, which asks the resident judge at the socket `path` for results.
+    """Client with the methods of a judge, which sends each call to the resident judge at the socket `path`.
 
-    Each request carries the parameters `params`. The methods raise InfrastructureError if the server ends.
+    Each request contains the parameters `params`. The methods raise InfrastructureError if the server ends.
     """
 
     def __init__(self, params: Params, path: Path):
@@ -87,11 +87,11 @@ class ResidentJudge:
     ) -> Verdict:
         """Return the resident judge's verdict on the candidate with `files` on `task`.
 
-        `files` maps each workspace path to the text of the file. With `compare_compile`, every correct
-        candidate is compared with the fastest mode of torch.compile, and otherwise only one that is faster
-        than eager, or none if it is None. `report` is called with the name of each step when it begins.
-        Raises UserError or InfrastructureError if the judge does, and InfrastructureError if it does not
-        answer.
+        `files` maps each workspace path to the text of the file. `compare_compile` determines when a correct
+        candidate is also compared with torch.compile: always, with its fastest mode (True), only if it is
+        faster than eager, with the default mode (False), or never (None). `report` is called with the name of
+        each step when it begins. Raises UserError or InfrastructureError if the judge raises it, and
+        InfrastructureError if the server does not answer.
         """
         request = JudgementRequest(
             params=self.params, task=task, files=files, compare_compile=compare_compile
@@ -102,8 +102,8 @@ class ResidentJudge:
         """Return the resident judge's admission of the task with source `code`.
 
         With `headroom`, the task must also compile and leave device memory for other tasks, and its time
-        under torch.compile is measured too. Raises UserError or InfrastructureError if the judge does, and
-        InfrastructureError if it does not answer.
+        under torch.compile is measured too. Raises UserError or InfrastructureError if the judge raises it,
+        and InfrastructureError if the server does not answer.
         """
         request = AdmissionRequest(params=self.params, code=code, headroom=headroom)
         return Admission(**self._ask("/v1/admissions", request, ignore))

@@ -23,9 +23,9 @@ from components.sandbox.shared_memory import Buffer
 class RunnerMemory:
     """Memory of one timed runner, or of several that take turns.
 
-    `buffers` has the shared buffers by name, for parameters, inputs, and on cuda outputs. If the layout gives
-    inputs call by call, it also has those for the next call's inputs and the last call's outputs. `results`
-    is the judge's copy of the outputs of a round, as bytes.
+    `buffers` has the shared buffers by name: parameters, inputs, and on cuda outputs. If the runner gets its
+    inputs call by call (`TaskLayout.by_call`), there are also buffers for the inputs of the next call and for
+    the outputs of the last call. `results` is the judge's copy of the outputs of a round, as bytes.
     """
 
     buffers: dict[RegionName, Buffer]
@@ -68,7 +68,8 @@ class ProcessPerRole:
     """Factory of a separate process for every role, and of the memory of timed runners.
 
     A candidate's memory is separate, because it could otherwise change the memory that other runners read.
-    The baselines of a task have memory in common if the task's placement shares buffers.
+    The baselines of a task use the memory `shared` in common if device memory is scarce
+    (`Placement.shares_buffers`).
     """
 
     device: Device

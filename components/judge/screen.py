@@ -20,7 +20,7 @@ FILE_NAME = re.compile(r"model_new\.py|kernels/[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}
 MAX_MODEL_CHARACTERS = 64 << 10
 MAX_CANDIDATE_CHARACTERS = 4 << 20
 IMPORTS = frozenset("torch torch.nn torch.nn.functional cuda_extension math typing __future__".split())
-# What a candidate of one file may import besides, to have its extensions built.
+# Further imports that are allowed in a candidate of one file, with which it requests its extensions.
 EXTENSION_IMPORTS = frozenset(
     ["torch.utils", "torch.utils.cpp_extension", *(f"torch.utils.cpp_extension.{name}" for name in FUNCTIONS)]
 )
@@ -39,8 +39,8 @@ BUILTINS = frozenset(
 FORBIDDEN_NAMES = frozenset(
     """eval exec open compile getattr setattr globals vars __import__ __builtins__ breakpoint input""".split()
 )
-# Methods that give a tensor's values to Python or to another library. The operator blocker of the runner does
-# not see what is computed with them there.
+# Methods that give a tensor's values to Python or to another library. The operator blocker of the runner
+# cannot block computations there.
 OUT_OF_TORCH = frozenset("numpy tolist apply_ map_ map2_ storage untyped_storage".split())
 # Modules all of whose functions may be called in `__init__`, which is the only place for most of them. They
 # compute initial parameters there, which are replaced when load_state_dict loads the task's parameters.
@@ -69,14 +69,17 @@ def screen_files(files: dict[str, str]) -> str | None:
 
 
 def _dotted_name(node: ast.expr) -> str:
-    """Return an expression's dotted name, such as `torch.nn.Linear`, with `?` for a root without a name."""
+    """Return an expression's dotted name, such as `torch.nn.Linear`.
+
+    A root that is not a name is replaced by `?`: the result for `f(x).view` is `?.view`.
+    """
     if isinstance(node, ast.Attribute):
         return f"{_dotted_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "?"
 
 
 def _extension_names(tree: ast.AST) -> frozenset[str]:
-    """Return the names to which a file assigns results of `load_inline` or `load`, and nothing else."""
+    """Return the names that a file binds only by assigning results of `load_inline` or `load` to them."""
     bound, extensions = Counter[str](), Counter[str]()
     for node in ast.walk(tree):
         match node:
@@ -198,7 +201,8 @@ def screen_symbols(symbols: tuple[str, ...], binding: frozenset[str]) -> str | N
     """Return the reason why a library that imports `symbols` is forbidden, or None if it is allowed.
 
     A library may import the symbols that `ALLOWED_SYMBOLS` matches. It may also import the symbols in
-    `binding`, because the judge's own binding, which is part of every library, imports them.
+    `binding`. These are the imports of the judge's own binding module, which is linked to libraries of
+    kernels/.
     """
     for symbol in symbols:
         name = symbol.partition("@")[0]  # without its version, such as @GLIBC_2.2.5

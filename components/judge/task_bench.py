@@ -25,7 +25,10 @@ BASELINE_SECONDS = 24 * 3600
 
 @dataclass(frozen=True)
 class Baseline:
-    """Computation that is timed beside candidates: eager, the no-op, or torch.compile in the mode `mode`."""
+    """Computation that is timed beside candidates: eager, the no-op, or torch.compile in the mode `mode`.
+
+    The no-op computes nothing, and its time is subtracted from all other times.
+    """
 
     role: Literal["eager", "noop", "compile"]
     mode: str = "default"
@@ -54,8 +57,8 @@ def start_baseline(
 ) -> TimedRunner:
     """Start the timed runner of a baseline, warm it up, verify its outputs, and return it.
 
-    The no-op is neither warmed up nor verified. The warm-up may take `warm_up_seconds`. Raises TaskError if
-    the baseline fails or an output is wrong.
+    `processes` starts the process of the runner. The no-op is neither warmed up nor verified. The warm-up may
+    take `warm_up_seconds`. Raises TaskError if the baseline fails or an output is wrong.
     """
     start = functools.partial(_start_baseline, reference, processes, baseline, warm_up_seconds)
     if baseline.role == "compile":
@@ -72,8 +75,9 @@ def _start_baseline(
 ) -> TimedRunner:
     """Start, warm up and verify the timed runner of a baseline; the no-op is only started.
 
-    The warm-up may take `warm_up_seconds`. `library` is the descriptor of the file with the archive of
-    torch.compile, or None for other baselines. Raises TaskError if the baseline fails or an output is wrong.
+    `processes` starts the process of the runner. The warm-up may take `warm_up_seconds`. `library` is the
+    descriptor of a file with the artefacts of an earlier compilation by torch.compile, which is empty if
+    there are none, or None for other baselines. Raises TaskError if the baseline fails or an output is wrong.
     """
     header: RoleHeader = {
         "role": baseline.role,
@@ -163,10 +167,11 @@ class TaskBench:
         self.reference.end_runner(wait=self.reference.layout.placement.shares_buffers)
 
     def wrong_deferred_call(self) -> str | None:
-        """Return the reason why a timed call whose comparison was deferred is wrong, or None if none is.
+        """Return the reason why a deferred call is wrong, or None if no deferred call is wrong.
 
-        The candidate's runner must have ended. If there is such a call, the baselines end too, and the memory
-        that they share and that torch caches is freed, because the comparison needs it.
+        Deferred calls are timed calls whose outputs are compared with float64 outputs only after the
+        candidate's runner has ended (`ExactRunner`). If there are any, the runners of the baselines are ended
+        first. The comparison needs the memory that these runners share and that torch caches, so it is freed.
         """
         if not self.exact.deferred:
             return None

@@ -24,7 +24,7 @@ from components.sandbox.shared_memory import Buffer, Slot
 MAX_CALLS = {"cpu": 32, "cuda": 256}
 # Largest size in bytes of the inputs and outputs of one round, by device, unless one call has more.
 MAX_ROUND_BYTES = {"cpu": 512 << 20, "cuda": 2 << 30}
-# Share of these bytes in a placement that shares buffers.
+# Share of MAX_ROUND_BYTES that a round may have if the task's baselines share buffers (`Placement`).
 SHARING_ROUND_SHARE = 0.125
 # Largest size in bytes of the inputs and outputs of a call on cuda whose inputs are given call by call. They
 # are copied through host memory, so more bytes would take longer than the calls of most tasks.
@@ -135,6 +135,7 @@ class Sizing:
 
     # Number of calls and bytes in a round, as a share of the usual number.
     round_share: float = 1.0
+    # Smallest number of correctness sets, also if they are larger than MAX_REFERENCE_BYTES.
     min_correctness_sets: int = 1
     # Largest number of input sets that timed inputs are mixed from; at least two sets are made.
     timed_sets: int = 6

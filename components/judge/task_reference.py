@@ -1,7 +1,7 @@
 """Secret inputs, parameters and reference outputs of one task, made by a runner of the task's own source.
 
-All candidates of the task are judged with the same data. Each candidate runs in a new process, so that it
-knows nothing about the data from an earlier judgement.
+All candidates of the task are judged with the same data. Each candidate runs in a new process, in which no
+data of an earlier judgement are left.
 """
 
 import contextlib
@@ -63,9 +63,10 @@ def first_mismatch(
 ) -> str | None:
     """Return the reason why an output of one call is wrong, or None if all outputs are right.
 
-    `outputs` are flat. The reason ends with the name of the input distribution. The limits of errors are
-    multiplied by `multiple`. `loose`, which is meant for baselines, allows errors up to the absolute
-    tolerance.
+    `outputs` are the output tensors of the call, each with one dimension, and `references` has the reference
+    values of each. The reason ends with `distribution`, the name of the input distribution. The limits of
+    errors are multiplied by `multiple`. `loose`, which is meant for baselines, allows errors up to the
+    absolute tolerance.
 
     If the error of the task's own output is above the absolute tolerance, some outputs can be called neither
     right nor wrong, and TaskError is raised for them. These are a baseline's outputs (`loose`) that repeat
@@ -237,9 +238,10 @@ class TaskReference:
     def probe(self, changes: list[dict[str, Any]]) -> Generator[list[torch.Tensor]]:
         """Yield the task's outputs for changed versions of the first input set, one list for each change.
 
-        Each entry of `changes` replaces entries of the order with which the set was made, for example so that
-        one input comes from another seed. The outputs are at the task's precision, and the next ones
-        overwrite them. Raises TaskError if the task's source fails.
+        Each item of `changes` has the entries to replace in the order with which the runner makes the set
+        (`components.sandbox.reference.ReferenceModel.fill`), for example so that one input comes from another
+        seed. The outputs are at the task's precision, and the next ones overwrite them. Raises TaskError if
+        the task's source fails.
         """
         order = {
             "op": "fill",

@@ -15,6 +15,7 @@ from components.judge.timed_runner import StagedInputs, TimedRunner
 from components.judge.verdict import Ratio
 from components.sandbox.runner_process import RunnerError
 
+# Names of the runners that are measured.
 Timed = Literal["candidate", "eager", "compile", "noop"]
 # Seconds per call in each round, by the name of the runner.
 RawSeconds = dict[Timed, list[float]]

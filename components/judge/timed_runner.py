@@ -330,7 +330,8 @@ class TimedRunner:
     def _inputs_differ(self, inputs: torch.Tensor, staged: torch.Tensor) -> bool:
         """Return whether the candidate changed its inputs, which is always False for a baseline.
 
-        A change is not allowed, because working in place would save memory traffic that eager cannot avoid.
+        `inputs` is the runner's memory, and `staged` has the bytes that the judge copied to it. A change is
+        not allowed, because working in place would save memory traffic that eager cannot avoid.
         """
         return self.role == "candidate" and not torch.equal(as_bits(inputs), as_bits(staged))
 

@@ -53,7 +53,10 @@ def with_standard_labels(params: Params) -> Params:
 
 
 def require_standard_labels(sandbox: Sandbox, purpose: str) -> None:
-    """Raise UserError, which names `purpose`, unless `sandbox` has the labels of training and promotion."""
+    """Raise UserError unless `sandbox` has the labels of training and promotion.
+
+    `purpose` is what the parameters are to be used for, as the error's text names it.
+    """
     for name, default in Labels().model_dump().items():
         value = getattr(sandbox, name)
         if value != default:
@@ -108,10 +111,11 @@ class Verdict(FrozenModel):
 
 
 def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
-    """Return -1 if not correct, 1 if correct, 2 if faster than eager, 3 if faster than torch.compile too.
+    """Return the reward of a verdict, which is -1, 1, 2 or 3.
 
-    The milestone is computed from the verdict's status and measured ratios. The field `milestone` of the
-    verdict is not read.
+    It is -1 for a candidate that is not correct, 1 for a correct one, 2 if it is also faster than eager, and
+    3 if it is also faster than both eager and torch.compile. Faster means that the estimated speed-up is
+    above `MARGIN`. The field `milestone` of the verdict is not read.
     """
     if verdict.status != "correct":
         return -1

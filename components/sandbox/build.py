@@ -103,7 +103,8 @@ def open_factory(sandbox: Sandbox, device: Device, folder: Path) -> RunnerFactor
 class Builder:
     """Builder of libraries from kernels, which keeps all builds in a cache.
 
-    The key of a build in the cache is a digest of its kernels, compiler, flags and template.
+    The key of a build in the cache is a digest of its sources, the compiler, its flags, and the files of
+    agent_workdir/ that builds use.
     """
 
     def __init__(self, sandbox: Sandbox, device: Device, cache: Path):
@@ -167,7 +168,7 @@ class Builder:
         )
 
     def build_extension(self, extension: Extension) -> BuildResult:
-        """Return the library of an extension that a candidate's Python file asks for, or the errors.
+        """Return the library of an extension that a candidate's file requests, or the compiler's errors.
 
         `extension` has been checked with `compiler_flags.refused_flag`. Raises InfrastructureError if the
         compiler or nm cannot be run.
@@ -182,9 +183,10 @@ class Builder:
         return self._build(key, sources, command)
 
     def _build(self, key: str, texts: Mapping[str, str], command: Sequence[str]) -> BuildResult:
-        """Return the library that `command` builds of the files `texts`, from the cache if it has the key.
+        """Return the library that `command` builds, or the one that the cache has for `key`.
 
-        In the words of `command`, `{in}` stands for the folder of the files.
+        `texts` are the source texts by path, which are written to a folder first. In the words of `command`,
+        `{in}` is replaced by the path of this folder.
         """
         stem = self.cache / key[:32]
         library, symbols, failed = (stem.with_suffix(suffix) for suffix in (".so", ".symbols", ".failed"))

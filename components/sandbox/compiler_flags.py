@@ -57,7 +57,7 @@ def refused_flag(flags: Iterable[str]) -> str | None:
 
 
 def extension_flags(extension: Extension, device: Device) -> list[str]:
-    """Return the compiler's options for the flags that an extension asks for.
+    """Return the compiler's options for the flags that an extension requests.
 
     Flags that match IGNORED_FLAG are left out. On cuda, torch's flags for CUDA sources are added.
     """

@@ -1,4 +1,4 @@
-"""How the results of a role's calls reach the judge, which is different on cpu and on cuda.
+"""Objects that make the calls of a role and deliver the results to the judge, one class for each method.
 
 This file runs only inside the sandbox; the judge never imports it.
 """

@@ -1,9 +1,9 @@
 """Extensions that a candidate of one Python file requests from torch.utils.cpp_extension.
 
-`load_inline` and `load` of torch start a compiler, which a candidate may not. The judge therefore builds the
-extensions beforehand, and `install` replaces both functions by one that returns the built modules. `record`
-finds the sources by running the file. The judge and the code inside the sandbox import this file. It imports
-nothing of the project, and it imports torch only inside the sandbox.
+`load_inline` and `load` of torch start a compiler, which a candidate must not do. The judge therefore builds
+the extensions beforehand, and `install` replaces both functions by one that returns the built modules.
+`record` finds the sources by running the file. The judge and the code inside the sandbox import this file. It
+imports nothing of the project, and it imports torch only inside the sandbox.
 """
 
 import hashlib
@@ -186,11 +186,11 @@ class _Recorded:
 
 
 def record(files: Mapping[str, str], init_inputs: list[Any]) -> list[Extension]:
-    """Import model_new.py, and return the extensions that it asks for.
+    """Import model_new.py, and return the extensions that it requests.
 
-    If the import asks for none, `ModelNew` is constructed too, with `init_inputs`. An error of the file is
-    ignored if the file has asked for an extension before, because the objects that stand in for extensions
-    compute nothing and may cause the error.
+    `files` maps workspace paths to texts. If the import requests no extension, `ModelNew` is constructed too,
+    with `init_inputs`. An error of the file is ignored if the file has requested an extension before, because
+    the objects that replace extensions compute nothing and may cause the error.
     """
     found: list[Extension] = []
 

@@ -333,12 +333,13 @@ def confined(
     file_bytes: int,
     seconds: float,
 ) -> Iterator[tuple[list[str], int]]:
-    """Yield the words that run `command` in a sandbox with limits and a system-call filter, and a descriptor.
+    """Yield a command that runs `command` in a sandbox with limits, and the descriptor of its filter.
 
-    The filter is read from the descriptor, which the started process must inherit. `variables` are set inside
-    in addition to `sandbox_environment`. `paths` are visible read-only, and `writable` are host folders by
-    their path inside. `temporary_bytes` is the capacity of /tmp, `memory_bytes` limits the address space,
-    `file_bytes` each written file, and `seconds` the CPU time of each process.
+    The sandbox applies the system-call filter that it reads from the descriptor, so the process that is
+    started must inherit the descriptor. `variables` are set inside in addition to `sandbox_environment`.
+    `paths` are visible read-only, and `writable` are host folders by their path inside. `temporary_bytes` is
+    the capacity of /tmp, `memory_bytes` limits the address space, `file_bytes` each written file, and
+    `seconds` the CPU time of each process.
     """
     sandbox = bubblewrap(
         device="cpu", paths=paths, writable=writable, temporary_bytes=temporary_bytes, keep_capabilities=False

@@ -32,9 +32,10 @@ def _refuse(name: str, *_: Any, **__: Any) -> None:
 
 @functools.cache
 def compute_operators(key: str) -> list[tuple[str, str]]:
-    """Return namespace and name of every operator that computes for a dispatch key ("CPU" or "CUDA").
+    """Return the namespace and name of every operator that has a kernel for `key` and is not allowed.
 
-    The result is cached, so call this before runners are forked to save them the time.
+    `key` is a dispatch key of torch, "CPU" or "CUDA". The result is cached. If this is called before runners
+    are forked, they inherit the cache and need no time for it.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [(full, *full.split("::", 1)) for full in torch._C._dispatch_get_all_op_names()]

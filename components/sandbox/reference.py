@@ -102,9 +102,9 @@ class ReferenceModel:
     def parameters(self, seed: int | None, only: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names and values of the model's state, with floating-point values drawn with `seed`.
 
-        If `seed` is None, all values are the initial ones. If `only` is given, only that tensor is yielded,
-        and its value is drawn alone. Scales differ from 1 and biases from 0, so that a candidate that ignores
-        them is wrong.
+        If `seed` is None, all values are the initial ones. If `only` is given, only the tensor of that name
+        is yielded, and random numbers are drawn for it alone. Scales differ from 1 and biases from 0, so that
+        a candidate that ignores them is wrong.
         """
         device = self.shared.device
         generator = torch.Generator(device).manual_seed(seed or 0)
@@ -189,7 +189,7 @@ class ReferenceModel:
             self._write("expected", 0, self.float64_outputs(self.shared.arguments(0)))
 
     def fill(self, order: dict[str, Any]) -> None:
-        """Write the inputs of one input set to shared memory, with its outputs if the order asks for them.
+        """Write the inputs of one input set to shared memory, and the outputs that the order selects.
 
         The order contains `set` (number of the input set), `seed`, `distribution`, `parameters` (a seed, or
         None for the initial parameters), `outputs` (whether to write the model's outputs) and `exact`

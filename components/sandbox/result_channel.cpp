@@ -1,7 +1,8 @@
-// The loop of runner_roles.HostDelivery: a runner on cpu hands over each result, and waits until it was read.
+// The loop of delivery.HostDelivery: a runner on cpu sends the judge the address of each result, and waits
+// until the judge has read the result.
 //
 // This loop is part of every measurement, with cold caches after each call. In Python it would take time that a
-// candidate saves which speaks to the judge from native code of its own (docs/judge.md, Measured).
+// candidate could save by exchanging the messages in native code of its own (docs/judge.md, Measured).
 #include <pybind11/pybind11.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -12,7 +13,7 @@
 namespace py = pybind11;
 
 // Sends one message and waits for one byte; ends the process when the judge has closed the connection. The
-// interpreter's lock is held meanwhile: the judge needs nothing of this process but its memory.
+// interpreter's lock is held meanwhile, because the judge only reads this process's memory.
 static void send_and_wait(int descriptor, const void* message, size_t size) {
   send(descriptor, message, size, 0);
   char reply;

@@ -76,7 +76,7 @@ def has_ended(pidfd: int, seconds: float) -> bool:
 
 @dataclass
 class Runner:
-    """One forked runner, as the judge sees it.
+    """One forked runner, to which the judge sends messages and whose memory and CPU time it reads.
 
     Methods raise RunnerError if the runner caused the failure, and InfrastructureError if the machine did.
     """
@@ -236,7 +236,7 @@ class Runner:
         self.signal(signal.SIGCONT)
 
     def extend_deadline(self) -> None:
-        """Postpone the deadline by the time since `pause`, and include time in the wall time again.
+        """Postpone the deadline by the time since `pause`, and count later time as wall time again.
 
         Only the deadline changes: a stopped runner stays stopped. Does nothing if the runner is not paused.
         """

@@ -9,14 +9,15 @@ sends `D`. This file imports nothing of the project.
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
-# Roles of a runner. `describe` describes the task, `record` finds the extensions that a candidate's file asks
-# for, and `reference` makes inputs and expected outputs. The other roles are measured: a candidate, the
+# Roles of a runner. `describe` describes the task, `record` finds the extensions that a candidate's file
+# requests, and `reference` makes inputs and expected outputs. The other roles are measured: a candidate, the
 # baselines `eager` and `compile`, and the no-op.
 Role = Literal["describe", "record", "reference", "candidate", "eager", "compile", "noop"]
 # Kinds of zygotes by what they load before a fork. `plain` loads torch, `compile` loads torch and Inductor,
 # and `probe` (preflight.py) loads neither.
 ZygoteKind = Literal["plain", "compile", "probe"]
-# The last two are in host memory, and hold the inputs of the next call and the outputs of the last call.
+# Names of the regions of the shared memory. `expected` has float64 outputs. `next_inputs` and `last_outputs`
+# are in host memory, and have the inputs of the next call and the outputs of the last call.
 RegionName = Literal["parameters", "inputs", "outputs", "expected", "next_inputs", "last_outputs"]
 
 

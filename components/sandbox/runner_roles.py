@@ -56,7 +56,7 @@ def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int],
 
 
 def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[int]) -> None:
-    """Play the role that `header` names, and return when the judge ends it.
+    """Do the work of the role that `header` names, and return when the judge ends the role.
 
     `descriptors` has the descriptors of the role's buffers. For a role whose calls are timed, the descriptor
     of its library comes first.

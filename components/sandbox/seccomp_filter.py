@@ -15,6 +15,7 @@ from typing import Literal
 # Mask of the lower 32 bits of an argument.
 WORD = 0xFFFFFFFF
 
+# System calls that all untrusted processes are denied.
 DENIED = """
     unshare setns mount umount2 pivot_root chroot ptrace process_vm_readv process_vm_writev pidfd_open
     pidfd_getfd kcmp keyctl add_key request_key bpf perf_event_open userfaultfd open_by_handle_at
@@ -22,6 +23,7 @@ DENIED = """
     swapoff io_uring_setup io_uring_enter io_uring_register move_mount open_tree fsopen fsmount fsconfig
     fspick mount_setattr quotactl acct settimeofday clock_settime adjtimex clock_adjtime sethostname
     setdomainname iopl ioperm personality inotify_init inotify_init1 fanotify_init""".split()
+# Further system calls that candidates are denied.
 DENIED_TO_CANDIDATES = [
     *("fork", "vfork", "execve", "execveat", "setrlimit"),
     # Locks and times of a shared file could be used to send messages to another runner.
@@ -31,6 +33,7 @@ DENIED_TO_CANDIDATES = [
     *("timer_create", "setitimer", "alarm", "mq_open", "mq_notify"),
     *("semget", "msgget", "io_setup"),  # they use kernel memory, or a number limited for the whole host
 ]
+# Further system calls that candidates on cpu are denied.
 DENIED_TO_CPU_CANDIDATES = [
     *("memfd_create", "memfd_secret", "shmget"),  # they make memory that RLIMIT_AS does not include
     # Whether pages of a shared file are in memory could be used to send messages to another runner.

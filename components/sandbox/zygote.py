@@ -2,7 +2,7 @@
 
     python zygote.py FD DEVICE plain|compile|probe isolated|open MODULES PACKAGES [WARM]
 
-FD is the descriptor of the socket on which the judge asks for runners. MODULES is the folder of the compiled
+FD is the descriptor of the socket on which the judge requests runners. MODULES is the folder of the compiled
 result_channel.cpp, and PACKAGES are folders of Python packages. WARM is the folder for the precompiled
 headers of torch.compile.
 
