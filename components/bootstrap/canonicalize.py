@@ -1,9 +1,9 @@
 """Rewrite a user's module in the layout of composed tasks, which has one line `x = …` for each operator.
 
-This is needed for policies that are made from scratch, because they know only this layout (TASK_LAYOUT in
-chain_parser.py). Names, intermediate variables, named sizes, methods, activation modules and the order of
-operands are normalised. The result is used only as the prompt. The judge compares kernels with the user's own
-module.
+This is needed for policies that are made from scratch, because they are trained on this layout only
+(TASK_LAYOUT in chain_parser.py). Names, intermediate variables, named sizes, methods, activation modules and
+the order of operands are normalised. The result is used only as the prompt. The judge compares kernels with
+the user's own module.
 """
 
 import ast
@@ -33,18 +33,21 @@ POSITIONAL_CONSTANTS = {
     "max_pool1d": ("kernel_size",),
 }
 POOL_FUNCTIONS = frozenset({"avg_pool1d", "max_pool1d"})
+# Functions along one dimension, which composed tasks pass as the keyword argument `dim`.
 DIM_FUNCTIONS = frozenset(
     {"softmax", "log_softmax", "normalize", "sum", "mean", "amax", "logsumexp", "cumsum"}
 )
 # Methods without arguments, which together transpose a matrix: x.t().contiguous().
 TRANSPOSITION_METHODS = frozenset({"t", "contiguous"})
+# Names of the attributes that hold norms in composed tasks, by the class of the norm.
 NORMS = {"nn.LayerNorm": "layer_norm", "nn.RMSNorm": "rms_norm"}
 
+# Expressions by the names or attributes that they are assigned to.
 Names = dict[str, ast.expr]
 
 
 class _NotAChain(Exception):
-    """The error that a source is not a chain of known operators."""
+    """Error raised if a source is not a chain of known operators."""
 
 
 def canonicalize(code: str) -> str | None:

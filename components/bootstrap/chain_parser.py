@@ -84,6 +84,7 @@ OPERATOR_LINES = {
 
 # Operators whose constant is the size of a window along the columns, which is an integer.
 POOLS = frozenset({"avg_pool", "max_pool"})
+# Patterns of the constants of all other operators and of POOLS.
 NUMBER = r"(-?\d+(?:\.\d+)?)"
 WINDOW = r"(\d+)"
 
@@ -94,7 +95,9 @@ def _pattern(name: str, line: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\{\d\\}", lambda _: constant, re.escape(line)))
 
 
+# Pattern of the right-hand side of each operator's line.
 PATTERNS = {name: _pattern(name, line) for name, line in OPERATOR_LINES.items()}
+# Pattern of a source in the layout of composed tasks.
 SOURCE = re.compile(
     re.escape(TASK_LAYOUT)
     .replace(r"\{init\}", r"(?P<init>(?:.+\n)*)")
@@ -102,6 +105,7 @@ SOURCE = re.compile(
     .replace(r"\{lines\}", r"(?P<lines>(?:.+\n)*.+)")
     .replace(r"\{inputs\}", r".*")
 )
+# Pattern of a line of the constructor that creates a parameter or a norm.
 PARAMETER = re.compile(
     r" {8}self\.(?:(scale|shift) = nn\.Parameter\(.*\)"
     r"|(layer_norm) = nn\.LayerNorm\(\d+\)|(rms_norm) = nn\.RMSNorm\(\d+, eps=1e-5\))"
@@ -109,7 +113,9 @@ PARAMETER = re.compile(
 # Names of the kernel's arguments for the parameters of each module.
 MODULE_TENSORS = {"layer_norm": ("weight", "bias"), "rms_norm": ("gain",)}
 
+# Operators whose result for a row depends on the row as a whole.
 ROW_OPERATORS = frozenset("softmax log_softmax layer_norm rms_norm normalize sum mean amax logsumexp".split())
+# Elementwise operators with a parameter that has one value for each column.
 PER_COLUMN = frozenset({"scale", "shift"})
 # Operators whose fastest kernel depends on the shape of the input: those along dimension 0, scans, pools, and
 # the transposition. They are not in ROW_OPERATORS.

@@ -22,9 +22,14 @@ from components.policy.prompts import IN_TURNS
 
 # Probabilities with which the simulated measurement of a correct kernel is of milestone 1, 2 and 3.
 MILESTONES = (0.4, 0.2, 0.4)
+# Suffix of the kernel file, by device.
 SUFFIX: dict[str, str] = {"cpu": "cpp", "cuda": "cu"}
+# Shell command of the tool call MEASURE_CALL.
 MEASURE = "bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling"
+# Content of the last turn of an episode with several turns.
 DONE = "Done."
+# Reasons of the simulated verdicts on wrong kernels that build; one that stands twice is drawn twice as
+# often.
 WRONG_OUTPUT_REASONS = ("max_error:given", "max_error:given", "max_error:scaled", "finite_mask:wide")
 
 
@@ -45,9 +50,11 @@ MEASURE_CALL = (
 
 # --- mistakes -----------------------------------------------------------------------------------------------
 
+# Patterns of a line of a kernel that computes an operator, and of a constant in it without its suffix `f`.
 OPERATOR_LINE = re.compile(r"^ +(?:for \([^)]*\) )?v = .*;$")
 CONSTANT = re.compile(r"\d\.\d+(?=f)")
 WRONG_CONSTANTS = ("0.1", "0.5", "1.5", "2.0")
+# Function of vec.h that replaces each function in a wrong kernel; those of libm are added below.
 WRONG_FUNCTIONS = {
     "vtanh": "verf",
     "verf": "vtanh",
@@ -121,9 +128,10 @@ def mutate(kernel: str, rng: random.Random) -> str:
 
 
 def simulate_observation(kernel: str, right: bool, device: Device, rng: random.Random) -> tuple[str, int]:
-    """Return simulated output of the measuring tools, and the milestone, for a right or a wrong kernel.
+    """Return a simulated output of the tool calls that write and measure a kernel, and its milestone.
 
-    The milestone of a right kernel is random.
+    `right` says whether the kernel is right. The milestone of a right kernel is random, and that of a wrong
+    kernel is -1.
     """
     path = f"kernels/forward.{SUFFIX[device]}"
     if not right:

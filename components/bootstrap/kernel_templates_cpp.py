@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from components.bootstrap.chain_parser import Step
 
+# C++ line of each elementwise operator. {0} and {1} are replaced by the operator's constants.
 ELEMENTWISE = {
     "relu": "v = v < 0 ? 0 : v;",
     "leaky_relu": "v = v < 0 ? v * {0}f : v;",
@@ -90,7 +91,8 @@ def _sum(name: str, term: str, *finish: str) -> Sweep:
 def _online(top: str, total: str, *finish: str) -> Sweep:
     """Return one sweep that computes the maximum and the sum of the exponentials relative to it.
 
-    `top` and `total` are the names of their variables.
+    `top` and `total` are the names of the variables of the maximum and of the sum. `finish` are the lines
+    after the loop.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
     """
@@ -188,7 +190,11 @@ def elementwise(step: Step) -> str:
 
 
 def row_operator(name: str, algorithm: str = "") -> RowOperator | None:
-    """Return the code of an operator on rows, or of the same operator along dimension 0; None for others."""
+    """Return the code of the operator `name` on rows or along dimension 0, or None for another operator.
+
+    It is the same code on rows and along dimension 0. `algorithm` is a key of ALGORITHMS. If it is not, or
+    has no entry for the operator, the code is that in ROW.
+    """
     base = name.removesuffix("_dim0")
     return ALGORITHMS.get(algorithm, {}).get(base, ROW.get(base))
 
@@ -250,7 +256,7 @@ def fuse_row(
 def replace_functions(text: str) -> str:
     """Return C++ code with the functions of vec.h replaced by those of libm.
 
-    `vsigmoid(v)` is replaced by its formula with `vexp` first.
+    Before that, `vsigmoid(v)` is replaced by its formula with `vexp`, because libm has no such function.
     """
     text = text.replace("vsigmoid(v)", "1 / (1 + vexp(-v))").replace("v * 1 /", "v /")
     return re.sub(r"\bv[a-z0-9]+(?=\()", lambda match: LIBM[match.group()], text)

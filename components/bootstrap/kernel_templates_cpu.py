@@ -111,7 +111,11 @@ def _declared(line: str) -> tuple[str, str, str]:
 
 
 def _array(line: str) -> list[str]:
-    """Return the C++ lines that declare an array with one accumulator for each column of a block."""
+    """Return C++ lines that declare and initialise one accumulator for each column of a block.
+
+    `line` is the C++ declaration of a single accumulator. The accumulators are an array with the same type,
+    name and initial value. For example, `double total = 0;` gives `double total[block] = {};`.
+    """
     kind, name, value = _declared(line)
     if value == "0":
         return [f"{kind} {name}[block] = {{}};"]
@@ -140,7 +144,10 @@ def column_pass(group: Group, schedule: CpuSchedule) -> list[str]:
         return [*pragma(schedule), *for_loop("i", "k + block", found, start="k")]
 
     def write_sweep(sweep: Sweep, array: str, body: list[str]) -> list[str]:
-        """Return the lines of a sweep; in a block, they declare an array in the place of each variable."""
+        """Return the C++ lines of a sweep over the columns in `array`; `body` are the lines for each element.
+
+        For a block of columns, each variable of the sweep becomes an array with one value for each column.
+        """
         if by_column:
             return [*sweep.declare, *(over_rows(array, body) if body else []), *sweep.finish]
         names.extend(_declared(line)[1] for line in (*sweep.declare, *sweep.finish))
@@ -209,7 +216,10 @@ Pass = Callable[[Group, CpuSchedule], list[str]]
 
 
 def pass_of(step: Step) -> Pass | None:
-    """Return the function that writes the pass of this operator, or None if every pass can compute it."""
+    """Return the function that writes the pass of the operator `step`.
+
+    Returns None for an operator that every pass can compute, which is elementwise without a parameter.
+    """
     if step.name in POOLS:
         return pool_pass
     if step.name == "transpose":

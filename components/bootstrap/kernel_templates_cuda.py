@@ -103,7 +103,10 @@ def float4_kernel(chain: OperatorChain, threads: int) -> Kernel:
 
 
 def loop(source: str, body: list[str], threads: int) -> list[str]:
-    """Return the CUDA lines of a loop of a block over the elements `v` of a row in the array `source`."""
+    """Return the CUDA lines of a loop in which a block goes over the elements of a row in the array `source`.
+
+    `body` are the lines for each element, which is the variable `v`. `threads` is the size of the block.
+    """
     return [
         f"  for (int64_t i = threadIdx.x; i < cols; i += {threads}) {{",
         f"    float v = {source}[i];",
@@ -147,9 +150,10 @@ def row_kernel(chain: OperatorChain, threads: int, name: str = "rows") -> Kernel
 
 
 def separate_kernels(chain: OperatorChain, threads: int) -> list[Kernel]:
-    """Return one CUDA kernel for each operator, which pass their results in the output tensor.
+    """Return one CUDA kernel for each operator, which are launched one after another.
 
-    A reduction and the operators before it are one kernel, because the output tensor is too small for rows.
+    Each kernel writes its result to the output tensor, and the next one reads it there. A reduction and the
+    operators before it are one kernel, because the output tensor is too small for rows.
     """
     cut = next(
         (index + 1 for index, step in enumerate(chain.steps) if step.name in ROW and ROW[step.name].result),

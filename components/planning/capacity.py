@@ -1,10 +1,11 @@
 """Estimates of what a profile needs: memory per GPU, seconds per step, judges, GPU-hours and cost.
 
-Each input has an origin: it is measured, a parameter of the profile, taken from a datasheet, or assumed. The
-shapes of the model are in `model_shapes.py` and the formulas of the memory in `memory_model.py`. The time of
-training is computed from 2 FLOP for each parameter and token in the forward pass and twice that number in the
-backward pass. The rollouts are simulated (rollout_simulator.py), because a step ends with its slowest
-trajectory, whose duration a mean does not give.
+A profile is a named set of parameters in params.yaml. Each input of an estimate has an origin: it is
+measured, a parameter of the profile, taken from a datasheet, or assumed. The shapes of the model are in
+`model_shapes.py` and the formulas of the memory in `memory_model.py`. The time of training is computed from 2
+FLOP for each parameter and token in the forward pass and twice that number in the backward pass. The rollouts
+are simulated (rollout_simulator.py), because a step ends with its slowest trajectory, whose duration a mean
+does not give.
 """
 
 from collections.abc import Sequence
@@ -164,7 +165,7 @@ def training_seconds(
 
 
 def load_of(inputs: dict[str, float], rollouts: Any, context: int) -> Load:
-    """Return the description of one step's rollouts, from which trajectories are drawn.
+    """Return the distributions from which `draw` draws the trajectories of one step's rollouts.
 
     `inputs` are the values of the plan's inputs, `rollouts` the parameters of the stage's rollouts, and
     `context` is the size of the context window in tokens.
@@ -209,8 +210,9 @@ def samplers_of(inputs: dict[str, float], params: Params) -> Samplers:
 def plan(params: Params, shapes: ModelShapes, inputs: dict[str, Input], seed: int = 0) -> dict[str, Any]:
     """Return the plan of a profile as a JSON record: memory, seconds by stage, judges, GPU-hours and cost.
 
-    `inputs` has every input of `default_inputs`, and `seed` determines the simulated rollouts.
-    Raises UserError if the device of the profile is not `cuda`, or if the settings contradict the shapes.
+    `inputs` has every input of `default_inputs`, and `seed` determines the simulated rollouts. Raises
+    UserError if the device of the profile is not `cuda`, or if the ranks cannot share the sequences of the
+    model as `engine.sequence_parallel` requires.
     """
     if params.device != "cuda":
         raise UserError(

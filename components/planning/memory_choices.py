@@ -1,4 +1,4 @@
-"""Memory of a rank of the trainer with the settings of a profile, and other settings that need less of it."""
+"""Memory of a rank of the trainer with the settings of a profile, and with other settings that need less."""
 
 import json
 from collections.abc import Sequence
@@ -19,9 +19,10 @@ from components.planning.memory_model import (
 )
 from components.planning.model_shapes import ModelShapes
 
-# Choices of `engine.sequence_parallel` and of what is kept in host memory that a plan compares. The offloads
-# are ordered by what they cost: a copy of 2P/N bytes in each forward pass of the reference, a copy of all
-# layers' inputs in each pass, an optimizer that computes in the host.
+# Values of `engine.sequence_parallel`, and sets of parameters of the engine that keep something in host
+# memory, which a plan compares. The sets are ordered by what they cost. `reference_offload` copies 2P/N bytes
+# in each forward pass of the reference, for P parameters and N ranks. `activation_offload` copies the inputs
+# of all layers in each forward and backward pass. With `cpu_offload` the optimizer computes in the host.
 SEQUENCE_PARALLEL = (1, 2, 4, 8)
 OFFLOADS = (
     (),
@@ -41,7 +42,7 @@ def memory_plan(params: Params, shapes: ModelShapes, values: dict[str, float]) -
     sequence parallelism and offloads under the profile's ZeRO stage, and `smallest` the first alternative
     that fits the GPU, in the order of OFFLOADS, or None. `values` has the values of the inputs of the plan,
     which replace the sizes in `shapes`. Raises UserError if the ranks cannot share sequences as
-    `engine.sequence_parallel` asks for.
+    `engine.sequence_parallel` requires.
     """
     engine, ranks = params.engine, values["trainer_gpus"]
     shapes = replace(
@@ -115,7 +116,10 @@ def options_of(choice: dict[str, Any], engine: Engine) -> str:
 
 
 def _choice(engine: Engine, parallel: int, offloads: Sequence[str]) -> Engine:
-    """Return a copy of `engine` with this degree of sequence parallelism and exactly these offloads."""
+    """Return a copy of `engine` in which groups of `parallel` ranks share each sequence.
+
+    Of the offloads in OFFLOADS, exactly those named in `offloads` are switched on.
+    """
     update = {"sequence_parallel": parallel, **{name: name in offloads for name in OFFLOADS[-1]}}
     return engine.model_copy(update=update)
 

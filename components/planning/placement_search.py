@@ -15,10 +15,11 @@ from components.planning.model_shapes import ModelShapes
 from components.planning.rollout_simulator import draw, simulate
 from components.planning.sampler_memory import tensor_parallel
 
-# Shares of the rollouts' duration for which judges would be busy if no candidate waited, from which their
-# numbers are chosen. At the first a candidate hardly waits.
+# Numbers of judges are tried at which a judge would be busy for these shares of the rollouts' duration if no
+# candidate waited for one. At the first share a candidate hardly waits.
 BUSY_SHARES = (0.5, 0.9)
-# Number of doublings of the least numbers of trainers and samplers that are tried.
+# How many numbers of trainers, and of samplers, are tried: the least one that holds the model, twice as many,
+# four times as many, and so on.
 DOUBLINGS = 6
 
 

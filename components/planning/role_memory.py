@@ -1,4 +1,4 @@
-"""Memory of the GPUs of each role of a pool, and the refusal of pools in which a role cannot fit.
+"""Memory of the GPUs of trainers, samplers and judges, and the refusal of pools in which a role cannot fit.
 
 The memory of the trainers is in `memory_choices.py`, and that of vLLM's servers in `sampler_memory.py`.
 """
@@ -14,10 +14,11 @@ from components.planning.sampler_memory import sampler_memory, tensor_parallel
 
 
 def pool_plan(params: Params, values: dict[str, float], memory: dict[str, Any]) -> dict[str, Any]:
-    """Return each role's number of GPUs, the bytes in use on one of them, and whether they fit, by role.
+    """Return the number of GPUs of each role, the bytes in use on one of them, and whether they fit.
 
-    `values` are the values of the plan's inputs, and `memory` is the record of `memory_plan`. `samplers` is
-    None if the trainer samples.
+    The result has the keys `trainers`, `samplers` and `judges`. The entry `samplers` is None if the trainer
+    samples itself (the backend transformers). `values` are the values of the plan's inputs, and `memory` is
+    the record of `memory_plan`.
     """
     chosen = memory["memory_bytes_per_gpu"][f"zero-{params.engine.zero_stage}"]
     judge = float(params.sandbox.device_bytes) or values["gpu_memory"]
@@ -74,8 +75,8 @@ def refusal(params: Params, shapes: ModelShapes, values: dict[str, float], memor
 def check_fits(params: Params) -> None:
     """Raise UserError if a role of the pool cannot fit the memory of the GPU `pool.gpu`.
 
-    Nothing is checked on the cpu, or for a type of model whose memory is not known. The folder that
-    policy.source names must be there.
+    A role is the trainers, samplers or judges. Nothing is checked on the cpu, or for a type of model whose
+    memory is not known. The folder that policy.source names must exist.
     """
     if params.device != "cuda":
         return

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 TICKS = 4000
 # Mean number of forward passes of other sequences for which a new one waits before it joins them.
 JOINING = 0.5
+# States of a trajectory.
 WAITING, GENERATING, TOOL, QUEUED, JUDGED, DONE = range(6)
 # Bounds of the cache's use and factors by which a fleet changes the number of trajectories in flight, and
 # the seconds between two readings; see `policy/vllm_fleet.py`.
@@ -27,7 +28,7 @@ ROOM, FULL, GROWTH, CUT, READ_SECONDS = 0.6, 0.9, 1.25, 0.8, 2.0
 
 @dataclass(frozen=True)
 class Load:
-    """The description of the rollouts of one training step, from which `draw` draws trajectories.
+    """The sizes and distributions of the rollouts of one training step, from which `draw` draws trajectories.
 
     `turns` (per trajectory), `tokens` (sampled per turn) and `judge_seconds` are medians of log-normal
     distributions, and the fields that end in `_spread` are the standard deviations of the logarithm.

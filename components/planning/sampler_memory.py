@@ -19,7 +19,7 @@ MOST_TENSOR_PARALLEL = 8
 def tensor_parallel(params: Params, values: dict[str, float]) -> int | None:
     """Return the least power of 2 of GPUs on which vLLM holds the weights and one full context.
 
-    Returns None if MOST_TENSOR_PARALLEL are too few.
+    `values` are the values of the plan's inputs. Returns None if MOST_TENSOR_PARALLEL GPUs are too few.
     """
     context = values["kv_bytes_per_token"] * params.policy.context
     each = _vllm_share(params) * values["gpu_memory"] - VLLM_WORKING_BYTES
@@ -38,10 +38,10 @@ def _vllm_share(params: Params) -> float:
 def sampler_memory(params: Params, values: dict[str, float]) -> dict[str, Any]:
     """Return the memory in bytes of one GPU of a vLLM server by part, with the servers' sizes and capacity.
 
-    `values` are the values of the plan's inputs. In the result, `tensor_parallel` is the number of GPUs of
-    one server, which is that of all samplers' GPUs if even these are too few, and `replicas` the number of
-    servers. `contexts` is the number of full contexts that the caches of all servers hold together, and
-    `cache_tokens` that of tokens.
+    `values` are the values of the plan's inputs. In the result, `replicas` is the number of servers, and
+    `tensor_parallel` the number of GPUs of one server, which is that of all samplers' GPUs if the model does
+    not fit on them. `contexts` and `cache_tokens` are the numbers of full contexts and of tokens that the
+    caches of all servers hold together.
     """
     gpus = int(values["sampler_gpus"])
     needed = tensor_parallel(params, values)

@@ -25,13 +25,14 @@ def add_adapter(model: PreTrainedModel, settings: Adapter) -> None:
     """Add trainable adapters to linear layers of `model` and freeze all its other parameters.
 
     Does nothing if `settings.rank` is 0. Otherwise it must be called before a DeepSpeed engine is made for
-    the model. A new adapter does not change what the model computes. Its values are equal in every call, so
-    also on all ranks, and have the dtype of their layer, because DeepSpeed requires one dtype and keeps the
-    trained values in float32 itself.
+    the model. `settings.targets` has the names of the layers, or the ends of their dotted names; if it is
+    empty, every linear layer that can have an adapter gets one. A new adapter does not change what the model
+    computes. Its values are equal in every call, so also on all ranks. They have the dtype of their layer,
+    because DeepSpeed requires one dtype and keeps the trained values in float32 itself.
 
     In a mixture of experts, only the linear layers of the attention get an adapter. transformers 5 fuses the
     experts of a layer into two parameters, which are no linear layers, and neither is the router. Raises
-    UserError if a target is not a linear layer that can have an adapter.
+    UserError if one of `settings.targets` names no linear layer that can have an adapter.
     """
     if settings.rank == 0:
         return

@@ -22,8 +22,10 @@ from components.core.errors import UserError
 
 # Largest number of attempts of a request.
 TRIES = 6
-# Largest number of attempts of the first request. It is small, so that a wrong address is reported soon.
+# Largest number of attempts of the request for the list of models. It is small, so that a wrong address is
+# reported soon.
 MODEL_LIST_TRIES = 2
+# The pause before attempt n + 1 is at most FIRST_PAUSE_SECONDS * 2^n, and at most LONGEST_PAUSE_SECONDS.
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
 MAX_REPLY_BYTES = 16 << 20
@@ -92,8 +94,8 @@ class ChatClient:
     ):
         """Prepare a client without contacting the server.
 
-        If `model` is empty, the first request asks the server for its models and the first of them is used.
-        `option` is the command line option of `url`, for messages. `pause` is called with the seconds to wait
+        If `model` is empty, the first model in the server's list of models is used. `option` is the command
+        line option that gave `url`; error messages name it. `pause` is called with the seconds to wait
         between attempts.
         """
         base = url.rstrip("/")
@@ -121,7 +123,7 @@ class ChatClient:
         return f"{self.url} {self.model}".strip()
 
     def choose_model(self) -> str:
-        """Return the name of the model, which is requested from the server if it is not known yet.
+        """Return the name of the model; if none was given, it is requested from the server once.
 
         Raises UserError if the server cannot be reached or names no model.
         """

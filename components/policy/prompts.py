@@ -6,9 +6,10 @@ from components.core.config import PROJECT
 from components.core.param_types import Device
 from components.core.params import Policy
 
-# End of the compact prompt of an episode with several turns. A compact prompt without this end asks for the
-# final answer in one turn.
+# End of the prompt of an episode with several turns. A compact prompt without this end is that of an episode
+# with one turn.
 IN_TURNS = "\nWork in turns: measure, repair, make it faster.\n"
+# Description of each device in a prompt that is not compact.
 KERNELS = {"cpu": "cpu: C++ in kernels/*.cpp, one thread", "cuda": "cuda: CUDA in kernels/*.cu"}
 
 
@@ -22,8 +23,8 @@ def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -
     """Return the content of the user message for a task with the source `code`.
 
     If `policy.prompt` is `compact`, the message is the source itself. Otherwise it is SKILL.md, the device
-    and the source. `in_turns` says whether the message asks for work in several turns or for an answer in
-    one.
+    and the source. If `in_turns` is true, the message ends with IN_TURNS. If it is false, a message that is
+    not compact ends with the instruction to answer in one turn.
     """
     if policy.prompt == "compact":
         return code + IN_TURNS if in_turns else code

@@ -1,6 +1,8 @@
 """A key-value cache whose rows are independent sequences of different lengths.
 
-Row r has its tokens at the positions 0 to length - 1, so a row's place and width do not depend on other rows.
+The tokens of each row are at the positions 0 to length - 1, so the place of a token does not depend on other
+rows. All rows have the same width, the number of tokens of the longest row, rounded up to a multiple of
+WIDTH_STEP.
 """
 
 from typing import Any
@@ -13,16 +15,17 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from components.core.errors import UserError
 
-# Widths are multiples of this number of tokens. The sums over a row's tokens are then the same, to the last
-# bit, at every width (docs/training.md).
+# The width of the rows is a multiple of this number of tokens. The sums over a row's tokens are then the
+# same, to the last bit, at every width (docs/training.md).
 WIDTH_STEP = 64
+# Names that transformers gives to layers without and with a sliding window.
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 class _RowLayer(DynamicLayer):
     """The keys and values of one layer of a model, each of shape [rows, heads, width, head_dim].
 
-    Rows of which a forward pass makes no use come after those that are in use.
+    The rows in use are those of the sequences in a forward pass; they are the first rows.
     """
 
     def __init__(self, rows: int):
@@ -34,7 +37,7 @@ class _RowLayer(DynamicLayer):
         self.width = 0
 
     def reserve(self, keys: Tensor, values: Tensor, width: int) -> None:
-        """Allocate memory for at least `width` tokens in each row, and keep what the rows have.
+        """Allocate memory for at least `width` tokens in each row, without changing those that it has.
 
         `keys` and `values` [rows, heads, tokens, head_dim] determine the heads, head_dim, dtype and device.
         """
@@ -56,7 +59,7 @@ class _RowLayer(DynamicLayer):
         """Write the keys and values of one token of each row in use, and return those of all their tokens.
 
         The arguments have the shape [rows in use, heads, 1, head_dim], and the results [rows in use, heads,
-        width, head_dim]. The token's place in each row is that of `positions`.
+        width, head_dim]. The token of each row in use is written to its position in `self.positions`.
         """
         self.reserve(key_states, value_states, self.width)
         used = torch.arange(len(key_states), device=key_states.device)
@@ -113,7 +116,7 @@ class RowCache(DynamicCache):
 
         `positions` [rows in use] has the position of each row's new token. The mask is 0 where a token may
         attend and the least number of `dtype` elsewhere, [rows in use, 1, 1, width]. If only some layers have
-        a sliding window, it is a dictionary with the mask of each kind of layer.
+        a sliding window, the result is a dictionary of two masks with the keys FULL and SLIDING.
         """
         width = -(-(int(positions.max()) + 1) // WIDTH_STEP) * WIDTH_STEP
         for layer in self.row_layers:

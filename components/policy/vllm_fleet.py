@@ -1,8 +1,8 @@
-"""A fleet of vLLM servers with the same model, from which sessions are sampled.
+"""A fleet of vLLM servers with the same model, among which the sessions of a sampler are divided.
 
-Every session stays with one server, whose cache has its prefix, until this server fails. Requests are
-repeated for as long as a failure may pass. All requests run in a thread of the fleet with an event loop of
-its own, so that one set of connections serves every caller.
+A session is the requests of one trajectory. It stays with one server, whose cache has its prefix, until this
+server fails. A request that fails is repeated for at most PATIENCE_SECONDS. All requests run in a thread of
+the fleet with an event loop of its own, so that one set of connections serves every caller.
 """
 
 import asyncio
@@ -25,17 +25,19 @@ from components.policy.vllm_server import CONNECT_SECONDS, TIMEOUT_SECONDS, Serv
 # Longest time for which a request is repeated while no server serves it, in seconds. A server takes minutes
 # to start.
 PATIENCE_SECONDS = 1800.0
+# Pause between two attempts of a request, and longest pause after failures of a server, in seconds.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 20.0
-# Time for which a session waits for its own server, if this answers but refuses requests, before it moves to
+# Time for which a session stays with a server that answers but refuses its requests, before it moves to
 # another one, in seconds. A push of weights takes less.
 LOYAL_SECONDS = 30.0
 # A session without a request for this long no longer counts as load of its server, in seconds.
 IDLE_SECONDS = 120.0
-# Interval of the readings of /metrics, in seconds, and the bounds of the cache's use between which the number
-# of sequences in flight stays as it is.
+# Interval of the readings of /metrics, in seconds.
 READ_SECONDS = 2.0
 # Longest wait for the answers that show whether a server works and has its weights, in seconds.
 EXAMINATION_SECONDS = 60.0
+# A server's number of sequences in flight may grow while less than the share ROOM of its key-value cache is
+# in use, and shrinks while more than the share FULL is.
 ROOM, FULL = 0.6, 0.9
 
 LOG = logging.getLogger(__name__)
@@ -44,17 +46,19 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Replica:
-    """The state of one server of a fleet, as far as the fleet knows it."""
+    """The state of one server of a fleet, as it was last observed."""
 
     server: VllmServer
-    # Name of the weights that the server has, and what its workers report about them; see `vllm_worker.py`.
+    # Name of the weights that the server has, and the reports of its workers on them
+    # (`Fingerprint.weight_report`), which are None before the first push.
     version: str = ""
     weights: Any = None
-    # Whether the server has failed and was not examined since.
+    # Whether the server has failed and was not found to work since. Such a server gets no prompts.
     doubted: bool = False
     # Whether the server is known not to have the newest weights.
     outdated: bool = False
-    # Set while the server is doubted, and the lock and the time of its last examination.
+    # `lost` is set while `doubted` is true. `examining` is held while the server is examined. `examined` is
+    # the time.monotonic() at which `doubted` was last assigned.
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     examining: asyncio.Lock = field(default_factory=asyncio.Lock)
     examined: float = 0.0
@@ -67,7 +71,7 @@ class Replica:
     load: Load | None = None
     # Number of requests that were completed since the limit last changed.
     completed: int = 0
-    # Time of the last request of each session.
+    # The time.monotonic() of the last request of each session, or infinity while a request is in flight.
     sessions: dict[str, float] = field(default_factory=dict)
 
     def is_resting(self) -> bool:
@@ -90,9 +94,9 @@ class Replica:
             self.lost.clear()
 
     def failed(self) -> None:
-        """Send no request to the server for a time after a failure, which grows with each failure in a row.
+        """Record a failure, after which no request is sent to the server for a time.
 
-        A failure during this time is not counted.
+        The time grows with each failure in a row. A failure during this time is not counted.
         """
         if self.is_resting():
             return
@@ -103,10 +107,11 @@ class Replica:
     def read(self, load: Load, context: int) -> None:
         """Adjust the number of sequences in flight (`limit`) to the figures that the server has reported.
 
-        `context` is the largest number of tokens of a sequence. The limit is at least the number of such
-        sequences that the cache holds. It grows by a quarter if it is used up, the cache has room, and as
-        many requests were completed since it last changed. It shrinks by a fifth if the cache is full or
-        sequences were preempted.
+        `context` is the largest number of tokens of a sequence. The limit is at least the number of sequences
+        of this size that the cache holds. It shrinks by a fifth if more than the share FULL of the cache is
+        in use or sequences were preempted. It grows by a quarter if the following holds: less than the share
+        ROOM is in use, no sequence waits, at least 90% as many sessions as the limit are active, and at least
+        as many requests as the limit were completed since it last changed.
         """
         least = max(1.0, load.cache_tokens // context)
         preempted = self.load is not None and load.preemptions > self.load.preemptions
@@ -134,9 +139,9 @@ class Fleet:
         """Connect to the servers at `urls`.
 
         `context` is the largest number of tokens of a sequence, and `version` the name of the weights that
-        the servers have. `patience` and `loyal` are described at `PATIENCE_SECONDS` and `LOYAL_SECONDS`.
-        A server that does not answer is asked again while others are sampled from, and used after the first
-        push that it takes part in. Raises UserError if none answers.
+        the servers have. `patience` and `loyal` are described at `PATIENCE_SECONDS` and `LOYAL_SECONDS`. A
+        server that does not answer is contacted again while other servers are used. It is used after the
+        first push of weights in which it takes part. Raises UserError if no server answers.
         """
         if not urls:
             raise UserError(
@@ -187,7 +192,7 @@ class Fleet:
         """Return the completion of a request, which is sent to the server of `session`.
 
         If a server ends a completion early for a push of weights, the rest is requested afterwards. Raises
-        UserError if no server completes it within the patience of the fleet.
+        UserError if no server has returned any token of the completion for `patience` seconds.
         """
         return await asyncio.wrap_future(
             asyncio.run_coroutine_threadsafe(self._complete(request, session), self.loop)
@@ -200,7 +205,8 @@ class Fleet:
     def figures(self) -> dict[str, float]:
         """Return figures of the servers' health and load by name, for the metrics of a training step.
 
-        Cache hits, retries and moves are counted since the last call of this method.
+        The share of cache hits, the number of retries and the number of sessions that moved to another server
+        are those since the last call of this method.
         """
         known = [(replica, replica.load) for replica in self.replicas if replica.load is not None]
         queries = hits = 0
@@ -223,9 +229,9 @@ class Fleet:
         return found
 
     async def _open(self, replica: Replica) -> ServerUnavailable | None:
-        """Prepare a server for sampling, and return None, or the fault of a server that does not answer.
+        """Prepare a server for sampling, and return the error if it does not answer, or None.
 
-        A server with a fault is not used until the next push of weights.
+        A server that does not answer is not used until the next push of weights.
         """
         try:
             await replica.server.open(EXAMINATION_SECONDS)
@@ -237,7 +243,7 @@ class Fleet:
         return None
 
     async def _examine(self, replica: Replica, failed: float) -> None:
-        """Find out whether a server that failed answers and still has its weights.
+        """Find out whether a server that failed answers again and still has its weights.
 
         `failed` is the time.monotonic() of the failure; a server that was examined since then is not examined
         again. A server that was restarted has the weights with which it was started, so it is not used until
@@ -286,9 +292,10 @@ class Fleet:
     async def _try(
         self, replica: Replica, request: Request, found: Completion, session: str
     ) -> Completion | None:
-        """Return the tokens after `found`, sampled by a server, or None if the server rests or fails.
+        """Return the tokens after `found`, sampled by a server, or None if it sampled none.
 
-        `request` is the whole request, of which `found` has been completed so far.
+        `request` is the whole request, of which `found` has been completed so far. The result is None if the
+        request fails, or if it is not sent because the server failed shortly before (`Replica.is_resting`).
         """
         if replica.is_resting():
             return None
@@ -317,7 +324,7 @@ class Fleet:
         return part
 
     async def _unless_lost(self, replica: Replica, request: Coroutine[Any, Any, Completion]) -> Completion:
-        """Return the result of a request, or raise ServerUnavailable as soon as its server is doubted."""
+        """Return the result of a request, or raise ServerUnavailable as soon as `replica.doubted` is set."""
         asked, lost = asyncio.create_task(request), asyncio.create_task(replica.lost.wait())
         try:
             await asyncio.wait((asked, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -351,10 +358,10 @@ class Fleet:
         return chosen
 
     async def _read_loads(self) -> None:
-        """Read the figures of all servers again and again, and forget sessions that have long been idle.
+        """Read the figures of all servers every READ_SECONDS, and remove sessions that have long been idle.
 
-        A server that does not answer is doubted, and one that is doubted is examined until it is usable
-        again.
+        A server that does not answer is examined (`_examine`), and then again at every reading until it is
+        found to work.
         """
         while True:
             await asyncio.gather(*(self._read_load(replica) for replica in self.replicas))

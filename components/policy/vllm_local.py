@@ -15,7 +15,7 @@ from components.policy.sampler import Completion
 from components.policy.vllm_protocol import Request, checked
 
 WORKER_EXTENSION = "components.policy.vllm_worker.Fingerprint"
-# Number of sequences that are sampled together; vLLM lets those wait for which its cache has no room.
+# Largest number of sequences that are sampled together. Sequences for which vLLM's cache has no room wait.
 SEQUENCES = 256
 
 
@@ -141,8 +141,8 @@ class LocalVllm:
     def end(self, version: str, fault: Callable[[list[Any]], str]) -> None:
         """Check the weights of all workers after a push, and use them under the name `version`.
 
-        `fault` says how the reports of the workers differ from what was sent, or returns "". Raises UserError
-        if they differ.
+        `fault` takes the reports of the workers (`Fingerprint.weight_report`) and returns how they differ
+        from the weights that were sent, or "" if they do not. Raises UserError if they differ.
         """
         if problem := fault(self.llm.collective_rpc("weight_report")):
             raise UserError(

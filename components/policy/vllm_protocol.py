@@ -12,9 +12,12 @@ from typing import Any
 from components.core.errors import UserError
 from components.policy.sampler import Completion
 
+# Oldest version of vLLM that can be used, and first version that reports which weights sampled each token.
 OLDEST, TOKEN_VERSIONS = (0, 24), (0, 33)
-# `abort` is the end of a request that the server has ended; it is continued with another request.
+# Reasons for which a completion ends. With `abort` a server ends requests before a push of weights; the rest
+# of such a completion is sampled with another request.
 ENDS = ("stop", "length", "abort")
+# Patterns of a line of /metrics (name, labels, value) and of one label in it (name, value).
 METRIC = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -55,9 +58,10 @@ class VllmProtocol:
     """The form of the requests and answers of one version of vLLM's HTTP server."""
 
     def __init__(self, version: str):
-        """Create the form for `version`, the answer of /version; a name without numbers counts as new.
+        """Create the form for the version of vLLM that the server's route /version returned.
 
-        Raises UserError if the version is older than `OLDEST`.
+        A `version` without numbers, such as that of a development build, is taken for TOKEN_VERSIONS. Raises
+        UserError if the version is older than `OLDEST`.
         """
         numbers = re.match(r"(\d+)\.(\d+)", version)
         self.number = (int(numbers.group(1)), int(numbers.group(2))) if numbers else TOKEN_VERSIONS
@@ -94,7 +98,7 @@ class VllmProtocol:
         return "/v1/completions", {"prompt": list(request.prompt), **sampling, **tokens, **cache}
 
     def completed(self, answer: Mapping[str, Any], version: str) -> Completion:
-        """Return the completion in an answer; `version` names the weights if the server does not."""
+        """Return the completion in an answer; `version` names its weights if the answer does not."""
         choice = answer["choices"][0]
         logprobs = choice["logprobs"] or {}
         values = (

@@ -25,9 +25,10 @@ PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 def server_addresses(servers: Sequence[str]) -> list[str]:
-    """Return the addresses that `policy.servers` means: itself, or those on the Ray cluster if it is [ray].
+    """Return the addresses of the vLLM servers for `servers`, the value of the parameter `policy.servers`.
 
-    Raises UserError if Ray is not installed, there is no cluster, or no server is announced on it.
+    They are `servers` itself, or the servers that are announced on the Ray cluster if it is ["ray"]. Raises
+    UserError if Ray is not installed, there is no cluster, or no server is announced on it.
     """
     if list(servers) != ["ray"]:
         return list(servers)

@@ -16,7 +16,8 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.policy.vllm_local import WORKER_EXTENSION
 
-# Longest time for which servers may load their model, and for which they may end, in seconds.
+# Longest time until a started server must be healthy, and time after SIGTERM at which it is killed, in
+# seconds.
 START_SECONDS, END_SECONDS = 1800.0, 20.0
 POLL_SECONDS = 0.5
 

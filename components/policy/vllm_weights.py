@@ -1,7 +1,8 @@
 """The weights of all servers of a fleet, which are replaced together.
 
 A push calls vLLM's routes in this order: pause, start, one update for each bucket, finish, resume. A server
-that fails during a push is left out of it and not sampled from until the next one.
+that fails during a push is left out of the rest of it, and no request is sent to it until a later push
+succeeds.
 """
 
 import asyncio
@@ -33,8 +34,8 @@ class FleetWeights:
         """Pause all servers that answer, and return what `expect_weights` of each of their workers returned.
 
         `pause` is the parameter `policy.push_pause`, which says whether running requests are kept, aborted or
-        awaited. Raises UserError if a server's workers lack the extension or if it divides requests among
-        engines of its own.
+        awaited. Raises UserError if a server's workers lack the extension `vllm_worker.Fingerprint`, or if a
+        server divides its requests among several engines.
         """
         # The fleet asks doubted servers again and again, so they are left out here unless all are doubted.
         answering = [replica for replica in self.fleet.replicas if not replica.doubted]
@@ -105,10 +106,12 @@ class FleetWeights:
         self._each(load)
 
     def end(self, version: str, fault: Callable[[list[Any]], str]) -> None:
-        """Check the weights of every server, and sample from it under their name `version` from now on.
+        """Check that every server in the push has the new weights, and use it for sampling from now on.
 
-        `fault` says how the reports of a server's workers differ from what was sent, or returns "". Raises
-        UserError if no server has the new weights, or if one has others although it answered every call.
+        `version` is the name of the new weights, which trajectories record. `fault` takes the reports of a
+        server's workers (`Fingerprint.weight_report`) and returns how they differ from the weights that were
+        sent, or "" if they do not. Raises UserError if a server answers but has other weights, or if no
+        server answers.
         """
 
         async def end(replica: Replica) -> None:
@@ -139,7 +142,10 @@ class FleetWeights:
         self._post([replica for replica in self.fleet.replicas if replica.is_usable()], "/wake_up")
 
     def _post(self, replicas: Sequence[Replica], route: str) -> None:
-        """Make a POST request to the route of each server at the same time, and doubt servers that fail."""
+        """Make a POST request to the route of each server at the same time.
+
+        If a server fails, its `Replica.doubted` is set.
+        """
 
         async def post(replica: Replica) -> None:
             try:
@@ -150,10 +156,10 @@ class FleetWeights:
         self.fleet.all(replicas, post)
 
     def _each(self, call: Callable[[Replica], Awaitable[T]]) -> list[T]:
-        """Make a call for each target at the same time, and return the results of those that succeed.
+        """Make a call for each of `targets` at the same time, and return the results of those that succeed.
 
-        A call that a server refuses as busy is repeated for REFUSED_SECONDS. Servers that fail are removed
-        from `targets`. Raises UserError if none is left.
+        A call that a server refuses because it is busy (status 429 or 503) is repeated for REFUSED_SECONDS.
+        Servers that fail are removed from `targets`. Raises UserError if none is left.
         """
         failed: dict[Replica, ServerUnavailable] = {}
 

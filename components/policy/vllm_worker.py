@@ -45,9 +45,9 @@ class Fingerprint:
     def weight_report(self: Any) -> dict[str, Any]:
         """Return fingerprints of the received weights and of each parameter of this worker.
 
-        `received` is None if `expect_weights` was not called, and `parameters` has a number by parameter
-        name. `key_value_copies` is the number of tensor parallel workers that hold the same key and value
-        heads.
+        `received` is the fingerprint of all weights since `expect_weights` was called, or None if it was not.
+        `parameters` has the fingerprint of each parameter by its name. `key_value_copies` is the number of
+        tensor parallel workers that hold the same key and value heads.
         """
         parameters = dict(self.get_model().named_parameters())
         dtype = max(parameters.values(), key=Tensor.numel).dtype

@@ -56,9 +56,9 @@ class Sent:
         """Return a phrase that says how one server's weights differ from those sent, or "" if they do not.
 
         `reports` has one report of each worker of the server (`components.policy.vllm_worker`). Every worker
-        must have received all weights. Together their parameters must have the sent values, if tensor
-        parallelism keeps one copy of each key and value projection: parameters that are equal in all workers
-        are copies, and all others parts.
+        must have received all weights. The parameters of all workers together must also have the values that
+        were sent: a parameter that is equal in all workers counts once, and of any other parameter, each
+        worker has a part. This is not checked if several workers have copies of the same key and value heads.
         """
         for number, report in enumerate(reports):
             if report["received"] != self.named:

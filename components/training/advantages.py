@@ -27,7 +27,7 @@ def gae(
     All tensors are [batch, seq]. `action_mask` is 1 at the tokens that the policy sampled; both results are 0
     at all other tokens. `values[:, t]` is the value of the state before token t is emitted. The state after
     the last token that the policy sampled has the value 0, also in a truncated episode. The results are
-    computed backward over the sampled tokens (paper, section 4.2): delta = r + gamma V' - V,
+    computed backward over the sampled tokens (CUDA Agent paper, section 4.2): delta = r + gamma V' - V,
     A = delta + gamma lam A', and return = A + V, where V' and A' are the value and the advantage of the next
     sampled token.
     """

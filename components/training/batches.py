@@ -91,11 +91,12 @@ class Packed:
     positions: Tensor
     # Where each row begins in the whole sequence, and where the last one ends; the same on all ranks.
     documents: tuple[int, ...]
-    # Positions in this slice of the tokens that precede own tokens, [n]; their hidden states predict them.
+    # Positions in this slice of the tokens directly before own tokens, [n]. The hidden state at such a
+    # position predicts the own token after it.
     before: Tensor
-    # The own tokens that they precede, [n].
+    # Token ids of the own tokens after the positions `before`, [n].
     targets: Tensor
-    # The indices of these own tokens among the own tokens of the batch, [n], in host memory.
+    # Indices of these own tokens among all own tokens of the batch, [n], in host memory.
     own: Tensor
 
 

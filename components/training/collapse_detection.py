@@ -1,8 +1,8 @@
 """This module detects the two reasons to stop training early: a collapsed policy, and SIGTERM.
 
-The metrics of a step show a collapse before the step's updates are made (paper, Fig. 5): the entropy is too
-high or too low, too many answers reach the length limit, the sampler's probabilities differ too much from the
-trainer's, or the critic explains too little of the returns.
+The metrics of a step show a collapse before the step's updates are made (CUDA Agent paper, Fig. 5): the
+entropy is too high or too low, too many answers reach the length limit, the sampler's probabilities differ
+too much from the trainer's, or the critic explains too little of the returns.
 """
 
 import math

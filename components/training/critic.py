@@ -1,10 +1,10 @@
 """Value pretraining (stage 3): a critic learns values from all stored trajectories, including failed ones.
 
 Without this stage the critic's values would be unrelated to the returns at the beginning of agentic PPO
-(stage 4), and the policy would collapse (paper, section 4.2 and Fig. 5). If critic.lam is 1, the critic
-learns Monte Carlo returns. If it is lower, the returns that it learns are computed again from the current
-critic before every pass, because those computed once from an untrained critic would hardly depend on a reward
-that comes a hundred tokens later.
+(stage 4), and the policy would collapse (CUDA Agent paper, section 4.2 and Fig. 5). If critic.lam is 1, the
+critic learns Monte Carlo returns. If critic.lam is lower, the returns that the critic learns are computed
+again from its current values before every pass over the data. Returns computed once from an untrained critic
+would hardly depend on a reward that comes a hundred tokens later.
 """
 
 import random
@@ -56,9 +56,10 @@ class Targets(Streams):
 def run(stage: Stage) -> StageResult:
     """Make a critic from the checkpoint `stage.actor` and train it on trajectories of earlier stages.
 
-    They are read from the folders `stage.trajectories`, and those of some tasks are held out. The critic of
-    the pass with the highest explained variance on held-out trajectories is kept. Raises StageFailed if this
-    explained variance is below critic.min_explained_variance.
+    The trajectories are read from the folders `stage.trajectories`, and those of some tasks are held out. Of
+    the critics after each pass over the others, the one with the highest explained variance on held-out
+    trajectories is kept. Raises StageFailed if this explained variance is below
+    critic.min_explained_variance.
     """
     started, params, settings = time.monotonic(), stage.params, stage.params.critic
     verify_checkpoint(stage.actor, params.device)

@@ -1,4 +1,8 @@
-"""Tasks and demonstrations as in the cold start, which rejection fine-tuning mixes into its batches."""
+"""Tasks and demonstrations of the same kind as those on which the cold start trains a policy from scratch.
+
+A demonstration is a conversation in which a kernel for a composed task is written by rules
+(`components.bootstrap.demonstrations`). Rejection fine-tuning mixes demonstrations into its batches.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +34,11 @@ def training_sources(params: Params, seed: int) -> Iterator[KernelTask]:
 
 
 def demonstrations(params: Params, policy: Path) -> Callable[[int], list[Row]] | None:
-    """Return a function that takes a count and returns that many demonstrations as in the cold start.
+    """Return a function that takes a count and returns that many demonstrations of the cold start's kind.
 
-    Each demonstration is a pair of token ids and action mask. The function returns the same demonstrations at
-    every call. `policy` is the folder of the checkpoint whose tokenizer encodes them. Returns None if the
-    policy was not made by the cold start.
+    Each demonstration is a pair of token ids and action mask. Equal counts give equal demonstrations. Their
+    tasks are not those of the cold start. `policy` is the folder of the checkpoint whose tokenizer encodes
+    them. Returns None if the policy does not descend from a cold start (`policy.source`).
     """
     if params.policy.source not in ("scratch", "champion"):
         return None

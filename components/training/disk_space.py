@@ -8,9 +8,10 @@ from pathlib import Path
 from components.core.errors import UserError
 from components.training.stage import Stage
 
-# Bytes of a state for each parameter that is trained: the weights, and in float32 the optimizer's copy of
-# them and its two moments.
+# Bytes that a resumable state takes for each trained parameter, by engine.dtype: the weight in this dtype,
+# and in float32 the optimizer's copy of the weight and its two moments.
 STATE_BYTES = {"float32": 16, "bfloat16": 14}
+# Bytes of a weight, by engine.dtype.
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
 # Number of states of a stage on disk at once: two are kept while the next is written (resumable_state.py).
 STATES = 3

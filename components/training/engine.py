@@ -1,4 +1,4 @@
-"""The training engine: DeepSpeed behind a few methods, used in the same way on one core and on many GPUs.
+"""The training engine: classes that wrap DeepSpeed and have the same methods on one core and on many GPUs.
 
 With sequence parallelism (DeepSpeed's Ulysses), groups of consecutive ranks share each forward pass: every
 rank has a slice of the tokens, but in attention it has all tokens for some of the heads.
@@ -29,6 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Least size of a tensor that engine.activation_offload moves to host memory.
 OFFLOADED_BYTES = 2**20
 
+# Function that returns a micro-batch's share of the loss from the network and the micro-batch.
 Loss = Callable[[nn.Module, Microbatch], Tensor]
 
 
@@ -44,8 +45,8 @@ class NotFinite(Exception):
 def _sequence_groups(heads: int, kv_heads: int, head_dim: int, layers: int, size: int) -> Any:
     """Register attention that divides sequences among groups of `size` ranks, for models of this shape.
 
-    Returns DeepSpeed's description of the groups of ranks. A process can register only one shape; `layers` is
-    the model's number of layers.
+    The shape consists of the numbers of query heads, key-value heads and layers, and of the size of a head. A
+    process can register only one shape. Returns DeepSpeed's description of the groups of ranks.
     """
     from deepspeed import init_distributed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -171,9 +172,10 @@ class DeepSpeedEngine:
         return norm
 
     def _local_norm(self) -> float:
-        """Return the norm of this process's gradients, because DeepSpeed may report no norm under ZeRO 0.
+        """Return the norm of the gradients if this process has all of them, and NaN otherwise.
 
-        Returns NaN under ZeRO 1 to 3 and with several ranks, when one process does not know the norm.
+        This process has all gradients if it is the only rank and trains under ZeRO 0. DeepSpeed may report no
+        norm then.
         """
         if self.settings.zero_stage > 0 or self.world.size > 1:
             return math.nan

@@ -1,4 +1,4 @@
-"""How evenly a mixture of experts uses its experts, counted while the actor is evaluated.
+"""Measurement of how evenly a mixture of experts uses its experts, made while the actor is evaluated.
 
 A router that sends most tokens to a few experts wastes the others, and a policy update can cause it: nothing
 in the PPO loss keeps the load even.

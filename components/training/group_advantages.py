@@ -27,10 +27,10 @@ Shape = Literal["milestone", "speedup", "log_speedup"]
 
 
 def verdict_reward(verdict: Verdict, shape: Shape) -> float:
-    """Return the reward of a verdict: its milestone, its speed-up s over eager, or log2(1 + s).
+    """Return the reward of a verdict: its milestone, its speed-up s over eager mode, or log2(1 + s).
 
-    `shape` says which. The last two are replaced by -1 if the candidate is not correct or its speed-up was
-    not measured.
+    `shape` selects one of these three. For the last two, the reward is -1 if the candidate is not correct or
+    its speed-up was not measured.
     """
     if shape == "milestone":
         return float(milestone(verdict))

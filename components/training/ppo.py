@@ -5,9 +5,9 @@ the workspace, from the actor of rejection fine-tuning and the critic of value p
 
 Each step samples trajectories, evaluates actor, reference and critic on them, estimates advantages, and
 updates first the critic and then the actor on minibatches. The reward is given at the last token that the
-policy sampled; the discount gamma is a parameter, 1 in the paper (section 4.2). The actor's advantages and
-the critic's targets use separate lambdas: with a lambda of 0.95 the targets of an untrained critic would
-hardly depend on a reward that comes more than about a hundred tokens later.
+policy sampled; the discount gamma is a parameter, 1 in the CUDA Agent paper (section 4.2). The actor's
+advantages and the critic's targets use separate lambdas: with a lambda of 0.95 the targets of an untrained
+critic would hardly depend on a reward that comes more than about a hundred tokens later.
 """
 
 import random
@@ -72,12 +72,14 @@ class Experience(Streams):
     """Values of the own tokens of a batch that the updates of a step need; every tensor is [own tokens]."""
 
     old_logprob: Tensor
-    # Zeros if nothing asks for the reference.
+    # Log-probabilities of the policy that the stage started from; zeros if no loss or metric needs them.
     reference_logprob: Tensor
-    # Zeros without a critic, as the returns.
+    # The critic's values before the updates; zeros if the stage has no critic.
     old_values: Tensor
     advantages: Tensor
+    # The returns that the critic learns; zeros if the stage has no critic.
     returns: Tensor
+    # Weights of truncated importance sampling (`importance_weights`).
     importance: Tensor
     # True on the trajectories with the highest reward of their task, if it is positive.
     best: Tensor
@@ -90,7 +92,7 @@ class Networks:
     actor: DeepSpeedEngine
     # None if advantages are computed from groups of trajectories.
     critic: DeepSpeedEngine | None
-    # Evaluates the policy that the stage started from; None if neither a loss nor a metric asks for it.
+    # Evaluates the policy that the stage started from; None if no loss or metric needs it.
     reference: Callable[[Rollout], Tensor] | None
     expert_load: ExpertLoad
 
@@ -131,8 +133,8 @@ def agentic(stage: Stage, episode: RunEpisode) -> StageResult:
 def load_networks(stage: Stage, ppo: Ppo, policy: TrainedPolicy, critic_folder: Path) -> Networks:
     """Load the networks of a stage; every rank must call this.
 
-    `policy` has loaded the actor, and `critic_folder` is the checkpoint of the critic or of the actor that it
-    starts from.
+    `policy` has loaded the actor. `critic_folder` is the checkpoint from which the critic starts, which may
+    be that of an actor.
     """
     settings, device = stage.params.engine, stage.params.device
 

@@ -70,9 +70,9 @@ class World:
 def join_world(device: param_types.Device, settings: stage_params.Engine) -> World:
     """Join the launcher's process group, or make a group of only this process if there is no launcher.
 
-    engine.collective_seconds limits every collective. DeepSpeed's default of 10 minutes is too short, because
-    the other ranks wait in a collective while rank 0 samples. Raises UserError if the number of ranks is not
-    a multiple of engine.sequence_parallel.
+    engine.collective_seconds limits the duration of every collective. DeepSpeed's default of 10 minutes is
+    too short, because the other ranks wait in a collective while rank 0 samples. Raises UserError if the
+    number of ranks is not a multiple of engine.sequence_parallel.
     """
     os.environ.setdefault("LOCAL_RANK", "0")
     target = torch.device("cpu" if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")

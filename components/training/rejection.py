@@ -1,10 +1,11 @@
 """Rejection fine-tuning (stage 2): the policy of the warm-up learns from a selection of its attempts.
 
 The policy samples in the agent loop. A trajectory is kept if its reward is above rejection.min_reward and it
-has no redundant or invalid calls (paper, section 4.2). Only the best rejection.per_task trajectories of each
-task are kept, because easy tasks would dominate otherwise. The parameters may ask to mix in cold-start
-demonstrations, because without them a small policy memorises the tasks that it is tuned on and forgets other
-tasks. Rejected trajectories are stored too, because value pretraining learns from all trajectories.
+has no redundant or invalid calls (CUDA Agent paper, section 4.2). Only the best rejection.per_task
+trajectories of each task are kept, because easy tasks would dominate otherwise. rejection.replay_share sets
+the share of cold-start demonstrations in each batch (`demonstration_replay`). Without them, a small policy
+memorises the tasks that it is tuned on and can no longer solve others. Rejected trajectories are stored too,
+because value pretraining learns from all trajectories.
 """
 
 import math
@@ -66,10 +67,11 @@ def tune(
     *,
     started: float,
 ) -> StageResult:
-    """Sample the first of `waves`, fine-tune the policy on the selected trajectories, and sample the second.
+    """Sample trajectories, fine-tune the policy on a selection of them, and sample again.
 
-    The second wave measures the effect of the fine-tuning. `started` is the time.monotonic() at which this
-    process began the stage. `replay` takes a count and returns that many cold-start demonstrations.
+    `waves` has the tasks of the attempts before the fine-tuning, and those of the attempts after it, which
+    measure its effect. `started` is the time.monotonic() at which this process began the stage. `replay`
+    takes a count and returns that many cold-start demonstrations.
     """
     params, rejection = stage.params, stage.params.rejection
     actor = DeepSpeedEngine(

@@ -13,7 +13,8 @@ class IdleTimes:
     """Meter of the seconds in which the sampler, and in which the judge, is idle.
 
     The sampler is idle while no completion is waited for or while it is paused, and the judge while no
-    verdict is waited for.
+    verdict is waited for. `sampling` and `judging` measure the seconds in which at least one completion, or
+    one verdict, is waited for.
     """
 
     def __init__(self, sampling: BusyMeter, judging: BusyMeter):

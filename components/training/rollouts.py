@@ -41,8 +41,8 @@ from components.training.rollout_metrics import IdleTimes, ages
 from components.training.stage import Stage
 from components.training.trajectory_queue import TrajectoryQueue
 
-# Type of functions such as `components.agent.token_rollout.run_episode`, the agent loop. They return the
-# trajectory of the task with an index in the request.
+# Type of functions such as `components.agent.token_rollout.run_episode`, the agent loop. From a request, the
+# index of a task in it, a sampler and the tokenizer, they return one trajectory of this task.
 RunEpisode = Callable[
     [RolloutRequest, int, Sampler, PreTrainedTokenizerBase], Coroutine[Any, Any, Trajectory]
 ]
@@ -213,9 +213,9 @@ class TrainedPolicy:
     def publish(self, engine: DeepSpeedEngine, updates: int) -> None:
         """Give the sampler the present weights of `engine`; every rank must call this.
 
-        `updates` is the number of steps that the stage has trained so far. Trajectories record it in the name
-        of the weights that sampled them, after the first digits of the digest of the checkpoint that the
-        stage started from, such as 0123456789abcdef+3.
+        `updates` is the number of steps that the stage has trained so far. The weights get a name such as
+        0123456789abcdef+3: the first digits of the digest of the checkpoint that the stage started from, and
+        `updates`. Trajectories record the names of the weights that sampled them.
         """
         version = f"{self.digest[:16]}+{updates}"
         policy = self.stage.params.policy

@@ -24,7 +24,7 @@ from components.training.metrics_file import Figures
 from components.training.resumable_state import TrainState
 from components.training.stage import CHECKPOINT, RESULT, TASKS, UNFINISHED, StageResult
 
-# Number of newest steps whose longest duration is what the next step is expected to take.
+# The next step is expected to take as long as the longest of this number of newest steps.
 EXPECTED_FROM = 3
 
 
@@ -33,6 +33,7 @@ class StepRecord:
     """Metrics that a running step has collected so far, with times and throughputs of its phases."""
 
     figures: Figures = field(default_factory=dict)
+    # The time.monotonic() at which the step began, and at which its present phase began.
     started: float = field(default_factory=time.monotonic)
     phase_started: float = field(default_factory=time.monotonic)
 
@@ -73,8 +74,8 @@ def fit(
     expected to end after the stage's deadline; the state is saved then. After each step its metrics are
     written and the figures named in `shown` are sent to the progress display. The state is saved every
     `save_every` steps, or minutes if it is a text such as 20min, and after the last step. If a step raises
-    Collapsed or NotFinite, a stage that rolls back loads older weights and ends; any other stage raises that
-    error. After SIGTERM the running step is finished, its state is saved, and Terminated is raised.
+    Collapsed or NotFinite, training ends with older weights if `state.rolls_back` is true, and otherwise the
+    error is raised. After SIGTERM the running step is finished, its state is saved, and Terminated is raised.
     """
     stage, saved_at = state.stage, time.monotonic()
     with sigterm_deferred() as sigterm_received:

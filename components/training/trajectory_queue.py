@@ -53,6 +53,7 @@ class _Finished:
 
 @dataclass
 class _Running:
+    # Step of the last call of `begin` before the attempt began, and the asyncio task that samples it.
     begun: int
     task: asyncio.Task[Any] | None = None
 
@@ -92,7 +93,7 @@ class TrajectoryQueue:
         self.finished: dict[Attempt, _Finished] = {}
         self.dropped_groups: set[Attempt] = set()
         self.taken = set(_taken(out))
-        # Those of all requests.
+        # All requests share this event and these two meters.
         self.stopped, self.sampling, self.judging = threading.Event(), BusyMeter(), BusyMeter()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.main: asyncio.Task[Any] | None = None

@@ -43,7 +43,8 @@ def convert(state: Path, out: Path) -> None:
 def converted(state: Path, *, writes: bool) -> Iterator[Path]:
     """Return a context that yields the folder of the universal form of the state in the folder `state`.
 
-    `writes` must be True on rank 0 only, which makes the folder at the beginning and removes it at the end.
+    `writes` must be True on rank 0 and False on all others. Rank 0 makes the folder at the beginning of the
+    context and removes it at the end.
     """
     out = state.with_name(f".{state.name}.{UNIVERSAL}")
     try:
