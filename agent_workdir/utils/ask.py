@@ -1,4 +1,4 @@
-"""Requests of the workspace's utilities to the judge."""
+"""Send the requests of the workspace's utilities (compile, verification, profiling) to the judge."""
 
 import os
 import socket

@@ -31,8 +31,8 @@ TURN_MARK, CALL_MARK, TOOL_MARK, BREAK = (
 )
 # Some templates require an id of nine letters or digits.
 CALL_ID = "call00000"
-# Begin of the reasoning that a generation prompt may have opened, and number of tokens in which it is looked
-# for at the end of a prompt.
+# Tag with which a generation prompt may open the reasoning, and number of tokens at the end of a prompt that
+# are searched for this tag.
 THOUGHT_START, THOUGHT_TOKENS = "<think>", 8
 
 
@@ -40,16 +40,17 @@ class ChatTemplate:
     """Chat template of a tokenizer, which encodes the task and the observations and reads sampled turns."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, described: bool):
-        """Use the template of `tokenizer`, which describes the tools in its own form if `described` is set.
+        """Use the template of `tokenizer`, which describes the tools to the policy if `described` is set.
 
-        A template that has no place for tools never describes them.
+        The template has its own form of the descriptions. If it has no place for tools, it never describes
+        them.
         """
         self.tokenizer = tokenizer
         self.tools = descriptions() if described and "tools" in str(tokenizer.chat_template) else None
         added = tokenizer.added_tokens_decoder
         self.special = frozenset(index for index, token in added.items() if token.special)
-        # Tags such as those of a call are no special tokens in every family. Other added tokens, such as runs
-        # of spaces, have no meaning for the structure of a conversation.
+        # In some families of models, tags such as those of a call are not special tokens. Other added tokens,
+        # such as runs of spaces, have no meaning for the structure of a conversation.
         reserved = sorted(
             (token.content for token in added.values() if token.special or token.content.startswith("<")),
             key=len,
@@ -63,17 +64,17 @@ class ChatTemplate:
         return self._encode(self._render(messages))
 
     def suffix_ids(self, observations: Sequence[str], call: str = "Bash") -> list[int]:
-        """Return the ids between the last token of a sampled turn and the first of the next turn.
+        """Return the token ids between the last token of a sampled turn and the first of the next turn.
 
-        The template renders them from a tool message for each of the texts `observations`, or from one tool
-        message with all of them if it does not describe the tools, and from the generation prompt. `call` is
-        the name of the tool that the turn calls, which some templates repeat. Raises UserError if the
-        template refuses tool messages, leaves out messages of the assistant, or ends them without a special
-        token.
+        They are the `observations` as tool messages, followed by the generation prompt. If the template
+        describes the tools, each observation is a message of its own. Otherwise one message has all of them.
+        `call` is the name of the tool that the turn calls, which some templates repeat. Raises UserError if
+        the template refuses tool messages, leaves out messages of the assistant, or ends them without a
+        special token.
         """
         if self.tools is None:
             observations = ["\n".join(observations)]
-        # A policy may call anything, and what is no name of a tool must not enter the template.
+        # The policy chooses the name freely, so it enters the template only if it has the form of a name.
         name = call if re.fullmatch(r"[\w.-]{1,64}", call) else "unknown"
         ids = self._encode(self._after_turn([self._broken(text) for text in observations], name))
         return ids[ids.index(self._turn_end) + 1 :]
@@ -144,7 +145,8 @@ class ChatTemplate:
     def _broken(self, text: str) -> str:
         """Return `text` with the mark `BREAK` after the first character of each reserved token in it.
 
-        `_encode` encodes the pieces between the marks separately, so none of these tokens can result.
+        Reserved are the tokenizer's special tokens and its added tokens that begin with "<". `_encode`
+        encodes the pieces between the marks separately, so the text is never encoded as a reserved token.
         """
         return "".join(_interrupted(text, [match.start() + 1 for match in self.reserved.finditer(text)]))
 

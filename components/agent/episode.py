@@ -1,4 +1,4 @@
-"""This module has the parts of a rollout that do not depend on how the policy is sampled.
+"""Define rollouts and their episodes, except for the sampling of the policy.
 
 A `RolloutRequest` has the arguments of a rollout. An `Episode` has a workspace and tools, runs the tool calls
 of each turn, and ends with a verdict on its files. The subclasses of `Episode` in chat_rollout.py and
@@ -63,7 +63,7 @@ class RolloutRequest:
     on_verdict: Callable[[Candidate, Verdict], None] = _ignore
     # Set when the rollout ends early; no further candidate is judged then.
     stopped: threading.Event = field(default_factory=threading.Event)
-    # Meters of the time in which a completion, and in which a verdict, was waited for.
+    # Meters of the time during which at least one episode waits for the policy, and for a verdict.
     sampling: BusyMeter = field(default_factory=BusyMeter)
     judging: BusyMeter = field(default_factory=BusyMeter)
 
@@ -72,7 +72,10 @@ class RolloutRequest:
         return self.max_turns > 1
 
     def session(self, index: int) -> str:
-        """Return the unique name of the session in which the trajectory of `tasks[index]` is sampled."""
+        """Return the unique name of the sampler's session for the trajectory of `tasks[index]`.
+
+        All requests of a trajectory have the same session, so that one replica of the sampler answers them.
+        """
         return f"{self.epoch}/{index}"
 
     def turn_seed(self, index: int, turn: int) -> int:
@@ -106,9 +109,9 @@ class Episode:
     def first_message(self) -> dict[str, str]:
         """Return the user message that states the task.
 
-        With the compact prompt, a source that is a chain of known operators is first rewritten in the layout
-        of the tasks that this project composes (one operator in each line of forward()), because a policy
-        that was trained from scratch has seen only this layout.
+        If `policy.prompt` is compact, a source that is a chain of known operators is first rewritten in the
+        layout of the tasks that this project composes (one operator in each line of forward()). A policy that
+        was trained from scratch has seen only this layout.
         """
         policy, code = self.params.policy, self.task.code
         if policy.prompt == "compact":
@@ -199,9 +202,8 @@ def run_all(
 ) -> list[Trajectory]:
     """Run the coroutine `run(index)` for every task of `request`, and return the trajectories in order.
 
-    At most `capacity()` coroutines run at a time. If one raises an error, or the wait for them is
-    interrupted, the waiting judge jobs are cancelled, so that only jobs that the judge has already begun are
-    waited for.
+    At most `capacity()` coroutines run at a time. If a coroutine raises an error, or this call is
+    interrupted, the judge jobs that have not begun are cancelled, and the call ends when the others are done.
     """
     found: dict[int, Trajectory] = {}
     indices = iter(range(len(request.tasks)))

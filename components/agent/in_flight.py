@@ -1,8 +1,8 @@
-"""Running many trajectories at the same time, each in a coroutine of its own.
+"""Run many trajectories at the same time, each in a coroutine of its own.
 
-Blocking parts of a trajectory, such as tool calls, run in threads, of which there are as many as needed. A
-thread that waits costs little; what is scarce is limited elsewhere: sequences by the capacity of the sampler,
-judge jobs by the judge pool, and shell commands by the number of cores (`shell.py`).
+Blocking parts of a trajectory, such as tool calls, run in threads, of which there are as many as needed,
+because a waiting thread costs little. Scarce resources are limited elsewhere: sequences by the capacity of
+the sampler, judge jobs by the judge pool, and shell commands by the number of cores (`shell.py`).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ MAX_THREADS = 8192
 
 
 class BusyMeter:
-    """Meter of the time during which at least one thread or coroutine is within `busy`."""
+    """Meter of the time during which at least one thread or coroutine is inside the context `busy()`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -41,7 +41,7 @@ class BusyMeter:
                     self.total += time.monotonic() - self.since
 
     def seconds(self) -> float:
-        """Return the busy seconds so far."""
+        """Return the seconds so far during which something was inside the context `busy()`."""
         with self.lock:
             return self.total + (time.monotonic() - self.since if self.count else 0.0)
 
@@ -54,9 +54,9 @@ async def keep_in_flight(
     """Run the coroutines that `start` returns, at most `max(1, capacity())` at a time, each until its end.
 
     `start` is called for one coroutine at a time and returns None if there is none to start at present. This
-    function returns when no coroutine runs and `start` returns None. If `changed` is given, it does not
-    return then but calls `start` again whenever this event is set. If a coroutine raises an error, the other
-    coroutines are cancelled and the error is raised.
+    function returns when no coroutine runs and `start` returns None. If the event `changed` is given, this
+    function never returns by itself and calls `start` again whenever the event is set. If a coroutine raises
+    an error, the other coroutines are cancelled and the error is raised.
     """
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="trajectory")

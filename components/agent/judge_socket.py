@@ -1,8 +1,9 @@
-"""Unix socket through which a sandboxed shell asks the judge for a measurement.
+"""Unix socket through which commands in a sandboxed shell get verdicts from the judge.
 
-A request is the name of a utility (compile, verification or profiling) and a newline. The reply is an exit
-code, a newline, and the text that the utility prints. A request contains no files and no result, because the
-judge itself reads the candidate's files from the workspace when the request arrives.
+A request is the name of a utility and a newline. The utilities are the workspace's commands compile,
+verification and profiling. The reply is the exit code of the command, a newline, and the text that the
+command prints. A request contains no files and no result, because the candidate's files are read from the
+workspace when the request arrives.
 """
 
 import contextlib
@@ -21,9 +22,11 @@ MAX_REQUESTS = 500
 
 
 class JudgeSocket:
-    """Server that answers requests on the socket `path`, one after the other, until it is closed.
+    """Server that answers the requests on a Unix socket, one after the other, in a thread until `close`.
 
-    `handle` is called with the utility of each request and returns the text and exit code of the utility.
+    `path` is the file of the socket, which the constructor creates. A request names a utility: compile,
+    verification or profiling. `handle` is called with this name, and returns the text that the utility prints
+    and its exit code. If `handle` raises an exception, the exit code is 2, and `failure` has the exception.
     """
 
     def __init__(self, path: Path, handle: Callable[[Utility], tuple[str, int]]):

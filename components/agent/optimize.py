@@ -25,7 +25,7 @@ from components.judge.verdict import Admission, Verdict
 
 # Largest number of kernels that are measured a second time.
 FINALISTS = 3
-# Default number of trajectories of policies with the compact prompt, and with the full prompt.
+# Default number of trajectories of policies whose `policy.prompt` is compact, and of those with full.
 COMPACT_ATTEMPTS, FULL_ATTEMPTS = 24, 4
 # Default limit of the turns of one trajectory for policies with the full prompt.
 FULL_TURNS = 30
@@ -71,8 +71,8 @@ class SearchBudget:
 def search_budget(params: Params, attempts: int = 0, turns: int = 0, seconds: float = 0) -> SearchBudget:
     """Return the search budget with defaults for the numbers that are 0.
 
-    The defaults of `attempts` and `turns` depend on the policy's prompt. If `seconds` is 0, there is no time
-    limit.
+    The defaults of `attempts` and `turns` depend on `policy.prompt` (compact or full). If `seconds` is 0,
+    there is no time limit.
     """
     compact = params.policy.prompt == "compact"
     return SearchBudget(
@@ -110,9 +110,10 @@ class Outcome:
 def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[KernelTask, list[str]]:
     """Admit a user's task and return it with the evidence of its admission, and notes for the user.
 
-    `origin` names the module in messages. `pool` is expected to have parameters from `with_any_duration`,
-    with which a task is admitted whatever its duration is. Raises UserError if the judge fails, if the module
-    does not run, or if the judge could not distinguish a wrong kernel from a correct one.
+    `origin` names the module in messages. `pool` is expected to have parameters from
+    `judge.pool.with_any_duration`, with which a task is admitted whatever its duration is. Raises UserError
+    if the judge fails, if the module does not run, or if the judge could not distinguish a wrong kernel from
+    a correct one.
     """
     admission = pool.admit(task.code).result()
     evidence = admission.evidence

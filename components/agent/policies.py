@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Largest context window, in tokens, that is chosen for a policy without a manifest.
 MAX_CONTEXT = 32_768
-# Upper bound of the default turn limit, in tokens, for a policy with the full prompt.
+# Upper bound of the default number of tokens in a turn, for a policy with the full prompt.
 FULL_PROMPT_NEW_TOKENS = 8192
 # Lower bound of the default number of turns in an evaluation of a policy with the full prompt.
 FULL_PROMPT_TURNS = 30
@@ -112,7 +112,7 @@ def server_policy(chat: ChatClient, params: Params, chosen: frozenset[str]) -> P
     """Return the policy that is sampled through `chat`, with the full prompt and a window of `MAX_CONTEXT`.
 
     `chosen` are the keys of the parameters that the user has set, which keep their values. The digest is
-    computed from the names of server and model, because a server does not tell which weights it holds.
+    computed from the names of server and model, because the weights of a server are not known.
     """
     params = with_policy_settings(params, {"prompt": "full", "context": MAX_CONTEXT}, chosen)
     name, digest = chat.version, digest_json(["server", chat.version])

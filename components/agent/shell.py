@@ -1,9 +1,9 @@
-"""The agent's shell is one sandboxed bash that runs from the first command to the end of the trajectory.
+"""Run the shell commands of an agent in one sandboxed bash.
 
-All commands run in the same bash, so the working directory, variables and functions persist. Each command
-writes its output to a file of its own, because the end of a pipe would not be reached as long as a background
-process keeps it open. The shell may write to /workspace, /output and /tmp, and it sends requests to the judge
-through a socket in /control (components/agent/judge_socket.py).
+The bash runs from the first command to the end of the trajectory, so the working directory, variables and
+functions persist. Each command writes its output to a file of its own, because the end of a pipe would not be
+reached as long as a background process keeps it open. The shell may write to /workspace, /output and /tmp,
+and it sends requests to the judge through a socket in /control (components/agent/judge_socket.py).
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class CommandResult:
 
 
 class Shell:
-    """A sandboxed bash.
+    """Sandboxed bash in which all shell commands of one trajectory run.
 
     It starts with the first command. If it has ended, for instance because a command took too long, the next
     command starts it again.
@@ -91,8 +91,9 @@ class Shell:
     ):
         """Create the shell's folders and the socket through which its commands call the utilities.
 
-        `task_source` becomes the contents of model.py. `serve_utility` returns the text and exit code of a
-        utility. Its duration is not charged to the time limit of a command.
+        `task_source` becomes the contents of model.py. `serve_utility` is called with the name of a utility
+        (compile, verification or profiling) and returns its text and exit code. The duration of such a call
+        does not count towards the time limit of the command that uses the utility.
         """
         self.sandbox = sandbox
         self.base = Path(tempfile.mkdtemp(prefix="agent-", dir=scratch_folder()))
@@ -219,9 +220,9 @@ class Shell:
     def _send(self, order: str, seconds: float) -> str:
         """Send the line `order` to the script `DRIVER`, which the bash runs, and return the reply.
 
-        The reply is an exit code, or a sentence that says why there is none. `order` is run, start or kill,
-        and the number of a command. `seconds` is the time limit of the order. The bash is started first if it
-        does not run.
+        The reply is an exit code, or a sentence that says why there is none. `order` is the word run, start
+        or kill, followed by the number of a command. `seconds` is the time limit of the order. The bash is
+        started first if it does not run.
         """
         with self.lock:
             if self.process is None or self.process.poll() is not None:

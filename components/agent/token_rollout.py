@@ -1,6 +1,6 @@
-"""Rollouts over a sampler of tokens: many episodes at the same time with one sampler and one judge pool.
+"""Rollouts with a sampler of tokens: many episodes at the same time with one sampler and one judge pool.
 
-Each trajectory is sampled by a coroutine, from its prompt to its final verdict, and waits for no other one.
+Each trajectory is sampled by a coroutine, from its prompt to its final verdict, independently of the others.
 Sampled token ids are appended to the history as they are and never computed from text again. Observations are
 inserted in the form that the chat template gives tool messages.
 """
@@ -28,7 +28,8 @@ class TokenEpisode(Episode):
 
     def __init__(self, task: KernelTask, request: RolloutRequest, tokenizer: PreTrainedTokenizerBase):
         super().__init__(task, request)
-        # A policy with the compact prompt knows its tools. For others, the chat template describes the tools.
+        # Policies with the compact prompt are trained without descriptions of the tools. For others, the chat
+        # template describes the tools.
         self.template = ChatTemplate(tokenizer, described=self.params.policy.prompt == "full")
         self.ids = self.template.first_ids(self.first_message()["content"])
         self.mask = [0] * len(self.ids)
@@ -140,7 +141,7 @@ def run_episodes(
 ) -> list[Trajectory]:
     """Sample one trajectory for each task of `request` with `run_episode`, and return them in order.
 
-    As many episodes run at the same time as the sampler can hold.
+    At most `sampler.capacity()` episodes run at the same time.
     """
     return run_all(
         request, lambda index: run_episode(request, index, sampler, tokenizer), capacity=sampler.capacity

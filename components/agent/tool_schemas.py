@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 def _decoded(value: Any) -> Any:
     """Return the value that the JSON text `value` encodes, or `value` itself if it is not a JSON text.
 
-    This is needed because calls between tags pass lists as text.
+    This is needed because a call whose arguments are written between tags passes lists as JSON text.
     """
     try:
         return json.loads(value)

@@ -1,4 +1,4 @@
-"""The agent's tools, with names of tools and arguments that policies know from other agents.
+"""The agent's tools, such as Bash, Read and Edit, whose names and arguments are common among coding agents.
 
 The candidate's files are kept in memory. A shell is started by the first command that needs one and gets a
 copy of the files. After each command, the changes that the shell made to model_new.py and kernels/ are copied
@@ -52,9 +52,9 @@ class Tools:
     """Executor of the tool calls of one trajectory on its workspace.
 
     `judge` returns the verdict on the current files of the workspace. `context` is the policy's context
-    window in tokens, of which one observation takes about a sixteenth at most, though at least
-    `MIN_OBSERVATION` characters are allowed. With `read_first`, a file cannot be overwritten or edited before
-    the policy has seen its current text.
+    window in tokens. An observation has at most a quarter as many characters, which fill about a sixteenth of
+    the window, but this limit is never below `MIN_OBSERVATION` or above `MAX_OBSERVATION`. With `read_first`,
+    a file cannot be overwritten or edited before the policy has seen its current text.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Tools:
         self.limit = max(MIN_OBSERVATION, min(MAX_OBSERVATION, context // 4))
         self.read_first = read_first
         self.verdicts: list[Verdict] = []
-        # Number of verdicts that the records of the calls so far count.
+        # Number of verdicts that are counted in the records of the calls so far.
         self._counted = 0
         # Text of each candidate's file at the time when the policy last read or wrote it.
         self.last_seen: dict[str, str] = {}

@@ -32,8 +32,8 @@ class ToolCall:
 
     `valid` is False if the call could not be parsed or its arguments do not fit the tool. `verdicts` is the
     number of verdicts that the judge gave between the end of the previous valid call and the end of this one,
-    some of them perhaps to commands in the background. The verdicts of all calls in order are therefore the
-    first verdicts of the trajectory.
+    some of them perhaps to commands in the background. `Trajectory.verdicts` begins with these verdicts, in
+    the order of the calls.
     """
 
     name: str
@@ -62,16 +62,19 @@ class Trajectory:
 
     `ids`, `action_mask` and `sampler_logprob` have one entry for each token and are empty if the policy is a
     chat server. `action_mask` is 1 on the tokens that the policy sampled. `sampler_logprob` is the
-    log-probability of these tokens in nats and 0 on all other tokens. `verdicts` are all verdicts of the
-    episode in order. The last verdict is on the candidate's files at the end, and `reward` is its milestone.
+    log-probability of these tokens in nats and 0 on all other tokens. `policy_version` names the policy's
+    weights; if they changed during the episode, it names the latest. `versions` lists the names of all
+    weights that sampled tokens, in order, each with its number of tokens.
 
-    `finish_reason` is stop, length (a token or context limit), turns, time or server. With server, the
-    policy's server failed, and `error` says why. `policy_version` names the policy's weights, the last ones
-    if they changed meanwhile. `versions` has the names of the weights that sampled the own tokens, in order,
-    each with the number of tokens. `files` are the candidate's files at the end by workspace path, and
-    `start` are its files before the first turn. `task` is the source of the task. `settings` has the keys
-    `device`, `in_turns` (whether several turns were allowed) and `context` (window in tokens). Because of
-    `task` and `settings`, a trajectory can be replayed without its data set.
+    `verdicts` are all verdicts of the episode in order. The last verdict is on the candidate's files at the
+    end, and `reward` is its milestone. `finish_reason` is stop (the last turn has no tool call), length (a
+    token or context limit), turns (the limit of turns), time (the deadline) or server (the policy's server
+    failed, and `error` says why).
+
+    `files` are the candidate's files at the end by workspace path, and `start` are its files before the first
+    turn. `task` is the source of the task. `settings` has the keys `device`, `in_turns` (whether several
+    turns were allowed) and `context` (window in tokens). Because of `task` and `settings`, a trajectory can
+    be replayed without its data set.
     """
 
     task_id: str
@@ -126,7 +129,7 @@ def save_trajectories(
 
     trajectories.jsonl has one line for each trajectory, without the sequences of tokens. tokens.safetensors
     has the sequences of all trajectories one after the other, and the `offsets` at which each trajectory
-    begins. `more` has the values of further JSON files by their names.
+    begins. `more` maps the names of further files in `folder` to their contents, which are written as JSON.
     """
     lines = []
     for trajectory in trajectories:
@@ -168,8 +171,8 @@ def load_tokens(folder: Path) -> TokenFile:
 def read_records(folder: Path, tokens: TokenFile) -> Iterator[dict[str, Any]]:
     """Yield the lines of trajectories.jsonl as JSON objects, one for each trajectory of `tokens`.
 
-    Raises UserError if the file is missing or damaged, or if it does not have as many trajectories, or
-    `tokens` as many tokens, as the offsets say.
+    Raises UserError if the file is missing or damaged, or if the number of its lines or the number of tokens
+    in `tokens` disagrees with `tokens.offsets`.
     """
     lines = 0
     try:

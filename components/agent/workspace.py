@@ -52,7 +52,7 @@ class Workspace:
     def writable(self, path: str) -> str | None:
         """Return the normalised path if the policy may write to it, or None.
 
-        These paths are model_new.py and the files directly in kernels/.
+        The policy may write model_new.py and the files directly in kernels/.
         """
         plain = plain_path(path)
         if plain is None:

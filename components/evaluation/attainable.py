@@ -1,8 +1,10 @@
 """Search random schedules for the speed-up that is attainable on each task of a suite.
 
-The same schedules are drawn for all tasks. Each task's kernels are written and judged once, and the best of
-them a second time in another epoch: schedules are chosen on the first measurement and reported on the second
-one, so the reported speed-up is not biased upwards by the choice. `captured_share.py` computes the figures.
+A schedule is one set of the choices by which kernels for the same operators differ
+(components/bootstrap/schedules.py). The same schedules are drawn for all tasks. Each task's kernels are
+written and judged once, and the best of them a second time in another epoch: schedules are chosen on the
+first measurement and reported on the second one, so the reported speed-up is not biased upwards by the
+choice. `captured_share.py` computes the figures.
 
 Every measurement is written to disk as soon as it is known, so a repeated call continues:
 
@@ -52,9 +54,9 @@ class TaskKernels:
     """The kernels of one task and their measurements so far.
 
     `starter` are the files that a policy finds in its workspace. `kernels` has the name of the kernel of each
-    schedule, and `texts` maps these names to the kernels' texts. `first` and `second` map them to the two
-    measurements. `file` is the file in which the measurements are kept. Those in which the judge failed are
-    not written to it, so that they are repeated by the next call.
+    schedule, and `texts` maps these names to the kernels' texts. `first` and `second` map these names to the
+    first and the second measurement. `file` is the file in which the measurements are kept. Measurements in
+    which the judge failed are not written to this file, so the next call of `search` repeats them.
     """
 
     task: KernelTask
@@ -66,23 +68,26 @@ class TaskKernels:
     second: dict[str, Measurement] = field(default_factory=dict)
 
     def record(self) -> TaskSearch:
-        """Return the measurements so far as a record."""
+        """Return the names of the kernels and their measurements so far as a frozen record."""
         return TaskSearch(
             task_id=self.task.task_id, kernels=self.kernels, first=self.first, second=self.second
         )
 
     def load(self) -> None:
-        """Read the measurements of earlier calls."""
+        """Read the measurements of earlier calls of `search` from `file`, if it exists."""
         if self.file.is_file():
             kept = TaskSearch.model_validate(read_json(self.file))
             self.first, self.second = dict(kept.first), dict(kept.second)
 
     def measured(self, phase: Phase) -> dict[str, Measurement]:
-        """Return the first or the second measurements by the names of the kernels."""
+        """Return the measurements of the phase, first or second, by the names of the kernels."""
         return self.first if phase == "first" else self.second
 
     def add(self, phase: Phase, kernel: str, verdict: Verdict) -> Measurement:
-        """Keep and return a measurement, and write it to the file unless the judge failed."""
+        """Keep and return the measurement of a kernel in a phase, which `verdict` has.
+
+        The measurement is also written to `file`, unless the judge failed.
+        """
         found = self.measured(phase)[kernel] = Measurement.of(verdict)
         if found.error:
             return found
@@ -94,7 +99,10 @@ class TaskKernels:
         return found
 
     def finalists(self, count: int | None) -> list[str]:
-        """Return the names of the `count` best correct kernels in the first measurement; None is all."""
+        """Return the names of the `count` fastest correct kernels in the first measurement.
+
+        If `count` is None, the names of all correct kernels are returned, the fastest first.
+        """
         correct = [kernel for kernel in self.texts if self.first[kernel].status == "correct"]
         return sorted(correct, key=lambda kernel: -log_speedup(self.first[kernel]))[:count]
 
@@ -125,9 +133,11 @@ def search(
 
     Tasks whose source is not a chain of operators, or whose outputs are not known from an admission, are left
     out and counted. Equal kernels of a task are judged once. The best `finalists` kernels of each task, by
-    default all correct ones, and the kernels of the best fixed schedule are measured again. `epoch` is part
-    of the key under which the pool keeps its verdicts. Returns None if the search is not finished at the
-    time.time() `deadline`; a repeated call continues. Raises UserError if `out` holds a different search.
+    default all correct ones, are measured again. So is each task's kernel of the best fixed schedule, which
+    is the schedule with the greatest mean log speed-up over all tasks, if that kernel is correct. `epoch` is
+    part of the key under which the pool keeps its verdicts. Returns None if the search is not finished at
+    `deadline`, a value of time.time(); a repeated call continues. Raises UserError if `out` holds a different
+    search.
     """
     drawn = draw_schedules(params.device, schedules)
     searched = []
@@ -180,9 +190,11 @@ def search(
 
 @dataclass
 class Judging:
-    """A judge of the kernels of one search, which stops at a deadline in time.time() if there is one.
+    """The measurements of all kernels of one search, which stop at a deadline if there is one.
 
-    `done` and `total` count the measurements, and `correct` those of correct kernels.
+    `deadline` is a value of time.time(). `done` is the number of measurements so far, and `correct` the
+    number of those of correct kernels. `total` is the number of all measurements of the search, which is
+    estimated until the first measurement of all kernels is complete.
     """
 
     device: Device
@@ -195,7 +207,11 @@ class Judging:
     correct: int = 0
 
     def run(self, searched: Sequence[TaskKernels], schedules: int, finalists: int | None) -> bool:
-        """Make both measurements of all tasks, and return whether they were finished before the deadline."""
+        """Make both measurements of all tasks, and return whether they were finished before the deadline.
+
+        `schedules` is the number of schedules. The best `finalists` kernels of each task, or all correct ones
+        if it is None, and those of the best fixed schedule get a second measurement.
+        """
         first = [(one, kernel) for one in searched for kernel in one.texts]
         most = schedules if finalists is None else finalists
         self.total = len(first) + sum(min(most, len(one.texts)) for one in searched)
@@ -214,7 +230,8 @@ class Judging:
     def judge(self, phase: Phase, kernels: Sequence[tuple[TaskKernels, str]]) -> bool:
         """Judge the kernels whose measurement is not known yet; return whether the deadline was kept.
 
-        Judgements that have begun at the deadline are awaited and kept, and the others are cancelled.
+        `kernels` are pairs of a task's record and the name of one of its kernels. Judgements that have begun
+        at the deadline are awaited and kept, and the others are cancelled.
         """
         pending: dict[Future[Verdict], tuple[TaskKernels, str]] = {}
         for one, kernel in kernels:

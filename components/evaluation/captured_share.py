@@ -24,8 +24,9 @@ WRONG = -math.inf
 # Difference of mean log speed-ups that rounding may cause.
 ROUNDING = 1e-9
 
-# The logarithms of the speed-up of one schedule's kernel in its first measurement, by which schedules are
-# chosen, and in the measurement that is reported. If the kernel was wrong, they are WRONG and 0.
+# Two logarithms of the speed-up of one schedule's kernel over eager: in its first measurement, by which
+# schedules are chosen, and in the measurement that is reported. For a kernel that was wrong in the
+# measurement, the former is WRONG and the latter 0.
 Outcome = tuple[float, float]
 
 
@@ -43,7 +44,7 @@ class TaskSearch(FrozenModel):
     second: dict[str, Measurement] = Field(default_factory=dict)
 
     def outcome(self, index: int) -> Outcome | None:
-        """Return the outcome of a schedule, or None if the judge failed on its kernel.
+        """Return the `Outcome` of the schedule number `index`, or None if the judge failed on its kernel.
 
         The first measurement is reported if there is no second one.
         """
@@ -79,11 +80,13 @@ class Attainable(FrozenModel):
 class ShareRow(FrozenModel):
     """Figures of one policy, or of a fixed schedule, against the search.
 
-    `captured_share` is the sum over tasks of the log speed-up of the first answers divided by that of the
-    attainable log speed-up, and `geomean` is the geometric mean of the speed-up of the first answers. For
-    `search_equivalence` see the function of this name; it is None if no number of the `schedules` reaches
-    the geometric mean. `gain_per_turn` is the mean log speed-up of the final answers minus that of the first
-    answers, and None for a fixed schedule. Figures are None if no task has them.
+    An answer of a fixed schedule is its kernel. `captured_share` is the sum over tasks of the log speed-up of
+    the first answers, divided by the sum of the attainable log speed-ups, and `interval` is its interval.
+    `geomean` is the geometric mean of the speed-ups of the first answers. `search_equivalence` is the
+    smallest number of random schedules whose search reaches this mean, and None if all `schedules` of the
+    search do not reach it. `gain_per_turn` is the mean log speed-up of the final answers minus that of the
+    first answers, and None for a fixed schedule. `tasks` is the number of tasks in these figures. Figures are
+    None if no task has them. `choices` are those of a fixed schedule, and empty for a policy.
     """
 
     name: str
@@ -124,7 +127,7 @@ def log_speedup(measurement: Measurement) -> float:
 def attainable_log(outcomes: Sequence[Outcome]) -> float:
     """Return the reported log speed-up of the schedule that is best in the first measurement.
 
-    It is at least 0, the logarithm of eager, and 0 if there are no outcomes.
+    It is at least 0, because the user can stay with eager, and 0 if there are no outcomes.
     """
     return max(0.0, max(outcomes, default=(WRONG, 0.0), key=lambda outcome: outcome[0])[1])
 
@@ -145,8 +148,8 @@ def _subset_shares(total: int) -> Array:
 def expected_best(outcomes: Sequence[Outcome], most: int) -> Array:
     """Return the expected log speed-ups of searches of 0 to `most` random schedules, with shape [most + 1].
 
-    That of a search of n schedules is the exact mean of `attainable_log` over all subsets of n outcomes. If
-    there are fewer than n outcomes, all of them are the only subset.
+    Entry n is the exact mean of `attainable_log` over all subsets of n outcomes. If there are fewer than n
+    outcomes, it is `attainable_log` of all of them.
     """
     ranked = sorted(outcomes, key=lambda outcome: -outcome[0])
     reported = np.array([max(0.0, reported) for _, reported in ranked], dtype=float)
@@ -157,8 +160,8 @@ def expected_best(outcomes: Sequence[Outcome], most: int) -> Array:
 def search_equivalence(searches: Sequence[Sequence[Outcome]], mean_log: float, most: int) -> int | None:
     """Return the smallest number of random schedules whose search reaches the mean log speed-up `mean_log`.
 
-    `searches` has the outcomes of each task. The result is 0 if eager reaches it, and None if `most`
-    schedules do not.
+    `searches` has the outcomes of each task. The result is 0 if `mean_log` is not above 0, the value of
+    eager, and None if a search of `most` schedules does not reach `mean_log`.
     """
     means = np.mean([expected_best(outcomes, most) for outcomes in searches], axis=0)
     reached = np.flatnonzero(means >= mean_log - ROUNDING)
@@ -166,10 +169,11 @@ def search_equivalence(searches: Sequence[Sequence[Outcome]], mean_log: float, m
 
 
 def captured_share(pairs: Sequence[tuple[float, float]]) -> tuple[float | None, Interval]:
-    """Return the sum of the first numbers of `pairs` divided by that of the second ones, and its interval.
+    """Return the share of the attainable log speed-ups that the answers to tasks reach, and its interval.
 
-    A pair has the log speed-up of the answer to a task and the attainable one, which is not negative. The
-    share is None if nothing is attainable.
+    `pairs` has, for each task, the log speed-up of the answer and the attainable log speed-up, which is not
+    negative. The share is the sum of the former divided by the sum of the latter, and None if nothing is
+    attainable.
     """
     columns = np.array(pairs, dtype=float).reshape(-1, 2).T
     share = float(quotients((columns[0], columns[1]), np.ones((1, len(pairs))))[0])
@@ -201,10 +205,11 @@ def _row(
     gains: Sequence[float] = (),
     choices: dict[str, Any] | None = None,
 ) -> ShareRow:
-    """Return the figures of `answers`, which map the ids of tasks to log speed-ups, under `name`.
+    """Return the row with the name `name` and the figures of `answers`.
 
-    `gains` has the log speed-up of the final answer minus that of the first one for each task, and `choices`
-    are those of a fixed schedule. Tasks on whose kernels the judge always failed are left out.
+    `answers` maps the ids of tasks to the log speed-ups of the first answers. `gains` has the log speed-up of
+    the final answer minus that of the first one for each task, and `choices` are those of a fixed schedule.
+    Tasks on whose kernels the judge always failed are left out.
     """
     searches = {task.task_id: outcomes for task in attainable.tasks if (outcomes := task.outcomes())}
     common = [task_id for task_id in searches if task_id in answers]
@@ -262,14 +267,20 @@ def best_fixed_row(attainable: Attainable) -> ShareRow | None:
 
 
 def share_rows(evaluations: Mapping[str, Evaluation], attainable: Attainable) -> list[ShareRow]:
-    """Return a row for each evaluation by its name, and one for the best fixed schedule."""
+    """Return a row for the policy of each evaluation, and one for the best fixed schedule.
+
+    `evaluations` maps the names of the rows to the evaluations.
+    """
     rows = [policy_row(name, evaluation, attainable) for name, evaluation in evaluations.items()]
     fixed = best_fixed_row(attainable)
     return rows if fixed is None else [*rows, fixed]
 
 
 def summarise_search(evaluations: Mapping[str, Evaluation], attainable: Attainable) -> SearchSummary:
-    """Return the figures of a search, and those of evaluations by their names."""
+    """Return the figures of a search and of the policies that are compared with it.
+
+    `evaluations` maps the names of the policies to their evaluations.
+    """
     return SearchSummary(
         schedules=len(attainable.schedules),
         space=attainable.space,
@@ -282,7 +293,7 @@ def summarise_search(evaluations: Mapping[str, Evaluation], attainable: Attainab
 
 
 def equivalence_text(row: ShareRow) -> str:
-    """Return the search equivalence of a row as text, with ">N" if no search reaches the policy."""
+    """Return the search equivalence of a row as text, or ">N" if all N schedules do not reach the policy."""
     if row.geomean is None:
         return "–"
     return f">{row.schedules}" if row.search_equivalence is None else str(row.search_equivalence)

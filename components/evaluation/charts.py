@@ -214,7 +214,10 @@ def _points(x: Scale, y: Scale, xs: Sequence[float], ys: Sequence[float]) -> str
 
 
 def _chart(parts: Sequence[str], title: str, labels: Sequence[tuple[str, str]]) -> Markup:
-    """Return an SVG with the elements `parts`, followed by a legend of labels with their colours."""
+    """Return an SVG with the elements `parts`, followed by a legend.
+
+    `title` describes the chart for screen readers. `labels` are the pairs of label and colour of the legend.
+    """
     keys = "".join(f'<span><i class="key {colour}"></i>{escape(label)}</span>' for label, colour in labels)
     return Markup(
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'

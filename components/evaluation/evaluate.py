@@ -128,7 +128,7 @@ def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) ->
     """Return all settings of an evaluation that affect its results, which are the contents of plan.json."""
     sections = ("evaluation", "policy.prompt", "policy.context", "sandbox", "device", "precision")
     values = result_values(policy.params, sections)
-    # The search of schedules has a folder of its own.
+    # Only the search of schedules uses this parameter, and it has a plan of its own.
     del values["evaluation.schedules"]
     return {
         "policy_digest": policy.digest,

@@ -175,9 +175,9 @@ def as_json(
 ) -> dict[str, Any]:
     """Return the contents of report.json.
 
-    `costs` are the device-seconds of each part of the run, and `environment_of` is the result of
-    `environment`, with the run's own entries. `gates` are the results of the gates, and `meta` has the facts
-    about the run, both in the form of the fields of `report.ReportData`. The sources of tasks and candidates
+    `costs` are the device-seconds of each part of the run. `environment_of` is the result of `environment`,
+    updated by the properties that the run itself recorded. `gates` and `meta` (such as the id of the run and
+    its verdict) are the fields of `report.ReportData` with these names. The sources of tasks and candidates
     are left out, because results.json has them.
     """
     sound = without_degenerate(after.tasks)

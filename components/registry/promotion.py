@@ -1,10 +1,10 @@
 """The operations that change the champion, each of which holds a lock and writes an audit entry.
 
 An operation takes the lock, completes the operation of a process that was killed, checks its conditions,
-verifies the files of the checkpoint, writes the audit entry, moves the aliases, and writes the anchor of the
-entry into the registry, in this order. If the process is killed after it wrote the entry, the next operation
-completes the change. An alias is one row in the registry's database, so there is never more than one
-champion.
+verifies the files of the checkpoint, writes the audit entry, moves the aliases, and writes the anchor (the
+number and digest of the entry) into a tag of the registered model, in this order. If the process is killed
+after it wrote the entry, the next operation completes the change. An alias is one row in the registry's
+database, so there is never more than one champion.
 """
 
 import contextlib
@@ -62,7 +62,8 @@ class Promotion:
     """The operations that promote, refuse, expire and roll back versions of one registered model.
 
     `home` contains the files of the evidence. It also contains the audit chain, unless `registry.audit` names
-    another folder.
+    another folder. In the methods, `who` and `reason` become the fields of the audit entry with these names;
+    without `who`, the entry names the present user.
     """
 
     def __init__(self, client: MlflowClient, registry: Registry, home: Path):
@@ -84,7 +85,7 @@ class Promotion:
         who: str = "",
         reason: str = "",
     ) -> AuditEntry:
-        """Promote the version, refuse it, or let it wait for a person, according to the decision.
+        """Promote the version, refuse it, or let it wait for a person's approval, as `decision` says.
 
         `champion` is the number of the version with which the gates compared, or None if there was no
         champion. A version that waits expires after `approval_seconds`. If the chain already has an entry

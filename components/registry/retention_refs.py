@@ -1,4 +1,4 @@
-"""Run keys and digests to which the registry refers, so that the store must keep their objects."""
+"""Find the run keys and digests to which the registry refers, whose objects the store must keep."""
 
 from mlflow import MlflowClient
 from mlflow.utils import get_results_from_paginated_fn

@@ -150,8 +150,8 @@ class _Trace:
 
         `kind` is one of MLflow's SpanType, `parent` the id of the parent span or an empty string, `given` and
         `out` the inputs and outputs, and `facts` further attributes. If `identity` is empty, the id is the
-        next one in order. The span starts at `began` (nanoseconds of Unix time), or at the current tick if
-        `began` is 0, and it ends at the next tick.
+        next one in order. The span starts at `began` (nanoseconds of Unix time), or at `tick` if `began` is
+        0, and it ends at `tick` + TICK_NS, which becomes the new value of `tick`.
         """
         identity = identity or self._id(f"span {len(self.spans)}")
         began, self.tick = began or self.tick, self.tick + TICK_NS

@@ -1,8 +1,8 @@
 """MLflow runs: one for each pipeline run, with a child run for each stage.
 
 Every call can be repeated after the pipeline run was killed. A run is found by its tag `cuda_agent.run_key`,
-so no second one is created. The child run of a finished stage is not changed. The child run of an unfinished
-stage has the number of steps that it has already received in a tag, so that no step is logged twice.
+so no second one is created. The child run of a finished stage is not changed. A tag of the child run of an
+unfinished stage has the number of steps that were already logged, so that no step is logged twice.
 """
 
 import contextlib
@@ -129,8 +129,8 @@ class MlflowRun:
     def describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """Log all resolved parameters of the run, and tags such as its id, profile and code revision.
 
-        MLflow does not change a parameter that is logged already. If the run continues with another value,
-        which does not change its results, the run gets a tag `changed.<parameter>` with that value.
+        MLflow does not change a parameter that is logged already. If the run continues with another value of
+        a parameter that does not change results, it gets a tag `changed.<parameter>` with that value.
         """
         texts = {
             key: json.dumps(value) if isinstance(value, list | dict) else str(value)
@@ -159,7 +159,7 @@ class MlflowRun:
 
     @contextlib.contextmanager
     def follow(self, name: str, key: str, folder: Path) -> Iterator[None]:
-        """Log the curves of a stage every CURVE_SECONDS while the block, which runs the stage, runs.
+        """Log the curves of a stage every CURVE_SECONDS while the caller runs it inside the context.
 
         `name` and `key` identify the stage, and `folder` is its folder with the file of curves (CURVES).
         """

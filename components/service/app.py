@@ -35,7 +35,7 @@ from components.service.waiting import changes, ended
 
 # Largest number of bytes of a request's body.
 BODY_BYTES = 8 << 20
-# Longest wait of one request for a result, and seconds between two signs of life of a stream of events.
+# Longest wait of one request for a result, and longest time without data in a stream of events, in seconds.
 WAIT_SECONDS, HEARTBEAT_SECONDS = 60.0, 15.0
 # Host names of requests to a service without tokens; others are requests that a web page redirected.
 LOOPBACK_HOSTS = ["127.0.0.1", "localhost"]
@@ -48,8 +48,8 @@ Wait = Annotated[
 def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
     """Return the ASGI application with all routes of the service.
 
-    `tokens` has the tokens of the callers. If it is None, every caller has the rights of `LOCAL`, and only
-    requests to a host name of the own machine are answered.
+    `tokens` has the tokens of the callers. If it is None, every caller has the rights of the token
+    `tokens.LOCAL`, and only requests to a host name of the own machine are answered.
     """
 
     def authenticate(secret: str | None) -> Token:

@@ -2,8 +2,8 @@
 
 A WebSocket `/ws` is one session. Its messages have a `type` (`reset`, `step`, `state` or `close`) and `data`.
 The data of `reset` are `task_id`, `max_turns` and `message`, those of `step` are `tool` and `arguments`. An
-answer has the type `observation` and the data `observation`, `reward` and `done`, or the type `error` and a
-code. Clients of OpenEnv speak this form; nothing of OpenEnv is imported.
+answer has the type `observation` and the data `observation`, `reward` and `done`, or the type `error` and the
+data `code` and `message`. Clients of OpenEnv use this form; nothing of OpenEnv is imported.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class Sessions:
         self.tasks = {task.task_id: task for task in tasks}
         self.params = params
         self.pool = pool
-        # Equal candidates share one measurement while the server runs, whoever sends them.
+        # Equal candidates of all sessions share one measurement while the server runs.
         self.epoch = f"environment/{secrets.token_hex(8)}"
         self.threads = ThreadPoolExecutor(MAX_SESSIONS, thread_name_prefix="session")
         self.open = 0
@@ -79,7 +79,7 @@ class Sessions:
 
 
 def _answer(session: Session, kind: str, data: Any) -> dict[str, Any]:
-    """Return the JSON answer to one message of the type `kind`.
+    """Return the JSON answer to one message, which has the type `kind` and the data `data`.
 
     Raises RequestError if the type or the data are not valid, or if the judge fails.
     """

@@ -1,9 +1,9 @@
-"""Export of kernel tasks as Harbor tasks, whose test asks the judge's HTTP service.
+"""Export of kernel tasks as Harbor tasks, whose test gets a verdict from the judge's HTTP service.
 
 Harbor is a form of tasks for agents in containers: a folder with `instruction.md`, `task.toml`, the files of
 the container in `environment/`, and `tests/test.sh`, which writes the reward. The exported test runs in a
-container of its own, into which only the candidate's files are copied, so the agent cannot touch it. It has
-the candidate measured anew, with a token that the agent does not have.
+container of its own, into which only the candidate's files are copied, so the agent cannot touch it. The test
+requests a new measurement of the candidate, with a token that the agent does not have.
 """
 
 import json
@@ -22,12 +22,12 @@ ORGANISATION = "cuda-agent"
 SCRIPTS = PROJECT / "components" / "service" / "harbor_task"
 # Folder in the container in which the agent works.
 WORKDIR = "/app"
-# Largest seconds of the agent's work, and of a judgement with its wait in the queue.
+# Time limits in seconds: of the agent's work, and of a judgement with its wait in the queue.
 AGENT_SECONDS, VERIFIER_SECONDS = 3600, 1800
 EXAMPLE = {"cpu": "forward.cpp", "cuda": "forward.cu"}
-# What model_new.py is where no starter can be made.
+# Contents of model_new.py for a task for which `starter` returns None.
 EMPTY = '"""Write class ModelNew here; example_model_new.py has the form."""\n'
-# Passages of SKILL.md about the utilities of a workspace, and what they are in a container.
+# Passages of SKILL.md about the utilities of a workspace, and their replacements for a container.
 PASSAGES = {
     "`binding.cpp`, `utils/`": "`binding.cpp`, `judge.py`",
     "`bash utils/compile.sh && python3 -m utils.verification && python3 -m utils.profiling`": (
@@ -43,13 +43,13 @@ PASSAGES = {
 def export_tasks(
     tasks: list[KernelTask], folder: Path, *, device: Device, service: str, image: str
 ) -> list[Path]:
-    """Write one Harbor task for each task below `folder`, and return their folders.
+    """Write a Harbor task for each of `tasks` to a folder below `folder`, and return the new folders.
 
-    `service` is the judge's address as the containers reach it; the variable CUDA_AGENT_JUDGE of the one who
-    runs Harbor replaces it. That person's CUDA_AGENT_TOKEN and CUDA_AGENT_TEST_TOKEN are the tokens of the
-    agent and of the test; a service without tokens needs neither. `image` is the containers' image, which
-    needs Python 3.9 and bash. Other files in the folders, such as a solution, are kept. Raises UserError if
-    `folder` is a file.
+    `service` is the judge's address as the containers reach it. `image` is the containers' image, which needs
+    Python 3.9 and bash. Environment variables of Harbor's process change what the containers use:
+    CUDA_AGENT_JUDGE replaces `service`, and CUDA_AGENT_TOKEN and CUDA_AGENT_TEST_TOKEN are the tokens of the
+    agent and of the test, which a service without tokens does not need. Other files in the folders, such as a
+    solution, are kept. Raises UserError if `folder` is a file.
     """
     names = {f"{_slug(task.name)}-{task.task_id}": task for task in tasks}
     if folder.exists() and not folder.is_dir():

@@ -16,7 +16,8 @@ State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["judgement", "admission"]
 # Jobs that are deleted at a time.
 BATCH = 100
-# Names of jobs that a token keeps, its last ones: as many as jobs of all tokens may wait (jobs.CAPACITY).
+# Number of names of jobs that are kept for a token, the newest ones. It is as large as the number of jobs of
+# all tokens that may wait (jobs.CAPACITY).
 NAMES = 20_000
 
 SCHEMA = """
@@ -57,10 +58,11 @@ UPDATE jobs SET state = 'queued' WHERE state = 'running';
 class StoredJob:
     """One job as it is stored.
 
-    `token` is the name of the caller's token, `changed` the time.time() of its submission or of the last
-    change of its state, and `body` the request as JSON.
-    `subject` identifies what is measured for whom: all measurements of an equal candidate for one token have
-    the same. `error` and `status` (of HTTP) say why a job failed.
+    `token` is the name of the caller's token. `subject` is a digest of the token, the settings, the task and
+    the candidate, so all measurements of a candidate for one token have the same subject. `measurement` is
+    the number of the measurement, from 1 on. `changed` is the time.time() of the submission or of the last
+    change of the state, and `body` the request as JSON. `error` and the HTTP status `status` say why a job
+    failed. `seq` is the place of the job in the order of submissions.
     """
 
     id: str
@@ -75,7 +77,7 @@ class StoredJob:
     error: str = ""
     status: int = 200
     seq: int = 0
-    # How often a process has begun the job.
+    # Number of times that a process has begun the job.
     attempts: int = 0
 
 
@@ -207,7 +209,7 @@ class JobStore:
     def measurements(self, subject: str) -> int:
         """Return how many jobs have this subject, without cancelled ones.
 
-        This is how often the subject's token has asked for a measurement of the subject's candidate.
+        It is the number of measurements of the subject's candidate that the subject's token has requested.
         """
         return int(
             self._number(

@@ -1,7 +1,8 @@
-"""Jobs of the service: a durable queue that is fair between tokens, in front of the judges of one device.
+"""Jobs of the service: a durable queue that is fair between tokens, and threads that judge the jobs in it.
 
-The id of a job is the key of its verdict in the journal, so that a repeated request costs nothing. The epoch
-in this key is made here from the token and the number of the measurement.
+The judges are those of one device. The id of a job is the key of its verdict in the journal, so that a
+repeated request costs nothing. The epoch in this key consists of the token's name, the number of the
+measurement and whether the candidate is compared with torch.compile.
 """
 
 import contextlib
@@ -183,7 +184,8 @@ class JobService:
     def params_of(self, body: JudgementBody | AdmissionBody) -> Params:
         """Return the service's parameters, in which those that the request chooses are replaced.
 
-        A request may choose the precision, the labels, and for an admission the window of eager times.
+        A request to judge a candidate may choose the precision and the labels. A request to admit a task may
+        choose the precision and the shortest and longest eager time.
         """
         params = self.params
         if body.precision is not None:

@@ -1,4 +1,4 @@
-"""The interface of the judges that the service needs, which `judge/resident.py` implements."""
+"""The interfaces of the judges that the service uses, which `judge/resident.py` implements."""
 
 import contextlib
 from typing import Protocol
@@ -11,7 +11,11 @@ from components.judge.verdict import Admission, Verdict
 
 
 class ServiceJudge(Protocol):
-    """Interface of a judge that calls `report` with the step of its work."""
+    """Interface of a judge that returns the verdict on a candidate's `files` for a task.
+
+    While it judges, it calls `report` with a text that describes the present step. `compare_compile` has the
+    meaning of the field of `JudgementBody` with this name.
+    """
 
     def verdict(
         self, task: KernelTask, files: dict[str, str], *, compare_compile: bool | None, report: Report
@@ -21,8 +25,9 @@ class ServiceJudge(Protocol):
 class ServiceJudges(Protocol):
     """Interface of the judges of one device (`resident.Judges`).
 
-    `using` yields the judge for these parameters, `admit` checks a task, and `on_behalf_of` attributes the
-    work of this thread in its block to a caller.
+    `using` yields the judge for the parameters `params`. `admit` checks whether the task with the source
+    `code` can be judged. Inside the context `on_behalf_of(caller)`, the measurements of this thread count as
+    those of `caller`, so that the device can be shared fairly between callers.
     """
 
     device: Device

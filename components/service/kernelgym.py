@@ -1,12 +1,14 @@
 """The routes of a KernelGYM server for evaluations, answered by the judge.
 
-A client of KernelGYM (Dr. Kernel's reward client, for example) needs only another address. It names its tasks
-itself: `POST /evaluate`, then `GET /status/{task_id}` until the status is final, then `GET
-/results/{task_id}`. A name belongs to the caller's token and stands for a job of the service.
+A client of KernelGYM (Dr. Kernel's reward client, for example) works with this service if it is given its
+address. The client sends `POST /evaluate` with a name for the evaluation, its `task_id`, then `GET
+/status/{task_id}` until the status is final, then `GET /results/{task_id}`. The name is valid for the
+caller's token and refers to a job of the service.
 
-The labels are KernelBench's (docs/judge.md): any rules, weights by an equal seed, its tolerances. Numbers of
-trials, timeouts and the other settings of KernelGYM are accepted and not used. A repeated evaluation of equal
-sources is the same measurement under every name, and also with `force_refresh`.
+The labels of the verdicts are KernelBench's (docs/judge.md): the candidate may also compute with torch, its
+constructor runs under the same seed as the task's, and the tolerances are those of KernelBench. Numbers of
+trials, timeouts and the other settings of KernelGYM are accepted and not used. Repeated evaluations of equal
+sources share one measurement, whatever their names, and also with `force_refresh`.
 """
 
 import time
@@ -70,7 +72,9 @@ class Batch(BaseModel):
 class Result(BaseModel):
     """Answer of KernelGYM to an evaluation, with times in milliseconds and the whole verdict in `metadata`.
 
-    `speedup` is the ratio to the eager baseline. Fields without a value are None until there is a verdict.
+    The reference is the task in eager mode, and `speedup` is the candidate's speed-up over it. The fields
+    that come from the verdict are None until there is one. `decoy_kernel` is always false then, and
+    `error_code` always None.
     """
 
     task_id: str
@@ -98,7 +102,7 @@ class BatchResult(BaseModel):
 
 
 class TaskStatus(BaseModel):
-    """Answer of KernelGYM to a question for the state of an evaluation."""
+    """Answer of KernelGYM to a request for the state of an evaluation."""
 
     task_id: str
     status: Status

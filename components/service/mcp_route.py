@@ -1,7 +1,7 @@
 """The MCP tools over HTTP, at `/mcp` of the service.
 
-The tools ask the routes of the service inside this process, with the token of the agent's own request. An
-agent therefore has exactly the rights and limits that its token has on these routes.
+The tools send requests to the routes of the service inside this process, with the token of the agent's own
+request. An agent therefore has exactly the rights and limits that its token has on these routes.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Tools for coding agents by the Model Context Protocol, which ask the HTTP service.
+"""Tools for coding agents by the Model Context Protocol, which send requests to the HTTP service.
 
 They are served on standard input and output (`cuda-agent mcp`) and over HTTP (`mcp_route.py`). No call takes
 longer than `CALL_SECONDS`, because clients end calls after 60 seconds: `judge` answers with a verdict or with
@@ -19,7 +19,7 @@ from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.judge.candidate_folder import read_candidate
 
-# Longest call of a tool, and seconds between two progress notifications.
+# Longest call of a tool, and time between two progress notifications, in seconds.
 CALL_SECONDS, PROGRESS_SECONDS = 45.0, 5.0
 INSTRUCTIONS = (
     "Judges CUDA and C++ kernels for PyTorch modules: builds them, checks outputs on secret inputs, and "

@@ -12,8 +12,8 @@ from components.service.job_store import Kind, State
 
 # Largest number of characters of a task's source.
 TASK_CHARACTERS = 256 << 10
-# Entries of a verdict's evidence that leave the service. The seeds of the correctness sets, which later
-# candidates of the task get too, and the numbers that tell verification from timing are not among them.
+# Entries of a verdict's evidence that callers get. The seeds of the correctness sets, which later candidates
+# of the task get too, and the numbers by which verification differs from timing are not among them.
 PUBLIC_EVIDENCE = (
     "judge",
     "isolation",
@@ -138,6 +138,9 @@ class TaskView(TaskSummary):
 
 
 def public_verdict(verdict: Verdict) -> Verdict:
-    """Return the verdict with only the evidence in PUBLIC_EVIDENCE, which helps no later candidate."""
+    """Return the verdict with only the evidence in PUBLIC_EVIDENCE.
+
+    The other evidence, such as the seeds of inputs, could help a later candidate to cheat.
+    """
     evidence = {name: verdict.evidence[name] for name in PUBLIC_EVIDENCE if name in verdict.evidence}
     return verdict.model_copy(update={"evidence": evidence})

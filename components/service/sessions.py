@@ -30,8 +30,9 @@ KERNELS = "kernels/"
 class Observation(FrozenModel):
     """The answer of a session to a reset or a step.
 
-    `text` is the task's message after a reset, and the tool's observation after a step. `status` and `reason`
-    are those of the last verdict at the end of an episode, and empty before.
+    `text` is the task's message after a reset, and the tool's observation after a step. `turn` is the number
+    of steps so far. `status` and `reason` are those of the final verdict at the end of an episode, and empty
+    before.
     """
 
     text: str
@@ -43,10 +44,11 @@ class Observation(FrozenModel):
 
 
 class Session:
-    """One episode at a time, with its workspace and tools; `reset` begins another one.
+    """Session of the environment server, which has one episode at a time; `reset` begins another one.
 
-    `tasks` are the tasks by task id. `epoch` is the name under which all sessions of the server share one
-    measurement of equal candidates, so that a caller cannot repeat a measurement until it is fast by chance.
+    `tasks` are the tasks by task id, of which `reset` chooses one. `epoch` is the name under which all
+    sessions of the server share one measurement of equal candidates, so that a caller cannot repeat a
+    measurement until it is fast by chance.
     """
 
     def __init__(self, tasks: dict[str, KernelTask], params: Params, pool: JudgePool, epoch: str):

@@ -1,4 +1,4 @@
-"""Installation of the skill and of the judge's MCP tools for coding agents.
+"""Installation of the skill (agent_workdir/SKILL.md) and of the judge's MCP tools for coding agents.
 
 Claude Code reads `.claude/skills/` and `.mcp.json`, Codex `.agents/skills/` and `.codex/config.toml`, Cursor
 `.cursor/skills/` and `.cursor/mcp.json`, all in the project's folder.
@@ -24,8 +24,8 @@ PLACES: Mapping[str, tuple[str, str]] = {
     "codex": (".agents/skills", ".codex/config.toml"),
     "cursor": (".cursor/skills", ".cursor/mcp.json"),
 }
-# Section of the installed skill, before that with the heading BEFORE. The skill itself is written for
-# workspaces with the utilities of the template, which a project of others does not have.
+# Section that is inserted into the installed skill, before the section with the heading BEFORE. The skill is
+# written for workspaces with the folder `utils/` of the template, which the user's project does not have.
 BEFORE = "## What you may touch"
 TOOLS = f"""## How you measure here
 

@@ -1,4 +1,4 @@
-"""Files that every exported Harbor task contains: the test, and the script that asks the judge.
+"""Files that every exported Harbor task contains: the test, and the script that gets a verdict.
 
 They run in containers that have Python and nothing of this project.
 """

@@ -4,7 +4,7 @@
     python3 judge.py --reward FOLDER       also writes reward.json and verdict.json there
 
 The task is model.py beside this script. CUDA_AGENT_JUDGE is the address of `cuda-agent serve --http`, and
-CUDA_AGENT_TOKEN a token, if the service asks for one. With --reward the candidate is measured anew. The exit
+CUDA_AGENT_TOKEN a token, if the service requires one. With --reward the candidate is measured anew. The exit
 code is 0 for every verdict on the candidate, and 1 if there is none.
 """
 
@@ -24,7 +24,7 @@ WAIT_SECONDS, TRANSFER_SECONDS = 50, 30
 SILENT_SECONDS, RETRY_SECONDS = 120.0, 2.0
 # Largest request that the service reads, in bytes.
 BODY_BYTES = 8 << 20
-# Number of the measurement for the one who writes a candidate, and of that for the reward.
+# Number of the measurement that the writer of a candidate gets, and of the one that gives the reward.
 OWN, REWARD = 1, 2
 # The labels by which rewards are given, whatever the service's own are.
 LABELS = {"rules": "kernel-only", "weights": "state_dict", "tolerance": "strict"}
@@ -71,10 +71,10 @@ def ask(path: str, body: object = None) -> tuple[int, dict[str, Any], float]:
 def verdict(task: str, files: dict[str, str], measurement: int) -> dict[str, Any]:
     """Return the judge's verdict on a candidate as a dictionary.
 
-    `task` is the source of the task, `files` has the candidate's texts by path, and `measurement` says which
-    of its measurements is meant. A candidate that is larger than the service accepts gets the verdict
-    `load_failed`. Exits with a sentence if the judge fails or refuses the request, or if the judgement was
-    cancelled.
+    `task` is the source of the task, and `files` has the candidate's texts by path. `measurement` is the
+    number of the measurement: the same number gives the same verdict, and a new one measures anew. A
+    candidate that is larger than the service accepts gets the verdict `load_failed`. Exits with a sentence if
+    the judge fails or refuses the request, or if the judgement was cancelled.
     """
     too_large = {"status": "load_failed", "reason": "too_large", "milestone": -1}
     body = {"code": task, "files": files, "labels": LABELS, "measurement": measurement}

@@ -51,8 +51,8 @@ def list_tasks(url: str = "") -> list[str]:
 class Session:
     """Client of one session of the environment server, which connects to it at the first reset.
 
-    By default, `url` is the value of CUDA_AGENT_URL, or DEFAULT_URL. `last` is the last answer. Every method
-    that asks the server raises EnvironmentFailed if the server answers with an error.
+    By default, `url` is the value of CUDA_AGENT_URL, or DEFAULT_URL. `last` is the server's last answer to a
+    reset or a step. Every method that sends a message raises EnvironmentFailed if the answer is an error.
     """
 
     def __init__(self, url: str = ""):
@@ -61,10 +61,11 @@ class Session:
         self.connection: ClientConnection | None = None
 
     def reset(self, task_id: str = "", *, max_turns: int = 20, message: str = "full") -> Step:
-        """Begin an episode on the task `task_id`, or on a random one if it is empty, and return the message.
+        """Begin an episode on the task `task_id`, or on a random one if it is empty.
 
-        The episode ends with the tool call number `max_turns` at the latest. The message is the task's source
-        if `message` is "compact"; if it is "full", the message begins with how a kernel is written.
+        Returns the first message of the episode. It is the task's source if `message` is "compact". If it is
+        "full", instructions for writing kernels come before the source. The episode ends with the tool call
+        number `max_turns` at the latest.
         """
         return self._ask("reset", {"task_id": task_id, "max_turns": max_turns, "message": message})
 

@@ -1,9 +1,9 @@
 """Taskset for verifiers v1: `vf-eval cuda-agent-kernels` over the tasks of `cuda-agent environment`.
 
 The policy's tools are those of `KernelEnv`, in one tool server for all rollouts (`toolset.py`), which has a
-session for each. When a rollout has ended, the files that it left are judged in a session of the process that
-scores, and the milestone is the reward. The judgement is usually known by then, since the environment server
-judges files as soon as they are written.
+session for each. When a rollout has ended, the process that scores rollouts opens another session, in which
+its final files are judged, and the milestone is the reward. The judgement is usually known by then, since the
+environment server judges files as soon as they are written.
 """
 
 import asyncio

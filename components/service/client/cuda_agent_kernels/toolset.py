@@ -25,9 +25,10 @@ THREADS = ThreadPoolExecutor(256, thread_name_prefix="session")
 
 
 class KernelState(vf.State):
-    """State of a rollout: its task and server, its files, and their verdict's status and milestone.
+    """State of a rollout: its task, its files so far, and at its end the verdict on them.
 
-    `calls` is the number of tool calls that were answered, of which there are at most `max_turns`.
+    `environment` is the address of the environment server. `calls` is the number of tool calls that were
+    answered, of which there are at most `max_turns`. `status` and `milestone` are those of the verdict.
     """
 
     environment: str = ""
@@ -72,7 +73,10 @@ class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
         return ordered
 
     def _in_session(self, tool: Callable[..., str]) -> Callable[..., Awaitable[str]]:
-        """Wrap a tool so that it runs in the calling rollout's session, whose files its state then gets."""
+        """Wrap a tool so that it runs in the session of the rollout that calls it.
+
+        After the call, the rollout's state gets the files of the session.
+        """
 
         @functools.wraps(tool)
         async def call(**arguments: str) -> str:
@@ -84,7 +88,8 @@ class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
     def call(self, state: KernelState, rollout: str, name: str, arguments: dict[str, str]) -> str:
         """Call the tool `name` in a rollout's session, change the rollout's `state`, and return the answer.
 
-        The session is closed if the call fails, and after the last turn. Then nothing more is called.
+        The session is closed if the call fails, and after the last turn. A call after the last turn calls no
+        tool and returns ENDED.
         """
         turns = state.max_turns - state.calls
         if turns <= 0:
@@ -111,8 +116,8 @@ class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
 def open_session(environment: str, task_id: str, turns: int, files: dict[str, str]) -> Session:
     """Return a session on a task in which `files` are written and `turns` turns are left.
 
-    `environment` is the address of the environment server. Fewer turns are left if they and the files
-    together exceed MOST_TURNS.
+    `environment` is the address of the environment server. Writing a file takes one turn of the session. If
+    the number of files and `turns` together exceed MOST_TURNS, fewer turns are left.
     """
     session = Session(environment)
     try:
