@@ -21,7 +21,9 @@ from components.registry import models
 from components.registry.promotion import Promotion
 from components.registry.tracking import connect
 
+# Default number of seconds between two looks for a person's answer.
 POLL_SECONDS = 10
+# Name of the approval flow's deployment.
 DEPLOYMENT = "approval/approval"
 
 
@@ -31,6 +33,10 @@ def with_home(sets: list[str] | None, home: str) -> list[str]:
 
 
 def settings(profile: str, sets: list[str] | None, home: str, *first: str) -> Resolved:
+    """Return the parameters that result from a profile, KEY=VALUE words and a home folder.
+
+    `first` has KEY=VALUE words that `sets` and `home` override.
+    """
     return resolve(profile, (*first, *with_home(sets, home)))
 
 

@@ -1,4 +1,8 @@
-"""The search of random schedules as a Prefect task, and the figures of a run's policies against it."""
+"""Run the schedule search as a Prefect task, and compare the policies of a run with its result.
+
+A schedule search judges the kernels of random schedules on the tasks of the run's evaluation suite, to find
+the speed-up that is attainable on each task.
+"""
 
 import time
 from collections.abc import Collection
@@ -19,11 +23,12 @@ BUDGET_SHARE = 0.1
 
 
 def search_schedules(context: Context, deadline: float | None) -> EvaluationRecord | None:
-    """Search the run's suite, or return the cached record of the search.
+    """Run the schedule search on the tasks of the run's suite, or return the cached record of the search.
 
-    `deadline` is the time.time() at which training has to end, or None without a time budget. The search then
-    ends before it, and after at most BUDGET_SHARE of the budget; the next run continues it. Returns None if
-    it is not finished, if `evaluation.schedules` is 0, or if the policy is not one made from scratch.
+    `deadline` is the time.time() at which training has to end, or None without a time budget. With a
+    deadline, the search ends by then and takes at most BUDGET_SHARE of the budget. If it is not finished, the
+    next run continues it. Returns None if the search is not finished, if `evaluation.schedules` is 0, or if
+    the policy is not one made from scratch.
     """
     run, params = context.run, context.params
     if not params.evaluation.schedules or params.policy.source != "scratch":
@@ -76,10 +81,11 @@ def summarise(
     after: EvaluationRecord,
     begins: str,
 ) -> SearchSummary | None:
-    """Return the figures of the run's first and last policy against the search, or None without a search.
+    """Compare the run's first and last policy with the result of the schedule search.
 
-    `begins` is the kind of the first policy, such as "cold start", and `stages` are the names of the run's
-    stages.
+    `searched` is the record of the search. Returns None if it is None. `before` and `after` are the
+    evaluations of the first and the last policy. `begins` is the kind of the first policy, such as "cold
+    start", and `stages` are the names of the run's stages; both are used in the names of the policies.
     """
     if searched is None:
         return None
@@ -90,9 +96,10 @@ def summarise(
 
 
 def headline(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of the first and the last policy by short names, as metrics of MLflow.
+    """Return the most important figures of a comparison with the schedule search, by their MLflow metrics.
 
-    `summary` is a SearchSummary as JSON.
+    `summary` is a SearchSummary as JSON. The figures are those of the run's last policy, except that
+    `captured_share_before` is that of the first.
     """
     before, after = summary["rows"][:2]
     return {

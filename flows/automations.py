@@ -1,4 +1,4 @@
-"""Definitions of Prefect's automations, which mark dead runs, resume nightly runs and alert an operator.
+"""Definitions of Prefect's automations, which mark killed runs, resume nightly runs and alert an operator.
 
 An alert is sent through the notification block that `cuda-agent deploy --alert` names. Without a block, the
 alert appears only in Prefect's event feed. The time limits are chosen for runs that last hours.
@@ -20,9 +20,13 @@ from flows.progress import COLLAPSING, PROGRESS
 # set in infra/prefect/pools.yaml. Prefect deletes a trigger's bucket 60 s after its end, so a heartbeat that
 # arrives more than a minute late does not fire this trigger.
 HEARTBEATS_SECONDS = 90
+# Seconds after which a late run that has not started causes an alert.
 START_SECONDS = 15 * 60
+# Seconds without a further progress report after which a run causes an alert.
 STALL_SECONDS = 60 * 60
+# Seconds after a completed night after which the absence of the next one causes an alert.
 NIGHT_SECONDS = 26 * 3600
+# Events of the end or the pause of a flow run.
 ENDS = {
     "prefect.flow-run.Completed",
     "prefect.flow-run.Failed",
@@ -40,11 +44,13 @@ BODY = (
     "{{ flow_run | ui_url }}"
 )
 
+# Trigger that fires at each event in `expect`, for each flow run separately.
 when = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.Reactive)
 # Trigger that fires if no event in `expect` arrives within the time `within` after an event in `after`.
 unless = partial(EventTrigger, match=FLOW_RUN, for_each=EACH_RUN, posture=Posture.Proactive, threshold=1)
 
 
+# Events of flow runs of the deployment `nightly`.
 NIGHTLY = ResourceSpecification({"prefect.resource.name": "nightly", "prefect.resource.role": "deployment"})
 
 

@@ -35,7 +35,9 @@ from flows.dataset_remote import has_version, initialise_workspace, keep_pointer
 from flows.run_context import Busy, PipelineRun
 from flows.steps import DatasetRecord, counted
 
+# Folder of the data set in the DVC workspace.
 OUTPUT = Path("data") / "tasks"
+# Parts of DVC's messages about a lock that another process holds.
 LOCK_HELD = ("Unable to acquire lock", "is busy, it is being blocked")
 # DVC's message about a damaged lock file, which this module deletes before it tries the command again. DVC
 # holds a lock while it reads or writes that file, but it does not replace the file atomically. So a damaged
@@ -45,6 +47,7 @@ LOCK_DAMAGED = "Unable to read RWLock-file"
 RETRY_SECONDS = (2.0, 5.0, 15.0)
 # Pattern of a progress line printed by components.synthesis.dvc_stages, with groups step, total, figures.
 PROGRESS_LINE = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
+# Pattern of DVC's message about a failed stage, with the stage's exit code as its group.
 EXITED = re.compile(r"exited with (\d+)")
 # Exit codes of components.synthesis.dvc_stages.
 BAD_INPUT, NO_ISOLATION = 2, 3
@@ -56,7 +59,7 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
     """Build the data set if its inputs changed, push it to the DVC remote, and copy it into the home.
 
     The inputs are parameters, sources and library versions. The copy is the folder `datasets/<version>`.
-    `cached` is true in the returned record if nothing was built. Raises the errors of `dvc`.
+    `cached` is true in the returned record if nothing was built. Raises what the function `dvc` raises.
     """
     started = time.monotonic()
     workspace = prepare_workspace(run)

@@ -1,4 +1,4 @@
-"""The inputs of the data set besides its parameters, which decide whether DVC builds it again."""
+"""Compute the inputs of the data set, its code and parameters, which decide whether it is built again."""
 
 from pathlib import Path
 from typing import Any

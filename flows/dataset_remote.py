@@ -23,6 +23,7 @@ from components.core.params import Params
 from components.core.task import dataset_version
 from components.storage import Store, open_store
 
+# Name of the .dvc file, which refers to the files of a version in the DVC remote.
 POINTER = "data.dvc"
 
 

@@ -35,7 +35,9 @@ Record = dict[str, Any]
 class Choices:
     """The options of `cuda-agent deploy`: the type of the workers, and changes to the values of prefect.yaml.
 
-    An empty value changes nothing.
+    An empty value changes nothing. `pool` is the work pool of every deployment, `cron` the schedule of the
+    nightly one, `alert` the notification block for alerts as TYPE/NAME, and `paused` switches all schedules
+    off.
     """
 
     workers: Workers = "process"

@@ -87,12 +87,12 @@ def nightly(
     dated: bool = True,
     redo_from: str = "",
 ) -> dict[str, Any]:
-    """Run the pipeline as `cuda-agent run` does, and ask a person about the new version if it waits for one.
+    """Run the pipeline, and ask a person to approve or refuse the new version if it waits for approval.
 
-    If `dated` is true, the day for which the run was scheduled is the seed, so that every day has a run of
-    its own and a retry on a later day continues the same run. If night.new_tasks is true, the day is
-    data.seed too. `redo_from` names a stage from which on all stages run again, or is empty. Returns the
-    run's record.
+    The pipeline is that of `cuda-agent run`. If `dated` is true, the day for which the run was scheduled is
+    the seed, so that every day has a run of its own and a retry on a later day continues the same run. If
+    night.new_tasks is true, the day is data.seed too. `redo_from` names a stage from which on all stages run
+    again, or is empty. Returns the run's record.
     """
     day = [f"seed={scheduled_day()}"] if dated else []
     if dated and settings(profile, sets, home).params.night.new_tasks:

@@ -1,8 +1,9 @@
 """Say for each stage of a run whether it is cached, or why it would run (`cuda-agent run --explain`).
 
-No stage is run, but a champion from which the night would start is copied into the home. What a stage that
-would run makes is not known in advance. So for the stages that read its result, only parameters, sources and
-the other inputs are compared with those of earlier runs, and the unknown inputs are listed as made again.
+No stage is run, but a champion from which the night would start is copied into the home. The result of a
+stage that would run is not known in advance. For a later stage that reads this result, only the parameters,
+the sources and the other inputs are compared with those of earlier runs, and the input is listed as made
+again.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ class Known:
 
 
 class Explainer:
-    """A collector of explanations, which is told the stages of a run in their order.
+    """A builder of the explanations of a run, one for each stage.
 
-    `found` has the explanations so far. The first is that of the data set.
+    The constructor explains the data set, and each call of `stage` explains one more stage. The caller calls
+    it for all stages in their order. `found` has all explanations so far. `params` are the parameters of the
+    stages, in which policy.source is never `champion`.
     """
 
     def __init__(self, run: PipelineRun, params: Params):
@@ -121,7 +124,7 @@ class Explainer:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as YAML would read it back, for instance with lists in place of tuples."""
+    """Return a value as YAML reads it after writing it, for instance with lists in place of tuples."""
     return yaml.safe_load(yaml.safe_dump(value))
 
 

@@ -57,8 +57,8 @@ def note_use(run_folder: Path, stage: Path) -> None:
 def removable(home: Path, references: Mapping[str, str], seconds: float) -> list[Removable]:
     """Return the files and folders of the home that can be removed and are older than `seconds`.
 
-    Temporary files are also older than ABANDONED_SECONDS. `references` maps the keys of runs to reasons to
-    keep them (`retention_refs.references`). Nothing is removed yet.
+    A temporary file must also be older than ABANDONED_SECONDS. `references` maps the keys of runs to reasons
+    to keep them (`retention_refs.references`). This function removes nothing.
     """
     now = time.time()
     used = set(_used_stages(home, references, now - seconds))

@@ -1,4 +1,4 @@
-"""How a night begins and ends: its first policy, the stage that it continues, its budget and its descent.
+"""Decide how a night begins and ends: its first policy, the stage that it continues, its time budget.
 
 A night is one run of the pipeline in a series. What it starts from is decided once and stored in night.json
 in the run's folder, so a killed night starts from the same policy again. If its time budget ends before the
@@ -35,11 +35,13 @@ NIGHT = "night.json"
 # Sections of the parameters that decide how the policy is trained. Nights that differ only in others, or in
 # seed and data, may continue each other's stages.
 LINE = ("device", "precision", "sandbox", "policy", "coldstart", *STAGES, "engine", "night")
-# The time after training is expected to be at most this multiple of what was measured before.
+# The time that evaluation, gates and promotion take after training is expected to be at most this multiple of
+# the time that was measured before.
 MARGIN = 1.25
-# Seconds that are kept besides, because short evaluations last several times as long on a busy machine.
+# Seconds that are reserved in addition, because short evaluations last several times as long on a busy
+# machine.
 SPARE_SECONDS = 20.0
-# Share of the budget of a home's first run that is kept for what follows training.
+# Least share of the time budget of a home's first run that is reserved for what follows training.
 FIRST_SHARE = 0.1
 # Stages that learn from a fixed set of trajectories. They continue with the seed and data of their beginning.
 FIXED_DATA = ("rejection", "critic")
@@ -318,7 +320,7 @@ def changes_since(run: PipelineRun, client: MlflowClient, version: str) -> list[
 
 
 def night_lineage(context: Context, night: Night, unfinished: Unfinished | None) -> dict[str, Any]:
-    """Return the night's descent as a dictionary for JSON.
+    """Return the night's descent, which is what its policy was trained from, as a dictionary for JSON.
 
     It has the time budget in hours, the policy that the night started from, the version of its champion
     (`parent`), the stages of earlier nights that it continued and that it left unfinished, and the phrases of

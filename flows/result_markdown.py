@@ -1,4 +1,4 @@
-"""The record of a finished run as Markdown, which Prefect's page and MLflow's description of the run show."""
+"""Write the record of a finished run as Markdown, for Prefect's page and MLflow's description of the run."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -48,6 +48,7 @@ from flows.stage_keys import KeyParts, key_parts
 
 # Names of the stages in their order, which are the permitted values of `--from`.
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
+# File in a run's folder with the run's record. It exists only if the run is finished.
 RUN_FILE = "run.json"
 # Name of Prefect's global concurrency limit, whose only slot a deployed flow takes to work in the home.
 HOME_SLOT = "cuda-agent-home"
@@ -179,7 +180,7 @@ def _newest_night(run: PipelineRun, resolved: Resolved) -> PipelineRun:
 def _left_unfinished(run: PipelineRun) -> bool:
     try:
         record = read_json(run.folder / RUN_FILE)
-    except (OSError, ValueError):  # `finished` names a damaged record.
+    except (OSError, ValueError):  # The function `finished` reports a damaged record.
         return False
     return isinstance(record, dict) and bool(record.get("night", {}).get("unfinished"))
 
@@ -304,9 +305,9 @@ def check_environment(run: PipelineRun) -> None:
 def interface_commands(run: PipelineRun, record: Mapping[str, Any]) -> dict[str, str]:
     """Return the commands that serve the web pages of MLflow and Prefect for this home, by program name.
 
-    Each is a command line with the address to open then. `record` is the run's record, which has the id of
-    the MLflow experiment. Without `workflowType` in the address, MLflow shows the traces of applications
-    first.
+    Each text is a command line and the address to open in a browser after it was started. `record` is the
+    run's record, which has the id of the MLflow experiment. Without `workflowType` in the address, MLflow
+    shows the traces of applications first.
     """
     programs = Path(sys.executable).parent
     tracking = run.params.registry.tracking_uri or f"sqlite:///{run.home / 'mlflow' / 'mlflow.db'}"

@@ -1,8 +1,8 @@
-"""What Prefect's page of a flow run shows besides parameters and states: logs, progress and tables.
+"""Show logs, progress and tables of results on Prefect's page of a flow run.
 
 Prefect itself records only the states of runs and tasks. This module adds one line in the log for each event,
-a progress artifact for each stage, and Markdown and link artifacts with the results. A fault of Prefect's
-server in between delays a run by seconds and never ends it.
+a progress artifact for each stage, and Markdown and link artifacts with the results. If Prefect's server
+fails while a run shows its progress, the run is delayed by seconds and then continues.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ from flows.run_context import PipelineRun, source_commit
 
 # Least number of seconds between two log lines, or two updates of the artifact, of one stage.
 EVENT_SECONDS = 5.0
-# Seconds after which a request to show progress is given up, and seconds without requests after that.
+# Seconds after which a request to show progress is given up, and seconds after a failure without such
+# requests.
 REQUEST_SECONDS = 5.0
 PAUSE_SECONDS = 60.0
 
@@ -77,11 +78,12 @@ class PageProgress:
     artifacts: dict[str, UUID] = field(default_factory=dict)
     events: dict[str, float] = field(default_factory=dict)
     paused_until: float = float("-inf")
-    # The run that began or reported last, because a thread that reports for it does not know it.
+    # The task or flow run that began or reported last. A report of a thread is shown with it, because Prefect
+    # does not determine the run to which a thread belongs.
     context: FlowRunContext | TaskRunContext | None = None
 
     def begin(self) -> None:
-        """Show the reports of threads, from now on, with the current task run."""
+        """Show all later reports of threads with the task run that is current now."""
         self.context = TaskRunContext.get()
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:

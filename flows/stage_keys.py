@@ -20,9 +20,11 @@ KEY_FILE = "key.json"
 # File in a stage's folder with the stage's record. It is written after Prefect has cached the record, so if
 # the file exists, the cached record exists too.
 RECORD = "record.json"
-# Parameters that every stage reads which samples trajectories and judges candidates.
+# Parameters that are read by every stage that samples trajectories and judges candidates.
 SAMPLING = ("device", "precision", "seed", "sandbox", "policy.prompt", "policy.context", "policy.backend")
+# Parameters that are read by every stage that trains the policy or the critic.
 TRAINING = ("policy.adapter", "engine")
+# Modules at which the code of sampling and judging begins, and that of making demonstrations.
 SAMPLING_SOURCES = ("components.agent.token_rollout", "components.judge.pool")
 COLD_START_SOURCES = ("components.training.demonstration_replay",)
 
@@ -39,6 +41,7 @@ class Reads:
     modules: tuple[str, ...]
 
 
+# What each form of a stage can read, by the form's name, which also begins the name of its folder.
 READS = {
     "coldstart": Reads(
         (
@@ -86,7 +89,7 @@ READS = {
 
 
 class KeyParts(FrozenModel):
-    """The name, values and digests from which the key of a stage is computed."""
+    """The values and digests from which the key of a stage is computed; `name` is one of READS."""
 
     name: str
     # Values of the parameters, by dotted key.
@@ -107,7 +110,7 @@ class KeyParts(FrozenModel):
         return home / "stages" / f"{self.name}-{self.key[:12]}"
 
     def changes(self, older: "KeyParts") -> list[str]:
-        """Return a phrase for each parameter, input and source file that differs from the `older` key's.
+        """Return a phrase for each parameter, input and source file that differs from those of `older`.
 
         "--from" is added if the number of the rerun request differs.
         """

@@ -55,8 +55,8 @@ class DatasetRecord(FrozenModel):
 class StageRecord(FrozenModel):
     """The result of a stage, from which later stages take its digest, key and folder.
 
-    `digest` is that of the stage's output, and `figures` are for MLflow. Prefect caches all fields except
-    `cached`, `key` and `folder`, which `Context.stage` sets after each call.
+    `digest` is that of the stage's output, and `figures` are numbers that are logged to MLflow. Prefect
+    caches all fields except `cached`, `key` and `folder`, which `Context.stage` sets after each call.
     """
 
     digest: str
@@ -112,7 +112,7 @@ class EvaluationRecord(StageRecord):
 
     @property
     def progress(self) -> tuple[int, int] | None:
-        """Return None if the evaluation is finished."""
+        """Return (0, 1), which means none of one step, if the work is not finished, and None if it is."""
         return None if self.is_finished else (0, 1)
 
     def output(self, home: Path) -> Path:

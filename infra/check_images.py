@@ -5,8 +5,8 @@
 The commands are those of the Containerfiles, of compose.yaml and, where kubectl is installed, of the rendered
 overlays. Files that an image copies must exist, and a start command must name a program of this environment
 that accepts its subcommands and options. For an option that names a class, the class is imported from only
-the files that the image copies. Programs that are not installed here, such as vllm, are
-listed as not checked. Exit code 1 if something is wrong.
+the files that the image copies. Programs that are not installed here, such as vllm, are listed as not
+checked. The exit code is 1 if something is wrong.
 """
 
 import functools
@@ -31,7 +31,10 @@ CLASS_OPTION = "--worker-extension-cls"
 
 @dataclass(frozen=True)
 class Start:
-    """A start command of an image, and where it stands."""
+    """A start command of an image, as words.
+
+    `where` names the file or the Kubernetes object in which the command is written.
+    """
 
     image: str
     where: str
@@ -89,7 +92,7 @@ def help_text(words: tuple[str, ...]) -> str | None:
 
 
 def check(start: Start) -> tuple[str, str]:
-    """Return `ok`, `not checked` or `wrong`, and why."""
+    """Check a start command, and return `ok`, `not checked` or `wrong`, and a text with details."""
     words = list(start.words)
     if words[:2] == ["tini", "--"]:
         if "tini" not in " ".join(instructions(containerfiles()[start.image], "RUN")):

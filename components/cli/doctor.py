@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from components.core.params import Params
 
 NEEDED_PYTHON = (3, 11)
+# What does not work without a Python package, by the package's name.
 PACKAGES = {
     "torch": "nothing can be judged or trained",
     "transformers": "no policy can be loaded or sampled",
@@ -43,6 +44,7 @@ PACKAGES = {
     "vllm": "sampling uses transformers in this process; vLLM needs a separate environment",
 }
 OPTIONAL_PACKAGES = ("vllm", "boto3")
+# Name of the finding on isolation.
 ISOLATION = "isolation"
 MIN_DISK_BYTES = 2**30
 MIN_MEMORY_BYTES = 4 * 2**30
@@ -52,8 +54,8 @@ MIN_MEMORY_BYTES = 4 * 2**30
 class Finding:
     """Report on one part of the environment.
 
-    `here` says whether the part is present, and `found` describes it. `cost` says which functions are lost
-    without the part. `needed` says whether its absence is an error.
+    `here` says whether the part is present, and `found` describes it. `cost` says what does not work without
+    the part. `needed` says whether its absence is an error.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The command `cuda-agent export harbor`, which writes tasks in the form of other programs."""
+"""The command `cuda-agent export harbor`, which writes kernel tasks as tasks of the program Harbor."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def harbor(
         str, typer.Option("--image", help="image of the containers, with Python and bash")
     ] = "python:3.12-slim",
 ) -> Output:
-    """Write one Harbor task for each task; its test asks the judge's service for the reward."""
+    """Write one Harbor task for each task; its test gets the reward from the judge's service."""
     suite = f"evaluation.suite={json.dumps(tasks)}"
     resolved = options.resolve(f"device={device or default_device()}", suite)
     from components.evaluation.suites import load_suite

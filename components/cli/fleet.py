@@ -30,7 +30,7 @@ def fleet(
 ) -> None:
     """Start vLLM servers, print the value of policy.servers, and keep the servers running until interrupted.
 
-    Runs on the cluster find servers that are announced with policy.servers=[ray].
+    With --announce, runs on the Ray cluster find the servers if they set policy.servers=[ray].
 
     The servers get the context window, dtype, weight transfer and sleep mode of the parameters. Logs are
     written to the folder vllm of the home.

@@ -27,7 +27,8 @@ from components.core.errors import UserError
 if TYPE_CHECKING:
     from components.judge.resident import Judges
 
-# Settings without `--precise`: intervals are about twice as wide as with the base's number of rounds.
+# Parameters that are set unless `--precise` is given. Intervals are about twice as wide with them as with the
+# numbers of rounds in the base section of params.yaml.
 QUICK = ("sandbox.rounds=5", "sandbox.most_rounds=20")
 
 

@@ -41,7 +41,7 @@ def install(
 ) -> Output:
     """Write the skill and the configuration of the judge's tools into a project of a coding agent.
 
-    Files that others wrote are not changed.
+    A skill with the same name that cuda-agent did not write is not replaced.
     """
     from components.service.skill import install_skill
 

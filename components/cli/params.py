@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Number of folders of trajectories that are read, newest first, to measure turns and tokens.
 NEWEST_FOLDERS = 4
-# What shortens the parts of a step.
+# Change that shortens each part of a step, as the beginning of a sentence.
 SHORTER = {
     "generation": "more samplers, or shorter trajectories,",
     "judging": "more judges",

@@ -1,4 +1,4 @@
-"""The policy that `--policy` names: a chat server, a folder, or a registered version."""
+"""Find the policy that `--policy` names: a chat server, a folder, or a registered version."""
 
 from __future__ import annotations
 

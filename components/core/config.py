@@ -81,7 +81,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The resolved parameters of one run, and in `sources` the origin of each value by dotted key."""
+    """The parameters of one run, and the name of the profile that they were resolved with.
+
+    `sources` has the origin of each value by dotted key, such as "params.yaml" or "--set seed=1".
+    """
 
     params: Params
     sources: dict[str, str]
@@ -246,7 +249,7 @@ def check_policy_source(params: Params) -> None:
     """Raise UserError unless policy.source is `scratch`, `champion` or the folder of a Hugging Face model.
 
     If it is `champion`, policy.base is checked as well. Commands that train call this before anything else.
-    Others, such as `plan`, need no weights.
+    Other commands, such as `cuda-agent plan`, need no weights.
     """
     is_champion = params.policy.source == "champion"
     key, source = ("base", params.policy.base) if is_champion else ("source", params.policy.source)

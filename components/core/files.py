@@ -21,7 +21,7 @@ from typing import Any
 
 from components.core.errors import InfrastructureError, UserError, error_chain
 
-# Name of a checkpoint's file with the digest of each other file, and the digest of this list.
+# Name of the file of a checkpoint that lists the digest of each other file, and the digest of that list.
 MANIFEST = "manifest.json"
 # End of a message about a full disk.
 DISK_FULL = (
@@ -239,8 +239,8 @@ def environment_fault(error: BaseException) -> str:
     """Return one sentence on the fault of the machine or the judge, such as a full disk, that led to `error`.
 
     The result is empty if neither `error` nor one of its causes is such a fault. The messages are searched as
-    well, because safetensors and torch keep only the text of the system's error, and SQLite has a text of its
-    own.
+    well, because safetensors and torch keep only the text of the system's error, and SQLite reports a full
+    disk with a text of its own.
     """
     for seen in error_chain(error):
         place = f"{seen.filename}: " if isinstance(seen, OSError) and seen.filename else ""

@@ -1,6 +1,7 @@
-"""Types of parameters, and the marks of what a parameter changes.
+"""Types of parameters, and the functions that declare a parameter and its kind.
 
-Every parameter is marked as `result` or `throughput`: only the first kind enters the keys of stages and runs.
+The kind of a parameter is `result` or `throughput`. Only result parameters enter the keys, which are the
+digests under which the results of stages and runs are stored and found again.
 """
 
 from typing import Annotated, Any, Literal

@@ -1,7 +1,7 @@
 """All parameters with their types, meanings and permitted values.
 
 The values are read from `params.yaml` by `config.resolve`. No value has a default in this file. Every
-parameter is marked as `result` or `throughput`: only the first kind enters the keys of stages and runs.
+parameter has the kind `result` or `throughput`, which param_types.py defines.
 """
 
 from typing import Annotated, Any, Literal
@@ -187,7 +187,7 @@ class Policy(FrozenModel):
 
 
 class Pool(FrozenModel):
-    """Parameters of the placement: the GPUs, or processor cores on cpu, of each role of a run.
+    """Parameters of the placement: the GPUs, or processor cores on cpu, of trainers, samplers and judges.
 
     Trainers and judges are placed on the Ray cluster that RAY_ADDRESS names.
     """

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-# A receiver of the names of the steps of one piece of work, each when it begins.
+# Type of a function that is called with a description of each step of some work when the step begins.
 Report = Callable[[str], None]
 
 

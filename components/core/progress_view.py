@@ -14,14 +14,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+# Least number of seconds between two lines of one stage.
 LINE_SECONDS = 5.0
 
 
 @dataclass
 class Row:
-    """The last report of one stage, at the time `updated`, and the time and step of its first report.
+    """The progress of one stage, as its first and its last report give it.
 
-    The times are in seconds of a monotonic clock.
+    `started` and `first_step` are the time and the step of the first report, and the other fields are those
+    of the last report. The times are in seconds of a monotonic clock.
     """
 
     step: int
@@ -132,6 +134,7 @@ def format_number(value: float | None, pattern: str = "{:.3g}") -> str:
     return "–" if value is None else pattern.format(value)
 
 
+# Columns of the table of evaluations at the end of a run.
 FIGURES = (
     "held-out tasks",
     "pass rate",
@@ -165,6 +168,7 @@ def evaluation_table(overall: Any, console: Console) -> None:
 def captured_line(search: Mapping[str, Any]) -> str:
     """Return one line with the captured shares of a run's first and last policy.
 
+    The captured share is the share of the speed-up found by the schedule search that a policy reaches.
     `search` has the fields of a components.evaluation.captured_share.SearchSummary.
     """
     shares = [

@@ -4,7 +4,7 @@ Actors have names that all processes of a run share, so that each process finds 
 has started instead of starting it again. Actors and placement groups end with the process that started them,
 also if that is killed, because Ray ends what belongs to a driver that is gone.
 
-vLLM servers are announced by actors without a task, which are named after their addresses.
+A vLLM server is announced by an actor that does nothing, and whose name contains the server's address.
 
 Ray is imported by this file, so only code that runs with a cluster imports it.
 """
@@ -118,7 +118,7 @@ def reserve(params: Params, role: str, count: int) -> PlacementGroup:
     this process. Raises UserError if the resources are not free within RESERVE_SECONDS.
     """
     each = bundle(params)
-    # Nobody looks the group up by its name, which is for those who list the groups of the cluster.
+    # No code looks the group up by its name, which is for people who list the groups of the cluster.
     name = f"{name_in_run(role)}-{secrets.token_hex(4)}"
     group: PlacementGroup = placement_group([each] * count, strategy="PACK", name=name)
     if not group.wait(RESERVE_SECONDS):
@@ -133,7 +133,7 @@ def reserve(params: Params, role: str, count: int) -> PlacementGroup:
 
 
 class _Announcement:
-    """An actor that only has a name."""
+    """An actor without methods, whose name announces the address of a vLLM server."""
 
 
 @contextmanager

@@ -1,13 +1,14 @@
-"""The source files on which the result of a stage depends, and digests that follow only their meaning.
+"""Find the source files on which the result of a stage depends, and compute digests of their meaning.
 
 The files of a stage are found from the modules that the caller names by following imports, also those inside
 functions. A string that names a module, such as "components.policy.vllm_worker.Fingerprint", counts as an
-import. A string that names a file or folder beside the module, or the template of workspaces, counts as a use
-of that file. Inside a sandbox, the search path of modules is the folder of the importing module, so an import
-may also name a module beside the importing one.
+import. A string that names a file beside the module counts as a use of that file. A string that names a
+folder beside it, or the template of workspaces (`agent_workdir`), counts as a use of all files in it.
+Inside a sandbox, the search path of modules is the folder of the importing module, so an import may also name
+a module beside the importing one. Comments, docstrings and formatting do not change the digest of a module.
 
-Parsing all sources takes seconds, so the facts that are read from each source (`_Facts`) are kept in the
-user's cache under the digest of its content.
+Parsing all sources takes seconds, so what is read from each source (its imports, its strings and a digest of
+its syntax tree, see `_Facts`) is stored in the user's cache under the digest of the source's bytes.
 """
 
 import ast
@@ -24,19 +25,20 @@ from components.core.python_source import parse_python
 # Top folders of the project whose modules are followed, and the folder of the workspaces' template.
 PACKAGES = ("components", "flows")
 TEMPLATE = "agent_workdir"
-# Modules that only declare and read parameters, whose values are part of a stage's key themselves.
+# Modules that only declare and read parameters. They do not count as sources of a stage, because the values
+# of the parameters are part of its key.
 DECLARATIONS = ("components/core/params.py", "components/core/config.py", "components/core/param_kinds.py")
 
 
-# Longest string that may name a file beside a module.
+# Strings in a source with at least this many characters are not taken for names of files.
 MAX_FILE_NAME = 100
 
 
 class _Facts(NamedTuple):
-    """What is known of a Python module.
+    """The facts that are read from the source of one Python module.
 
-    `content` is the digest of its bytes, `digest` that of its syntax tree. `names` are the names that it
-    imports, and `texts` its strings that may name files.
+    `content` is the SHA-256 of the source's bytes, and `digest` that of its syntax tree without docstrings.
+    `names` are the dotted names that the module imports, and `texts` its strings that may name files.
     """
 
     content: str
@@ -58,7 +60,7 @@ def source_digest(path: Path) -> str:
 
 @functools.cache
 def _facts(path: Path) -> _Facts | None:
-    """Return the facts of a Python module, from the cache if it has them.
+    """Return the facts of a Python module, which are read from the user's cache if they are stored there.
 
     Returns None for a file that is no Python module or cannot be parsed.
     """
@@ -74,14 +76,21 @@ def _facts(path: Path) -> _Facts | None:
 
 
 def _cache_file() -> Path:
-    """Return the file of the cached facts of this checkout, which depend on this module and on Python."""
+    """Return the path of the file in the user's cache that stores the facts of this checkout's modules.
+
+    Its name is a digest of the checkout's path, of Python's version and of this module's source. The last two
+    are included because they determine which facts are read from a source.
+    """
     origin = f"{PROJECT}\n{sys.version}\n{digest_file(Path(__file__))}"
     return user_cache("sources") / f"{digest_bytes(origin.encode())[:16]}.json"
 
 
 @functools.cache
 def _kept_facts() -> dict[str, _Facts]:
-    """Return the cached facts of modules by the digest of their bytes."""
+    """Return the facts that the user's cache stores, by the digest of each module's bytes.
+
+    The result is empty if the file is missing or damaged.
+    """
     try:
         kept = json.loads(_cache_file().read_bytes()).items()
         return {key: _Facts(key, digest, tuple(names), tuple(texts)) for key, (digest, names, texts) in kept}
@@ -90,14 +99,20 @@ def _kept_facts() -> dict[str, _Facts]:
 
 
 def _keep_facts(files: list[Path]) -> None:
-    """Write the facts of the modules among `files` to the cache, unless it has exactly them."""
+    """Write the facts of the Python modules among `files` to the user's cache, and drop all others from it.
+
+    Nothing is written if the cache already stores exactly these facts.
+    """
     modules = {facts.content: facts for path in files if (facts := _facts(path))}
     if modules != _kept_facts():
         atomic_write(_cache_file(), json.dumps({key: facts[1:] for key, facts in modules.items()}))
 
 
 def _parsed(content: bytes) -> ast.Module | None:
-    """Return the syntax tree of a Python module without bare strings, or None if it is not valid."""
+    """Return the syntax tree of a Python module without its docstrings, or None if the source is not valid.
+
+    Other strings that are statements of their own are removed too.
+    """
     try:
         tree = parse_python(content)
     except (SyntaxError, ValueError):
@@ -109,7 +124,7 @@ def _parsed(content: bytes) -> ast.Module | None:
 
 
 def _facts_of(tree: ast.Module, content: str) -> _Facts:
-    """Return the facts of a syntax tree, whose source has the digest `content`.
+    """Return the facts of a module with the syntax tree `tree`, whose bytes have the digest `content`.
 
     Imports under `if TYPE_CHECKING` are left out.
     """
@@ -159,7 +174,10 @@ def _files_below(folder: Path) -> set[Path]:
 
 @functools.cache
 def _used_by(path: Path) -> frozenset[Path]:
-    """Return the files of the project that a module imports or names, without itself."""
+    """Return the files of the project that the module at `path` imports or names in a string.
+
+    The file of the module itself is left out.
+    """
     facts = _facts(path)
     if facts is None:
         return frozenset()

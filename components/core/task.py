@@ -42,7 +42,9 @@ def normalise(code: str) -> str:
 class KernelTask(FrozenModel):
     """A kernel task, which is identified by the digest of its normalised source.
 
-    `evidence` has the facts that were recorded when the task was admitted, such as its eager time.
+    `ops` are the names of its operators in their order. `data_source` is its kind, such as torch#2 for a
+    chain of two operators, or its origin. `level` is its level in an evaluation suite, or None. `evidence`
+    has the figures that were recorded when the task was admitted, such as its eager time.
     """
 
     code: str
@@ -108,6 +110,7 @@ def load_task(path: Path) -> KernelTask:
 
 # Keys of a task's evidence whose values are measured and so differ each time the data set is built.
 MEASURED = ("eager_seconds", "compile_seconds", "rates", "headroom", "spread")
+# Columns of tasks.parquet.
 COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 
 

@@ -85,7 +85,8 @@ class FolderStore:
     def _recorded(self, key: str) -> str:
         """Return the SHA-256 that was recorded when the object `key` was written, or "".
 
-        None was recorded if the writer was killed before it could, or if another program wrote the object.
+        No digest was recorded if the writer was killed before it recorded one, or if another program wrote
+        the object.
         """
         note = self._note(key)
         return note.read_text().strip() if note.is_file() else ""

@@ -15,6 +15,7 @@ from typing import Any
 
 from components.storage.store import Store, StoredObject
 
+# First parts of the keys of objects that belong to a group.
 GROUPS = ("checkpoints", "runs")
 MANIFEST = "manifest.json"
 # Pattern of a run id or a digest within a text.
@@ -62,9 +63,10 @@ def plan(
 ) -> Plan:
     """Return a plan that removes the groups without a reference that are older than `older_than`.
 
-    `references` and `evidence` map run ids and digests to a description of what refers to them. If a run is
-    kept because of `references` or its age, all checkpoints that its manifest names are kept too. If a run is
-    kept only because of `evidence` (a past decision), checkpoints that only its manifest names are not kept.
+    `references` and `evidence` map run ids and digests to a description of what refers to them: `references`
+    those in present use, and `evidence` those that past decisions name. If a run is kept because of
+    `references` or its age, all checkpoints that its manifest names are kept too. If it is kept only because
+    of `evidence`, checkpoints that only its manifest names are not kept. `now` is the present time.
     """
     found = groups(store.entries())
     keep: dict[str, str] = {}

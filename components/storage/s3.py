@@ -26,10 +26,15 @@ from components.storage.store import StoredObject, check_key, key_taken
 # Size in bytes of a part, and size above which an object is written in parts. S3 requires parts of at least 5
 # MiB.
 PART_BYTES = 64 << 20
+# Largest number of parts of one object in S3.
 MOST_PARTS = 10_000
+# Size in bytes of the blocks in which an object is read.
 BLOCK_BYTES = 1 << 20
+# Error codes of a write that the server refused because the key exists or is being written.
 REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
+# Error codes of a request for an object that does not exist.
 MISSING = ("NoSuchKey", "NotFound", "404")
+# Error codes of faults that may be gone when the request is repeated.
 PASSING = (
     "SlowDown",
     "RequestTimeout",

@@ -15,6 +15,7 @@ from typing import Protocol
 from components.core.errors import UserError
 from components.core.files import MANIFEST
 
+# Pattern of a valid key.
 KEY = re.compile(r"[A-Za-z0-9][\w.,=+@ -]*(/[A-Za-z0-9_][\w.,=+@ -]*)*")
 
 
@@ -75,10 +76,11 @@ def key_taken(address: str) -> UserError:
 
 
 def put_checkpoint(store: Store, digest: str, folder: Path) -> None:
-    """Store every file below `folder` under `checkpoints/<digest>`, with manifest.json as the last one.
+    """Store every file of a checkpoint under `checkpoints/<digest>`, with manifest.json as the last one.
 
-    So if the store has the manifest, it has the whole checkpoint. In this case nothing is written, even if
-    the manifest in `folder` differs, because equal weights can be made by different revisions of the code.
+    `folder` is the folder of the checkpoint, and `digest` that of its files. If the store has the manifest,
+    it has the whole checkpoint, so nothing is written. This holds even if the manifest in `folder` differs,
+    because different revisions of the code can make equal weights.
     """
     prefix = f"checkpoints/{digest}"
     if store.exists(f"{prefix}/{MANIFEST}"):

@@ -15,6 +15,7 @@ from components.synthesis.mined_operators import FIT_ERRORS
 MIN_EFFECT = 1e-2
 # Smallest standard deviation of the output, relative to its RMS.
 MIN_SPREAD = 3e-3
+# Lower and upper bound of the output's RMS.
 OUTPUT_RMS = (1e-4, 1e4)
 
 T = TypeVar("T")
@@ -33,10 +34,11 @@ def passes_ablation(
     """Return whether the output varies, float32 is precise enough for it, and every operator changes it.
 
     `run` applies a chain of operators to a fixed input in the given dtype and returns the output. The output
-    must have at least `min_values` elements, and of a sample of at most `max_samples` of them, 60 % or 100
-    must be distinct. `max_float32_error` is the largest RMS difference between the outputs in float32 and
-    float64, relative to the output's RMS. A chain of one operator is compared with its input if
-    `ablate_single` is true, and otherwise its operator is not left out.
+    must have at least `min_values` elements. Of a sample of at most `max_samples` of them, at least 100 must
+    be distinct, or 60 % if that is fewer. `max_float32_error` is the largest RMS difference between the
+    outputs in float32 and float64, relative to the output's RMS. The output of a chain of one operator is
+    compared with its input if `ablate_single` is true; otherwise the effect of that operator is not tested.
+    The result is false if `run` fails on the whole chain.
     """
     try:
         out = run(chain, torch.float32)
@@ -63,7 +65,7 @@ def _has_effect(
     """Return whether leaving out an operator changes the output's shape, or its values by `min_change` (RMS).
 
     `out` is the output of the whole chain, and `rest` is the chain without the operator. The result is also
-    true if `run` cannot apply the rest to its input.
+    true if `run` cannot apply `rest` to its input.
     """
     try:
         without = run(rest, torch.float32)

@@ -1,4 +1,4 @@
-"""Composition of tasks from the core operators.
+"""Composition of tasks from the core operators (core_operators.py).
 
 A task is a chain of operators with matching shapes and dtypes, which is written as a self-contained module. A
 chain becomes a task only if its output on a small input varies, and changes when any one of its operators is
@@ -27,12 +27,14 @@ from components.synthesis.mined_operators import function_of
 
 # Share of operator sequences that are reserved for held-out tasks.
 HELD_OUT_SHARE = 0.2
-# Number of draws to find a chain whose estimated eager time fits, before any size is accepted.
+# Number of draws after which a chain is accepted although no size has an estimated eager time within
+# data.eager_seconds.
 MAX_DRAWS = 200
-# Share of tasks with a strided operator, on devices that have these operators.
+# Share of tasks with a strided operator (see CoreOperator), on devices that have these operators.
 STRIDED_SHARE = 0.35
-# Number of draws of the other operators before another strided operator is drawn. An operator that is fast in
-# eager mode needs several, so it would be rare if it were drawn again in every draw.
+# Number of draws of the other operators of a chain before another strided operator is drawn. With a strided
+# operator that is fast in eager mode, several draws are needed until the estimated time of the chain is long
+# enough. If each draw had another strided operator, fast ones would be rare.
 STRIDED_DRAWS = 25
 # Rows and columns of the small input on which chains are tested. Chains with a strided operator need more
 # rows, because the mean of a column varies the less, the more rows there are.
@@ -45,23 +47,23 @@ Steps = tuple[Step, ...]
 def is_held_out(ops: Sequence[str], seed: int) -> bool:
     """Return whether the operator sequence is reserved for held-out tasks.
 
-    `ops` has the operators' names in their order. A hash of the seed and the sequence decides, so that all
-    parts of the pipeline agree without a common list. All spellings of an operator, such as nn.ReLU and
-    F.relu, give the same result.
+    `ops` has the operators' names in their order, and `seed` is data.held_out_seed. A hash of the seed and
+    the sequence decides, so that all parts of the pipeline agree without a common list. All spellings of an
+    operator, such as nn.ReLU and F.relu, give the same result.
     """
     digest = digest_bytes(f"{seed}:{'>'.join(map(canonical, ops))}".encode())
     return int(digest[:16], 16) < HELD_OUT_SHARE * 2**64
 
 
 def split_of(ops: Sequence[str], seed: int) -> Literal["train", "held_out"]:
-    """Return the split of a task with this operator sequence."""
+    """Return the split of a task with the operator sequence `ops`, where `seed` is data.held_out_seed."""
     return "held_out" if is_held_out(ops, seed) else "train"
 
 
 def composed_task(code: str, ops: tuple[str, ...], seed: int, data_source: str = "") -> KernelTask:
     """Return a task with the source `code`, the operators `ops`, and the split that `split_of` gives them.
 
-    By default, `data_source` is torch#N for N operators.
+    `seed` is data.held_out_seed. By default, `data_source` is torch#N for N operators.
     """
     return KernelTask(
         code=code, ops=ops, data_source=data_source or f"torch#{len(ops)}", split=split_of(ops, seed)
@@ -160,10 +162,10 @@ def every_operator_matters(steps: Steps) -> bool:
 def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
     """Return whether the rule-based kernel writer supports a chain of these operators.
 
-    In a supported chain each row operator, each operator with parameters, and the second input occur at most
-    once. There is at most one reduction, and at most two row operators and reductions together. Only
-    elementwise operators follow a reduction, and no operator follows itself. At most one operator is strided,
-    and if there is one, all others are elementwise.
+    The kinds of operators are described at `CoreOperator`. In a supported chain each row operator, each
+    parameter operator, and the second input occur at most once. There is at most one reduction, and at most
+    two row operators and reductions together. Only elementwise operators follow a reduction, and no operator
+    follows itself. At most one operator is strided, and if there is one, all others are elementwise.
     """
     names = [operator.name for operator in operators]
     kinds = [operator.kind for operator in operators]

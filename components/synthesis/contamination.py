@@ -20,11 +20,13 @@ from components.core.files import digest_bytes
 from components.core.python_source import parse_python
 from components.core.task import missing_kernelbench
 
+# Variables that stand for modules of torch. They are kept, and every other variable is replaced by one word.
 LIBRARIES = frozenset({"torch", "nn", "F", "functional"})
 # Largest number of syntax nodes of an expression that is inlined. The limit is needed because repeated
 # assignments such as x = x * x grow exponentially when they are inlined.
 MAX_INLINED_NODES = 2000
 
+# Type of a multiset of subtrees: how often each subtree, named by a text, occurs.
 Subtrees = Counter[str]
 
 

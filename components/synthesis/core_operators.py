@@ -1,8 +1,8 @@
 """The core operators, which are the torch operators for which the rule-based kernel writer can write kernels.
 
 Each operator is one line of `forward` that computes a new `x` from `x`. Its constants are chosen from small
-sets. They are written with a decimal point, so that the tokenizer of a small policy has one token for each of
-them, except the windows of pools, which are integers.
+sets. Constants are written with a decimal point, so that the tokenizer of a small policy has one token for
+each of them. Only the windows of pools are integers.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,16 @@ from typing import Literal
 from components.bootstrap.chain_parser import OPERATOR_LINES
 from components.core.param_types import Device
 
+# Permitted values of constants, as texts for the source.
 BELOW_ONE = ("0.01", "0.05", "0.1", "0.2", "0.25", "0.3", "0.4", "0.5", "0.6", "0.7", "0.75", "0.8")
 PALETTE = (*BELOW_ONE, "0.9", "1.1", "1.2", "1.25", "1.5", "1.75", "2.0", "2.5", "3.0", "3.5", "4.0", "5.0")
 SLOPES = BELOW_ONE[:10]
 LOWS = ("-2.0", "-1.5", "-1.0", "-0.75", "-0.5", "-0.25")
 HIGHS = ("0.25", "0.5", "0.75", "1.0", "1.5", "2.0")
+# Numbers of rows and columns of the inputs of composed tasks.
 ROWS = tuple(2**power for power in range(4, 21))
 COLS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+# Permitted values of the thresholds of softshrink and of the windows of pools.
 THRESHOLDS = ("0.1", "0.2", "0.25", "0.3", "0.4", "0.5")
 WINDOWS = ("2", "4", "8")
 CPU: tuple[Device, ...] = ("cpu",)
@@ -27,7 +30,10 @@ CPU: tuple[Device, ...] = ("cpu",)
 class CoreOperator:
     """A core operator: its name and kind, the permitted values of its constants, and its parameters.
 
-    A strided operator is one of STRIDED_OPERATORS in chain_parser.py.
+    A row operator computes along the last dimension and keeps the shape, and a reduction returns one value
+    for each row. A parameter operator uses a parameter with one value for each column, and a second-input
+    operator the second input `y` of the task. A strided operator is one of STRIDED_OPERATORS in
+    chain_parser.py, such as operators along dimension 0, cumulative sums, pools and the transposition.
     """
 
     name: str

@@ -16,6 +16,7 @@ from components.core.param_types import Device
 from components.synthesis.core_operators import CORE_OPERATORS, canonical
 from components.synthesis.mined_operators import OperatorTemplate, output_layout
 
+# Names of the torch operators that only make a view.
 VIEWS = frozenset(
     (
         "view _unsafe_view reshape expand permute transpose t unsqueeze squeeze select slice "
@@ -34,7 +35,7 @@ GPU_FLOPS, GPU_BANDWIDTH, GPU_LAUNCH = 4e13, 3e12, 4e-6
 
 @dataclass
 class OperatorCost:
-    """The cost of a template on one input.
+    """The cost of an operator template (OperatorTemplate) on one input.
 
     `flops` is the number of floating-point operations of products and convolutions. `bytes` is the number of
     bytes of the inputs and outputs of all kernels. `calls` is the number of kernel launches, `largest` is the
@@ -87,11 +88,11 @@ def operator_cost(
 def estimate_operator_seconds(
     template: OperatorTemplate, cost: OperatorCost, device: Device
 ) -> tuple[float, float]:
-    """Estimate the eager seconds that do not depend on the size of the input, and those that grow with it.
+    """Estimate the eager seconds of an operator: those that do not depend on the input's size, and the rest.
 
-    `cost` is the cost of the template on the input, for whose size the second number holds. The estimate is
-    used to choose a size. On a GPU, the fixed part is the time of the kernel launches, which is nearly the
-    whole time for a small input. On a CPU, the fixed part is 0.
+    `cost` is the cost of the template on one input, and the second number holds for the size of that input.
+    The estimate is used to choose a size. On a GPU, the fixed part is the time of the kernel launches, which
+    is nearly the whole time for a small input. On a CPU, the fixed part is 0.
     """
     if device == "cuda":
         return cost.calls * GPU_LAUNCH, cost.flops / GPU_FLOPS + cost.bytes / GPU_BANDWIDTH

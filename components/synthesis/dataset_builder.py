@@ -1,9 +1,9 @@
-"""Decide which candidates enter a data set of training tasks, and write the data set.
+"""Decide which proposed tasks enter a data set of training tasks, and write the data set.
 
-Every rejected candidate is stored with the reason. Candidates are decided in the order of their composition,
-so the admitted tasks depend only on the parameters and the verdicts, and not on which admission finished
-first. The pool stores the admissions in the journal, so that no candidate is judged again if a killed build
-is started again.
+In this package a proposed task is called a candidate (`TaskCandidate`). Every rejected candidate is stored
+with the reason. Candidates are decided in the order of their composition, so the admitted tasks depend only
+on the parameters and the verdicts, and not on which admission finished first. The pool stores the admissions
+in the journal, so that no candidate is judged again if a killed build is started again.
 """
 
 from collections import Counter, deque
@@ -25,13 +25,14 @@ from components.synthesis.quotas import Quota
 from components.synthesis.task_filter import TaskFilter
 from components.synthesis.torch_composer import Draft, TorchComposer
 
-# Number of successive candidates refused after they were executed at which the build fails.
+# Number of successive executed candidates at which the build fails if all were refused.
 MAX_REFUSED_IN_A_ROW = 60
-# Number of successive duplicate or unneeded candidates after which the build fails.
+# Largest number of successive candidates that are refused because of their source or are not needed. After
+# more, the build fails.
 MAX_USELESS_IN_A_ROW = 5000
 
-# Number of candidates in the window for each worker of the pool. The window is large, because candidates are
-# decided in order and one admission may take a minute.
+# Number of candidates in the window (see DatasetBuilder) for each worker of the pool. The window is large,
+# because candidates are decided in order and one admission may take a minute.
 LOOKAHEAD = 16
 # Largest number of undecided submitted candidates for each worker of the pool. It is small, because a resized
 # task is the next to be decided and has to wait until these are judged.
@@ -89,6 +90,7 @@ class DatasetBuilder:
         self, params: Params, pool: AdmissionPool, progress: Progress, wanted: Counter[Quota] | None
     ):
         self.params, self.pool, self.progress, self.wanted = params, pool, progress, wanted
+        # Composer of the proposed tasks, which writes a task in another size if its eager time does not fit.
         self.composer: TorchComposer | None = None
         self.task_filter = TaskFilter(params.data)
         self.done: Counter[Quota] = Counter()
@@ -143,10 +145,11 @@ class DatasetBuilder:
         return replace(candidate, refused=Rejection(task, reason, detail)) if reason else candidate
 
     def needs(self, candidate: TaskCandidate, open_quotas: Counter[Quota]) -> bool:
-        """Return whether a candidate is needed, and if it is, subtract it from `open_quotas`.
+        """Return whether a candidate is needed, and if it is, count it as admitted in `open_quotas`.
 
         `open_quotas` has the number of missing tasks of each split and kind, in which all earlier candidates
-        of the window that can still be admitted are counted as admitted.
+        of the window that can still be admitted are counted as admitted. A candidate that can no longer be
+        admitted is not needed, and neither is one whose split and kind is not missing.
         """
         quota = self.quota(candidate.task)
         if candidate.is_ruled_out or (self.wanted is not None and open_quotas[quota] <= 0):
@@ -172,9 +175,10 @@ class DatasetBuilder:
         return self.pool.admit(task.code, headroom=self.params.data.headroom)
 
     def feed(self) -> None:
-        """Submit candidates of the window that are needed to the pool, in their order.
+        """Submit to the pool those candidates of the window that are needed (`needs`), in their order.
 
-        It stops when AHEAD candidates for each worker of the pool are submitted and not yet judged.
+        No more are submitted when AHEAD candidates for each worker of the pool are submitted and not yet
+        judged.
         """
         in_flight = sum(
             1

@@ -126,7 +126,8 @@ def write_summary(folder: Path, params: Params, summary: DatasetSummary) -> None
 def metrics(summary: DatasetSummary) -> dict[str, Any]:
     """Return the figures of a data set by name, which `dvc metrics show` and the report show.
 
-    Times are in seconds. Figures that no task has are left out of their group, which may be empty.
+    Times are in seconds. The groups of figures on similarity, headroom and eager time are empty if these were
+    determined for no task.
     """
     times = [task.evidence["eager_seconds"] for task in summary.admitted]
     left = [task.evidence["headroom"] for task in summary.admitted if "headroom" in task.evidence]

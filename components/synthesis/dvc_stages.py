@@ -1,4 +1,4 @@
-"""Commands of the DVC stages, which dvc.yaml runs.
+"""Run one of the two DVC stages of dvc.yaml: mine the table of operators, or build the data set.
 
 python -m components.synthesis.dvc_stages seeds --params params.yaml --out data/seeds
 python -m components.synthesis.dvc_stages tasks --params params.yaml --seeds data/seeds --out data/tasks
@@ -20,7 +20,7 @@ from components.core.params import Params
 ERROR_PREFIX = "error: "
 
 
-# Minimum time between two lines of progress.
+# Minimum number of seconds between two lines of progress.
 PROGRESS_SECONDS = 5.0
 
 

@@ -1,11 +1,11 @@
-"""The headroom of a task, which is the time of torch.compile divided by a lower bound of the time.
+"""Compute the headroom of a task: the time of torch.compile divided by a lower bound of any kernel's time.
 
     headroom = compile seconds / max(compulsory bytes / bandwidth, operations / rate)
 
 Compulsory bytes are the bytes of inputs, parameters and outputs, each counted once. Operations are counted on
 meta tensors for composed chains. For other sources they are unknown, and the headroom is only an upper bound.
-Bandwidth and rate are measured on the present device. The headroom can be below 1 if the data fit into a
-cache.
+The bandwidth (bytes per second) and the rate (operations per second) are measured on the present device. The
+headroom can be below 1 if the data fit into a cache.
 """
 
 import math

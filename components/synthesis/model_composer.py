@@ -25,7 +25,9 @@ from components.synthesis.dataset_summary import Rejection
 AHEAD = 8
 # Number of successive answers without a source after which the build fails.
 MAX_EMPTY_IN_A_ROW = 60
+# Largest number of tokens of an answer.
 MAX_NEW_TOKENS = 4096
+# Patterns of reasoning in an answer, which is removed, and of a code block, which holds the source.
 THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""The files of the table of mined operators, which is made once for each version of the libraries."""
+"""Load the table of mined operators, which is made once for each version of torch and transformers."""
 
 import importlib.metadata
 import json
@@ -58,9 +58,10 @@ def load_operator_table(folder: Path, progress: Progress) -> "OperatorTable":
 
 
 def write_table(folder: Path, table: "OperatorTable") -> None:
-    """Write the table to operators.json in the folder, and the reasons of names left out to left_out.csv.
+    """Write the table to operators.json in the folder, and a list of what was not mined to left_out.csv.
 
-    `load_operator_table` reads the first file. The second is for people.
+    `load_operator_table` reads the first file. The second is for people, and has the reason for each public
+    name of the libraries that was not mined.
     """
     atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")
     rows = [

@@ -1,18 +1,22 @@
-"""How many tasks of each split and kind a data set has."""
+"""Compute how many tasks of each split and kind a data set is to have.
+
+The split of a task is `train` or `held_out`. Its kind is its `data_source`, such as torch#2 for a chain of
+two operators of torch, or transformers for a module of that library.
+"""
 
 from collections import Counter
 
 from components.core.params import Data
 
-# Type of a pair of a split and a kind of task. A data set has a number of tasks for each pair.
+# Type of a pair (split, kind). For each pair, the parameters determine a number of tasks.
 Quota = tuple[str, str]
 
 
 def task_quotas(data: Data) -> Counter[Quota]:
-    """Return how many tasks of each split and kind a data set with these parameters has.
+    """Return how many tasks of each split and kind a data set with these parameters is to have.
 
-    Tasks of the core operators have only the kind "", because the number of their operators is drawn at
-    random.
+    For tasks of the core operators, the empty kind "" stands for all kinds, because the number of operators
+    of each task is drawn at random.
     """
     wanted: Counter[Quota] = Counter()
     for split, count in (("train", data.tasks), ("held_out", data.held_out)):

@@ -1,9 +1,9 @@
-"""The filter that decides which candidates become tasks, and gives the reason for each refusal.
+"""Decide which proposed tasks, called candidates, may enter a data set, with the reason for each refusal.
 
 `check_source` decides without executing the source: contract, forbidden code, labels, duplicates, and
-similarity to evaluation programs. `check_admission` decides according to the judge's admission, for which the
-task was executed in the sandbox. An admitted task is deterministic, its outputs depend on its inputs, trivial
-answers to it fail, and its eager time lies within data.eager_seconds.
+similarity to evaluation programs. `check_admission` decides by the result of the judge's admission, in which
+the task was executed in the sandbox. An admitted task is deterministic, its outputs depend on its inputs,
+trivial answers to it are found wrong, and its eager time lies within data.eager_seconds.
 """
 
 import math
@@ -28,8 +28,8 @@ MIN_SPREAD = 1e-3
 class TaskFilter:
     """A filter that refuses candidates because of their source or of the judge's admission.
 
-    It also refuses duplicates of candidates that it has checked before. So it remembers digests of their
-    sources, and its results depend on the order of the candidates.
+    It also refuses duplicates of candidates that it has checked before, whose digests it stores. So its
+    results depend on the order of the candidates.
     """
 
     def __init__(self, data: Data):
@@ -71,7 +71,12 @@ class TaskFilter:
         return "", ""
 
     def check_admission(self, admission: Admission) -> tuple[str, str]:
-        """Return the reason and the detail of a refusal according to the admission, or two empty strings."""
+        """Return the reason and the detail of a refusal after the judge's admission, or two empty strings.
+
+        A task is refused if the judge did not admit it, if its eager time is outside data.eager_seconds, or
+        if its output hardly varies (MIN_SPREAD). The reason is a word such as "eager_time", and the detail a
+        text for people.
+        """
         if not admission.admitted:
             detail = str(admission.evidence.get("detail", ""))
             unequal = admission.reason == "does_not_run" and NOT_DETERMINISTIC.match(detail)
@@ -86,7 +91,10 @@ class TaskFilter:
         return "", ""
 
     def similarity_evidence(self, task: KernelTask) -> dict[str, Any]:
-        """Return the evidence about the most similar evaluation program, or {} if none was compared."""
+        """Return the evidence about the evaluation program that is most similar to the task.
+
+        The result is empty if the task was not compared with any evaluation program.
+        """
         if task.task_id not in self.nearest_programs:
             return {}
         similarity, program = self.nearest_programs[task.task_id]

@@ -1,4 +1,4 @@
-"""The import of tasks from a parquet file with the columns of the public data set, and checks of its rows."""
+"""Import tasks from a parquet file with the columns of the data set CUDA-Agent-Ops-6K, and check its rows."""
 
 import ast
 import json
@@ -16,14 +16,16 @@ from components.synthesis.contamination import count_subtrees, similarity
 from components.synthesis.dataset_summary import Rejection
 from components.synthesis.task_filter import TaskFilter
 
+# Columns of the public data set CUDA-Agent-Ops-6K.
 PUBLIC = ("ops", "data_source", "code")
 
 
 def read_public(path: Path, seed: int) -> list[KernelTask]:
-    """Return every row as a task without evidence, whose name is the number of the row.
+    """Return every row of a parquet file as a task without evidence, whose name is the number of the row.
 
-    `seed` determines which tasks are held out. Raises UserError if the file is not a parquet file or lacks
-    one of the columns of the public data set, which are `ops`, `data_source` and `code`.
+    `seed` is data.held_out_seed, which determines the tasks that are held out. Raises UserError if the file
+    is not a parquet file or lacks one of the columns of the public data set, which are `ops`, `data_source`
+    and `code`.
     """
     try:
         table = pyarrow.parquet.read_table(path)
@@ -76,7 +78,7 @@ def parse_operators(value: Any) -> tuple[str, ...]:
 def check_rows(tasks: list[KernelTask], data: Data) -> dict[int, Rejection]:
     """Check the source of every row in order, without executing it, and return the refusals by row number.
 
-    `tasks` are the tasks of the rows. A held-out row is refused if its operator sequence also occurs in a
+    `tasks` has one task for each row. A held-out row is refused if its operator sequence also occurs in a
     training row.
     """
     task_filter = TaskFilter(data)

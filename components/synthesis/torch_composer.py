@@ -36,6 +36,7 @@ from components.synthesis.transformers_source import write_module_source
 
 # Probabilities of the ranks of a chain's input.
 RANKS = {2: 0.3, 3: 0.3, 4: 0.32, 5: 0.08}
+# Sizes that the axes of inputs may have.
 POWERS = tuple(2**power for power in range(0, 21))
 WIDTHS = (64, 96, 128, 256, 384, 512, 768, 1024, 2048, 3072, 4096)
 SIDES = (14, 28, 32, 56, 64, 112, 128, 224)
@@ -47,10 +48,12 @@ AXES: dict[int, tuple[tuple[int, ...], ...]] = {
     4: (POWERS[:8], (16, 32, 64, 128, 256), SIDES),
     5: (POWERS[:5], (8, 16, 32, 64), (8, 16, 32), (16, 28, 32, 56, 64)),
 }
+# Largest number of input shapes that are tried for one draft.
 MAX_SIZES_TRIED = 5
 # Largest number of bytes of a tensor in a chain, including parameters. The limit is needed because, for
 # example, the parameters of nn.Bilinear grow with the product of its sizes.
 MAX_TENSOR_BYTES = 1 << 30
+# Hidden sizes of the inputs of transformers modules.
 FEATURES = (256, 512, 768, 1024, 2048)
 
 Shape = tuple[int, ...]
@@ -73,7 +76,7 @@ class Draft:
 
 
 class TorchComposer:
-    """An endless iterator over drafts of tasks, which are composed from operators of `table`.
+    """An endless iterator over drafts of tasks, which are composed from the table of mined operators.
 
     Equal arguments give equal drafts. If `modules` is false, no tasks with modules of transformers are drawn.
     """
@@ -205,9 +208,9 @@ class TorchComposer:
 
 
 def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape]) -> str:
-    """Return the Python source of a task with a chain of templates, whose input shapes are `shapes`.
+    """Return the Python source of a task that applies the templates of a chain in order.
 
-    There is one shape for each template.
+    `shapes` has the shape of the input of each template.
     """
     init, lines, second = "", [], None
     for index, (template, shape) in enumerate(zip(chain, shapes, strict=False), 1):
@@ -245,7 +248,9 @@ def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> b
 
 
 def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Layout, OperatorCost]] | None:
-    """Return the layout of each operator's input and the operator's cost, for a chain with an input `shape`.
+    """Return for each operator of a chain the layout of its input and its cost.
+
+    `shape` is the shape of the chain's input, which is contiguous.
 
     Returns None if an operator cannot be applied to its input, or if a tensor becomes too large.
     """

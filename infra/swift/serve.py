@@ -1,4 +1,4 @@
-r"""Persistent S3 endpoint for one host: OpenStack Swift with its S3 interface, one copy in one folder.
+r"""Serve S3 on one host: OpenStack Swift with its S3 interface, one copy of all objects in one folder.
 
     AWS_ACCESS_KEY_ID=TEAM:PERSON AWS_SECRET_ACCESS_KEY=... \
         python infra/swift/serve.py FOLDER --port 9000 --bucket NAME
@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 
+# Module of each server of Swift.
 SERVERS = {
     "account": "swift.account.server",
     "container": "swift.container.server",
@@ -38,6 +39,7 @@ set_swift_dir(sys.argv.pop(1))  # servers read it from their configuration, the 
 from {module} import main
 sys.exit(main())
 """
+# Longest wait for the endpoint to accept connections, in seconds.
 LONGEST_START = 60.0
 PR_SET_PDEATHSIG = 1
 
@@ -117,7 +119,11 @@ def free_ports(count: int) -> list[int]:
 
 
 def configure(folder: Path, host: str, port: int, key: str, secret: str, region: str) -> None:
-    """Write configuration and rings; the storage servers listen on any free ports of this host."""
+    """Write Swift's configuration files, and its rings (tables of storage devices), into `folder`.
+
+    `host`, `port` and `region` are those of the S3 endpoint, and `key` (TEAM:PERSON) and `secret` are its
+    credentials. The storage servers listen on any free ports of this host.
+    """
     from swift.common.ring import RingBuilder
 
     def word(text: str) -> str:
@@ -157,7 +163,7 @@ def configure(folder: Path, host: str, port: int, key: str, secret: str, region:
 
 def launch(module: str, configuration: Path) -> subprocess.Popen[bytes]:
     def tie() -> None:
-        """Whoever kills this process ends the servers with it."""
+        """Make the kernel send SIGTERM to the new server when the process that started it ends."""
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     command = [sys.executable, "-c", PROGRAM.format(module=module), configuration.parent, configuration, "-v"]
