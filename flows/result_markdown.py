@@ -4,7 +4,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from components.core.progress_view import FIGURES, captured_line, duration, figures_row, format_number
+from components.core.progress_view import (
+    FIGURES,
+    before_name,
+    captured_line,
+    duration,
+    figures_row,
+    format_number,
+)
 
 
 def stages_table(record: Mapping[str, Any]) -> str:
@@ -36,7 +43,7 @@ def verdict(record: Mapping[str, Any]) -> str:
     The evaluations are those before and after training. `record` is the content of the run's run.json.
     """
     model, gate = record["model"], record["gate"]
-    evaluations = (("before (cold start)", record["cold_start"]), ("after", record["evaluation"]))
+    evaluations = ((before_name(record), record["cold_start"]), ("after", record["evaluation"]))
     return "\n".join(
         [
             f"**{model['name']} version {model['version']}: {gate['verdict']}**",

@@ -155,6 +155,15 @@ def figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
     return [name, *cells, format_number(mean["eager"], "{:.2f}x"), format_number(mean["compile"], "{:.2f}x")]
 
 
+def before_name(record: Mapping[str, Any]) -> str:
+    """Return the name of the first policy's evaluation in tables, from the content of a run.json.
+
+    The first policy is that of the cold start, a version of the registry, or a folder.
+    """
+    start = record.get("night", {}).get("start", "scratch")
+    return f"before ({'cold start' if start == 'scratch' else start})"
+
+
 def evaluation_table(overall: Any, console: Console) -> None:
     """Print the figures of one evaluation as a table.
 
@@ -212,7 +221,7 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
         plain_table(("stage", "reward before", "reward after", "seconds", "checkpoint"), stages),
         soft_wrap=True,
     )
-    evaluations = (("before (cold start)", record.get("cold_start")), ("after", record["evaluation"]))
+    evaluations = ((before_name(record), record.get("cold_start")), ("after", record["evaluation"]))
     figures = [figures_row(name, found) for name, found in evaluations if found is not None]
     console.print(plain_table(FIGURES, figures))
     if "schedule_search" in record:

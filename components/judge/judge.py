@@ -363,7 +363,7 @@ class Judge:
 def _verify(candidate: TimedRunner) -> None:
     """Raise Rejected if the candidate's output is wrong on an input set that has a reference output."""
     if (reason := candidate.verify("check")) is not None:
-        where = reason.replace(":", " on inputs of the family ")
+        where = reason.replace(":", " on inputs of the distribution ")
         raise Rejected("wrong_output", reason, f"the output is wrong ({where}).")
 
 

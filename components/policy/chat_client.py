@@ -102,6 +102,7 @@ class ChatClient:
         self.url = base if re.search(r"/v\d+$", base) else f"{base}/v1"
         key = os.environ.get("OPENAI_API_KEY", "")
         self.model = model
+        self.option = option
         self.pause = pause
         self.choosing = threading.Lock()
         try:
@@ -134,11 +135,11 @@ class ChatClient:
                     self.model = str(models[0]["id"])
                 except ServerFailed as error:
                     raise UserError(
-                        f"--policy {self.url}: {error}; start the server or fix the address."
+                        f"{self.option} {self.url}: {error}; start the server or fix the address."
                     ) from error
                 except (KeyError, IndexError, TypeError) as error:
                     raise UserError(
-                        f"--policy {self.url}: the server names no model; give one with --model."
+                        f"{self.option} {self.url}: the server names no model; give one with --model."
                     ) from error
             return self.model
 

@@ -265,8 +265,8 @@ class RunnerFactory:
             )
         what = "torch.compile" if kind == "compile" else "torch"
         return UserError(
-            f"{log}: the judge's process that holds {what} ends as soon as it starts, its last words are"
-            f" there ({output[-200:]}); fix that and run the same command again."
+            f"{log}: the judge's process that holds {what} ends as soon as it starts, with the output"
+            f" {output[-200:]}; fix that and run the same command again."
         )
 
     def _forget_exited(self, seconds: float) -> None:

@@ -120,7 +120,7 @@ class Runner:
                 elapsed = time.monotonic() - start
                 self.deadline += elapsed - charged_seconds(elapsed, timeout)
         if not data:
-            raise RunnerError("crashed", "the process ended without a word")
+            raise RunnerError("crashed", "the process ended without a result")
         letter = data[:1]
         if letter in expected:
             return data[1:]
@@ -157,7 +157,7 @@ class Runner:
         Raises RunnerError if the runner has sent another message already.
         """
         if not self.is_waiting():
-            raise RunnerError("protocol", "it spoke before it was asked")
+            raise RunnerError("protocol", "it sent a message before it was allowed to")
         try:
             self.connection.send(b"A")
         except OSError as error:

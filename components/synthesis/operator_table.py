@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Source files on which the table depends. If one of them changes, the table is mined again.
 RULES = (
+    "ablation.py",
+    "core_operators.py",
     "mined_operators.py",
     "mine_torch.py",
     "mine_transformers.py",

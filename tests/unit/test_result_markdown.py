@@ -58,3 +58,8 @@ def test_captured_shares_are_one_line() -> None:
     line = "captured share 0.44 [0.30, 0.60] -> – [–, –] of what 8 schedules a task reach"
     assert verdict(RECORD | {"schedule_search": {"schedules": 8, "rows": rows}}).endswith(f"\n\n{line}")
     assert "captured" not in verdict(RECORD)
+
+
+def test_the_evaluation_before_training_is_named_after_the_policy_that_the_night_started_from() -> None:
+    assert "| before (cold start) |" in verdict(RECORD)
+    assert "| before (version 2) |" in verdict(RECORD | {"night": {"start": "version 2"}})
