@@ -18,12 +18,12 @@ from components.cli.common import (
 )
 from components.cli.mcp import SERVICE
 
-export_app = typer.Typer(help="Tasks in the form of other programs.", no_args_is_help=True)
+export_app = typer.Typer(help="Write tasks in the formats of other programs.", no_args_is_help=True)
 
 
 @export_app.callback()
 def export() -> None:
-    """Tasks in the form of other programs."""
+    """Write tasks in the formats of other programs."""
 
 
 @export_app.command()

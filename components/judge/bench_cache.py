@@ -47,7 +47,10 @@ class BenchCache:
                 self._forget(task_id)
 
     def _forget(self, task_id: str) -> None:
-        """Drop what is kept for a task that has neither a bench nor a user; the caller holds the lock."""
+        """Drop the lock and the user count of a task if it has no bench and no call uses it.
+
+        The caller holds the lock of the cache.
+        """
         if task_id not in self.benches and self.users[task_id] == 0:
             del self.users[task_id]
             self.task_locks.pop(task_id, None)

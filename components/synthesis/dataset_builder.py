@@ -194,10 +194,11 @@ class DatasetBuilder:
                 in_flight += 1
 
     def await_admission(self) -> Admission | None:
-        """Wait for the admission of the window's first candidate and return it.
+        """Wait until the judge has checked the first proposed task of the window, and return the admission.
 
-        Returns None if the candidate need not be judged, because it is refused or no more tasks of its split
-        and kind are needed. Other candidates are submitted meanwhile.
+        The window is the queue of proposed tasks (see the class). Returns None if the task need not be
+        checked, because it is refused or no more tasks of its split and kind are needed. While this method
+        waits, it submits later tasks of the window to the judge.
         """
         first = self.window[0]
         quota = self.quota(first.task)
