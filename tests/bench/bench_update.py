@@ -20,10 +20,12 @@ turns and observations, in the same number of optimizer steps. A third of the to
 Counted are tokens that are no padding. Seconds are CPU seconds of one thread for one rank on cpu (wall time
 on a shared machine says little), and wall time otherwise. Memory is the largest use of a rank's GPU in the
 updates by torch's allocator. Each way's first update warms up and is not counted. Printed is also the loss
-of this first update, which differs between the ways only by rounding if there is one minibatch.
+of this first update, which differs between the ways only by rounding if there is one minibatch. With one
+rank, an alternative that runs out of GPU memory is reported as not fitting, and this project is measured.
 """
 
 import argparse
+import functools
 import gc
 import os
 import random
@@ -116,6 +118,15 @@ def alternative(name: str) -> tuple[str, Callable[..., Measured]]:
     return "plain loop over padded rows", plain
 
 
+def measure_or_none(measure: Callable[[], Measured]) -> Measured | None:
+    """Return what `measure` returns, or None if it runs out of GPU memory."""
+    try:
+        return measure()
+    except torch.OutOfMemoryError as error:
+        print(error, file=sys.stderr, flush=True)
+        return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -153,15 +164,21 @@ def main() -> None:
         # launch with several ranks.
         ways: dict[str, Callable[..., Measured]] = {} if options.against == "nothing" else {name: other}
         ways["this project"] = ours
-        found = {}
+        found: dict[str, Measured | None] = {}
         for way, measure in ways.items():
+            # What a way holds that ran out of memory is freed here, since its error is gone.
             gc.collect()
             before = 0
             if options.device == "cuda":
                 torch.cuda.empty_cache()
                 before = torch.cuda.memory_allocated()
-            found[way] = measure(params, folder, batch, experience, options.repeats)
-            found[way].peak -= before
+            update = functools.partial(measure, params, folder, batch, experience, options.repeats)
+            # If one of several ranks ran out of memory and went on, the others would wait for it.
+            may_fail = measure is not ours and ranks() == 1
+            measured = measure_or_none(update) if may_fail else update()
+            found[way] = measured
+            if measured:
+                measured.peak -= before
     finally:
         if ranks() > 1:
             distributed.barrier()
@@ -174,9 +191,10 @@ def main() -> None:
     os._exit(0)
 
 
-def report(params: Params, config: Qwen3Config, batch: Rollout, found: dict[str, Measured]) -> None:
+def report(params: Params, config: Qwen3Config, batch: Rollout, found: dict[str, Measured | None]) -> None:
+    """Print a line for each way; None stands for a way that does not fit into the GPU's memory."""
     device = torch.device(params.device if params.device == "cpu" else "cuda")
-    for measured in found.values():
+    for measured in filter(None, found.values()):
         largest = torch.tensor([measured.peak, *measured.seconds], dtype=torch.float64).to(device)
         if ranks() > 1:
             distributed.all_reduce(largest, distributed.ReduceOp.MAX)
@@ -191,8 +209,11 @@ def report(params: Params, config: Qwen3Config, batch: Rollout, found: dict[str,
         f"{ranks()} rank{'s' * (ranks() > 1)}, {params.engine.dtype}, "
         f"{torch.cuda.get_device_name() if params.device == 'cuda' else 'cpu'}"
     )
-    seconds = {name: statistics.median(measured.seconds) for name, measured in found.items()}
+    seconds = {name: statistics.median(measured.seconds) for name, measured in found.items() if measured}
     for name, measured in found.items():
+        if measured is None:
+            print(f"{name:28} does not fit into {torch.cuda.mem_get_info()[1] / 1e9:.0f} GB")
+            continue
         line = f"{name:28} {tokens / seconds[name]:10.0f} tokens/s  loss {measured.loss:9.6f}"
         if params.device == "cuda":
             line += f"  peak {measured.peak / 1e9:6.1f} GB"
