@@ -10,7 +10,9 @@ bfloat16 with AdamW:
 - The reference, a frozen network of 2P.
 - Activations under checkpointing: the input of each layer, 2TH bytes, and the working memory of one layer.
   That is 2T(4H + 5Q + 4K) bytes for attention, where Q and K are the widths of queries and keys, 12TI for a
-  dense feed-forward layer of width I, and 4Tk(2H + 3I) for k experts of width I per token.
+  dense feed-forward layer of width I, and 4Tk(2H + 3I) for k experts of width I per token. RMS norms keep
+  their input in float32 and the normalised input for the backward pass: 12TH for the two norms of a layer,
+  and 6T(Q + K) in models that normalise queries and keys.
 - The output head: at most four float32 tensors of logits of LOGITS_BYTES (training/output_head.py).
 
 The largest use of the GPU is in the backward pass, or in the optimizer's step if its temporary copies are
@@ -31,8 +33,8 @@ REDUCE_BUCKET = 500_000_000
 SUB_GROUP = 1_000_000_000
 # Bytes of the CUDA context, NCCL's buffers and the libraries' workspaces of a rank.
 CONTEXT_BYTES = 3e9
-# Share of a GPU's memory that a plan leaves free, because the estimates are not measured and the caching
-# allocator cannot use fragments.
+# Share of a GPU's memory that a plan leaves free, because the estimates are measured for few settings and the
+# caching allocator cannot use fragments.
 RESERVE = 0.1
 # Bytes that a sleeping vLLM keeps on the GPU: context and CUDA graphs. 0.8 to 2.4 GB were reported
 # (github.com/NVIDIA-NeMo/RL, issue 223).
@@ -161,12 +163,13 @@ def rank_memory(
 
     local = tokens / engine.sequence_parallel
     attention = size * _attention_elements(shapes, engine.sequence_parallel, local, row)
+    norms = (4.0 + size) * _norm_elements(shapes, local)
     tile = min(local, engine.mlp_tokens) if engine.mlp_tokens else local
     feed_forward = size * max(_dense_elements(shapes, tile), _expert_elements(shapes, local))
     if engine.activation_checkpointing:
         kept = size * local * shapes.hidden * shapes.layers
     else:
-        kept = shapes.layers * (attention + feed_forward)
+        kept = shapes.layers * (attention + norms + feed_forward)
     is_offloaded = engine.activation_offload and engine.activation_checkpointing
     head_gradient = 0.0 if roles.adapter_parameters else size * shapes.vocabulary * shapes.hidden
     return RankMemory(
@@ -175,7 +178,7 @@ def rank_memory(
         gathered=gathered,
         gradients=2 * size * layer_gradients + 4.0 * min(trained_each, REDUCE_BUCKET),
         checkpoints=0.0 if is_offloaded else kept,
-        layer=attention + feed_forward,
+        layer=attention + norms + feed_forward,
         logits=4.0 * min(LOGITS_BYTES, 4.0 * local * shapes.vocabulary)
         # The gradients of the hidden states, in float32 and in the precision of the weights.
         + (4.0 + size) * local * shapes.hidden
@@ -204,6 +207,18 @@ def _attention_elements(shapes: ModelShapes, sequence_parallel: int, tokens: flo
     repeated = max(1.0, sequence_parallel / shapes.kv_heads)
     scores = 4.0 * shapes.heads * row**2 if shapes.is_eager else 0.0
     return tokens * (4 * shapes.hidden + 5 * queries + 4 * keys * repeated) + scores
+
+
+def _norm_elements(shapes: ModelShapes, tokens: float) -> float:
+    """Return the number of elements that the RMS norms of a layer normalise for `tokens` tokens of the rank.
+
+    A norm keeps each element twice: its input in float32, and the normalised input in the precision of the
+    weights. If that is float32, the input needs no copy, but is itself kept for the norm. The norms of
+    gpt-oss normalise in float32; their 2 bytes more are not counted, since its attention scores are far
+    larger. Under sequence parallelism, a rank normalises all heads of its own tokens.
+    """
+    queries_keys = (shapes.heads + shapes.kv_heads) * shapes.head_dim if shapes.has_query_key_norms else 0
+    return tokens * (2.0 * shapes.hidden + queries_keys)
 
 
 def _dense_elements(shapes: ModelShapes, tokens: float) -> float:

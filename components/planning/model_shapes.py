@@ -126,7 +126,8 @@ class ModelShapes:
     one row, and the experts that the router does not choose. `feed_forward` is the inner width of a dense
     feed-forward layer, and `expert_width` that of one expert; each is 0 if there is none. A token uses
     `experts_per_token` experts. `is_eager` says that transformers has only eager attention for the model,
-    whose memory grows with the square of the length. `linears` are the linear layers that can have an adapter
+    whose memory grows with the square of the length. `has_query_key_norms` says that the attention normalises
+    the queries and keys of each head. `linears` are the linear layers that can have an adapter
     (policy/adapter.py): of a mixture of experts only those of the attention.
     """
 
@@ -144,6 +145,7 @@ class ModelShapes:
     experts_per_token: int
     is_tied: bool
     is_eager: bool
+    has_query_key_norms: bool
     linears: tuple[Linear, ...]
 
     @property
@@ -272,8 +274,9 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
         rest += queries + 2 * keys
     elif config.get("attention_bias", kind == "gpt_oss"):
         rest += queries + 2 * keys + hidden
-    if kind in ("qwen3", "qwen3_moe"):
-        rest += 2 * head_dim  # norms of queries and keys
+    has_query_key_norms = kind in ("qwen3", "qwen3_moe")
+    if has_query_key_norms:
+        rest += 2 * head_dim
     if kind == "gpt_oss":
         rest += heads  # attention sinks
     biases = 0
@@ -324,6 +327,7 @@ def shapes_of(config: Mapping[str, Any], name: str) -> ModelShapes:
         experts_per_token=chosen,
         is_tied=is_tied,
         is_eager=kind == "gpt_oss",
+        has_query_key_norms=has_query_key_norms,
         linears=tuple(linears),
     )
 

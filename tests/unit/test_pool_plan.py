@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from layer_memory import kept_sizes
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from components.agent.trajectory import Trajectory, Turn, save_trajectories
@@ -57,23 +58,7 @@ def meta_model(name: str, layers: int) -> Any:
 
 def bytes_of_a_layer(model: Any, tokens: int) -> int:
     """Return the bytes that a layer of the model keeps for its backward pass, and of two gradients."""
-    hidden = torch.empty(1, tokens, model.config.hidden_size, dtype=torch.bfloat16, device="meta")
-    positions = torch.arange(tokens, device="meta")[None]
-    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model.model.layers[0](
-            hidden.requires_grad_(),
-            position_embeddings=model.model.rotary_emb(hidden, positions),
-            position_ids=positions,
-            attention_mask=None,
-        )
-    sizes = [storage.nbytes() for key, storage in kept.items() if key not in weights]
+    sizes = kept_sizes(model, tokens)
     return sum(sizes) + 2 * max(sizes)
 
 
