@@ -20,10 +20,11 @@ from components.core.param_types import Device
 from components.core.params import Params
 from components.core.task import check_contract
 from components.judge.admission_bench import AdmissionBench
+from components.judge.baselines import COMPILE, EAGER, NOOP, Baseline
 from components.judge.correctness import FLOAT32_FLOOR, PART_NUMEL, ReferenceOutput
 from components.judge.device_scheduler import DeviceScheduler
+from components.judge.exact_runner import round_departures
 from components.judge.statistics import net
-from components.judge.task_bench import COMPILE, EAGER, NOOP, Baseline
 from components.judge.task_reference import task_errors
 from components.judge.timed_runner import StagedInputs
 from components.judge.verdict import Admission
@@ -184,7 +185,7 @@ def _timed(bench: AdmissionBench, baseline: Baseline) -> tuple[list[float], bool
                 took, results = runner.round("time", staged)
             seconds.append(took)
             first = results.clone() if first is None else first
-            figures = reference.departures(results, first, len(mixes), tolerance / FLOAT32_FLOOR)
+            figures = round_departures(reference, results, first, len(mixes), tolerance / FLOAT32_FLOOR)
             is_deterministic = is_deterministic and max(figures) <= 1
     return seconds, is_deterministic
 

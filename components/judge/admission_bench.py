@@ -5,9 +5,9 @@ needed, because no candidate runs in an admission.
 """
 
 from components.core.params import Params
+from components.judge.baselines import Baseline, start_baseline
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.role_processes import OneProcess
-from components.judge.task_bench import Baseline, start_baseline
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import TaskReference
 from components.judge.timed_runner import TimedRunner

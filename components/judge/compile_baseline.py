@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from components.core.errors import InfrastructureError, TaskError
 from components.core.param_types import Device
+from components.judge.baselines import COMPILE, NOOP, Baseline
 from components.judge.compile_cache import has_artefacts, load_mode_seconds, store_mode_seconds
 from components.judge.statistics import UNPAIRED_ROUNDS, net, precise_rounds
-from components.judge.task_bench import COMPILE, NOOP, Baseline, TaskBench
+from components.judge.task_bench import TaskBench
 from components.judge.timed_runner import StagedInputs, TimedRunner
 from components.sandbox.runner_process import RunnerError
 

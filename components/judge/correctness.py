@@ -23,11 +23,6 @@ from components.core.params import Params, Sandbox
 # few float32 units in the last place, because the float32 reference may happen to have no error. The limit of
 # the RMS error is a quarter of it.
 FLOAT32_FLOOR = 8 * 2.0**-23
-# Largest error that is accepted in a timed call, as a multiple of the limit for a correctness set. It exceeds
-# 1 for two reasons: an output that departs little from eager's is not compared with float64 (`departures`);
-# and since the worst of hundreds of calls is compared, an honest kernel is certain to meet an input on which
-# its error is unusually large beside eager's.
-TIMED_MULTIPLE = 2.0
 # Smallest absolute tolerance in units in the last place (at 1) of an output in half precision.
 HALF_TOLERANCE = 8
 # KernelBench's tolerances, absolute and relative alike, by dtype of the output.
@@ -37,8 +32,6 @@ SQUARABLE = (1e-12, 1e14)
 # Largest absolute value in an output whose errors are computed in float32. A difference of larger values
 # could overflow.
 LARGEST_SCALE = 1e37
-# Bytes of outputs of several calls that are compared at a time.
-COMPARED_BYTES = 1 << 26
 # Elements of one output that are compared at a time.
 PART_NUMEL = 1 << 26
 
@@ -216,7 +209,7 @@ class _Part:
             values = torch.where(torch.isfinite(rounded), expected, single.double())
             values = values[torch.isfinite(values)]
         # Largest absolute value.
-        self.scale = _max_abs(values.reshape(1, -1)).item() if values.numel() else 0.0
+        self.scale = max_abs(values.reshape(1, -1)).item() if values.numel() else 0.0
         # Rounded values if the errors must be computed in float64, element by element; None otherwise.
         self.rounded: torch.Tensor | None = None
         if all_finite and self.scale < LARGEST_SCALE and bool(torch.isfinite(single).all()):
@@ -239,7 +232,7 @@ class _Part:
             # A float64 value that overflows in the output's type does not replace a finite reference output.
             from_single = _distance(output, self.single).masked_fill_(self.rounded.isfinite(), math.inf)
             error = torch.minimum(distance, from_single).masked_fill_(is_same, 0.0)
-        largest, norm = _magnitudes(error.reshape(1, -1))
+        largest, norm = row_magnitudes(error.reshape(1, -1))
         return largest.item(), norm.item()
 
 
@@ -270,98 +263,7 @@ def _distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return (first.double() - second.double()).abs_().nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
-def departures(
-    outputs: torch.Tensor, single: torch.Tensor, floors: float = TIMED_MULTIPLE - 1
-) -> torch.Tensor:
-    """Return how far the output of each call departs from a baseline's output for the same inputs.
-
-    `outputs` has the outputs of the calls, and `single` those of the baseline, both with the shape [calls,
-    *shape]. The result has one departure for each call, with the shape [calls], and is on the cpu.
-
-    A departure is the maximum difference or the root mean square of the differences, each divided by its
-    limit, whichever is larger. The limits are those of `smallest_limits`, times `floors` and the baseline's
-    largest absolute value. With the default `floors`, an output with a departure of at most 1 is correct,
-    because the errors of output and baseline together are then at most `TIMED_MULTIPLE` times the limit of
-    `ReferenceOutput`. With a larger departure, either the output or the baseline may be wrong. If n integers
-    differ, the departure is n + 1, and if NaN or infinity is in n different places, it is at least n + 1.
-
-    Many calls are compared at once, because on cuda each synchronisation takes as long as a small call.
-    """
-    if single.is_complex():
-        outputs, single = torch.view_as_real(outputs), torch.view_as_real(single)
-    calls = len(single)
-    found = torch.zeros(calls, dtype=torch.float64)
-    step = max(1, COMPARED_BYTES // max(1, single[0].nbytes))
-    for first in range(0, calls if single[0].numel() else 0, step):
-        ours, theirs = (rows[first : first + step].flatten(1) for rows in (outputs, single))
-        pieces = list(zip(ours.split(PART_NUMEL, 1), theirs.split(PART_NUMEL, 1), strict=True))
-        if not single.dtype.is_floating_point:
-            different = torch.stack([(one != other).sum(1) for one, other in pieces]).sum(0)
-            found[first : first + step] = _counted(different).cpu()
-            continue
-        scale = torch.stack([_max_abs(other).double() for _, other in pieces]).amax(0)
-        magnitudes = [
-            _magnitudes(torch.sub(_at_least_float32(one), _at_least_float32(other))) for one, other in pieces
-        ]
-        max_error = torch.stack([largest for largest, _ in magnitudes]).amax(0)
-        norm = torch.linalg.vector_norm(torch.stack([norm for _, norm in magnitudes]), dim=0)
-        rms_error = norm / math.sqrt(ours.shape[1])
-        block = torch.maximum(*_in_units(max_error, rms_error, scale, single.dtype, floors))
-        for index in (~torch.isfinite(scale + max_error)).nonzero().flatten().tolist():
-            block[index] = _special_departure(ours[index], theirs[index], floors)
-        found[first : first + step] = block.cpu()
-    return found
-
-
-def _in_units(
-    max_error: torch.Tensor, rms_error: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, floors: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `max_error` and `rms_error` divided by their limits, in the shape of `max_error`.
-
-    The limits are those of `smallest_limits` for the outputs' type `dtype`, times `floors` and `scale`, which
-    has the largest absolute value of each baseline output.
-    """
-    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    max_unit, rms_unit = (floors * (limit * scale).clamp_(min=smallest) for limit in smallest_limits(dtype))
-    return max_error / max_unit, rms_error / rms_unit
-
-
-def _counted(number: torch.Tensor) -> torch.Tensor:
-    return torch.where(number > 0, number + 1, 0).double()
-
-
-def _special_departure(output: torch.Tensor, single: torch.Tensor, floors: float) -> torch.Tensor:
-    """Return the departure of one call's output if it or the baseline's output `single` is not all finite.
-
-    Both tensors have one dimension. The result is a scalar: the departure of the elements that are finite in
-    both, with limits multiplied by `floors`, or n + 1 if that is larger, where n is the number of places at
-    which NaN or infinity differs.
-    """
-    different = torch.zeros((), dtype=torch.int64, device=single.device)
-    scales, magnitudes, finite_count = [], list[tuple[torch.Tensor, torch.Tensor]](), 0
-    for ours, theirs in zip(output.split(PART_NUMEL), single.split(PART_NUMEL), strict=True):
-        finite = torch.isfinite(ours) & torch.isfinite(theirs)
-        different += (~finite & ~same_special(ours, theirs)).sum()
-        if finite.any():
-            finite_count += int(finite.sum())
-            magnitudes.append(_magnitudes((ours[finite].double() - theirs[finite].double())[None]))
-        if (values := theirs[torch.isfinite(theirs)]).numel():
-            scales.append(_max_abs(values[None])[0].double())
-    if not magnitudes:
-        return _counted(different)
-    max_error = torch.stack([largest[0] for largest, _ in magnitudes]).max()
-    norm = torch.linalg.vector_norm(torch.stack([norm[0] for _, norm in magnitudes]))
-    rms_error = norm / math.sqrt(finite_count)
-    scale = torch.stack(scales).max()
-    numeric = torch.stack(_in_units(max_error, rms_error, scale, single.dtype, floors)).max()
-    return torch.maximum(_counted(different), numeric)
-
-
-def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-
-
-def _max_abs(rows: torch.Tensor) -> torch.Tensor:
+def max_abs(rows: torch.Tensor) -> torch.Tensor:
     """Return the largest absolute value of each row, which is NaN for a row that contains NaN.
 
     This is several times faster than an infinity norm.
@@ -372,12 +274,12 @@ def _max_abs(rows: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low, high)
 
 
-def _magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest absolute value and the Euclidean norm of each row, as float64 tensors.
 
     Rows whose squares would overflow or vanish are divided by their largest value first.
     """
-    largest = _max_abs(error)
+    largest = max_abs(error)
     low, high = SQUARABLE
     is_divided = (largest != 0) & ((largest < low) | (largest > high))
     divisor = torch.where(is_divided, largest, 1.0)

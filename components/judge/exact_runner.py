@@ -1,6 +1,10 @@
-"""Comparison of timed calls with float64 outputs that a runner of the task's own source computes."""
+"""Comparison of timed calls with eager, and of suspicious ones with float64 outputs.
+
+A runner of the task's own source computes the float64 outputs.
+"""
 
 import functools
+import math
 import secrets
 import signal
 import time
@@ -10,7 +14,14 @@ from typing import NamedTuple
 import torch
 
 from components.core.errors import InfrastructureError
-from components.judge.correctness import TIMED_MULTIPLE, ReferenceOutput
+from components.judge.correctness import (
+    PART_NUMEL,
+    ReferenceOutput,
+    max_abs,
+    row_magnitudes,
+    same_special,
+    smallest_limits,
+)
 from components.judge.input_mixing import InputMix
 from components.judge.role_processes import ProcessPerRole
 from components.judge.task_reference import TaskReference, first_mismatch
@@ -19,11 +30,19 @@ from components.sandbox.runner_process import Runner, RunnerError
 from components.sandbox.runner_protocol import RegionName, RoleHeader
 from components.sandbox.shared_memory import Buffer
 
+# Largest error that is accepted in a timed call, as a multiple of the limit for a correctness set. It exceeds
+# 1 for two reasons: an output that departs little from eager's is not compared with float64 (`departures`);
+# and since the worst of hundreds of calls is compared, an honest kernel is certain to meet an input on which
+# its error is unusually large beside eager's.
+TIMED_MULTIPLE = 2.0
+# Bytes of outputs of several calls that are compared at a time.
+COMPARED_BYTES = 1 << 26
+
 
 def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int]:
     """Return the indices of the calls of a round that must be compared with float64 outputs, at most three.
 
-    `departures` says how far each call's output departs from eager's (`correctness.departures`), and `mixes`
+    `departures` says how far each call's output departs from eager's (`round_departures`), and `mixes`
     describes each call's inputs. Calls with a departure of at most 1 are right. Of all other calls with
     inputs of the distribution `given`, the result has the one that departs most, and a random one of the
     rest. Of those with inputs of another distribution, it has the one that departs most.
@@ -43,7 +62,7 @@ def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int
 class DeferredCall(NamedTuple):
     """Timed call that is compared with float64 outputs only after the candidate has ended.
 
-    `departure` says how far its output departs from eager's (`correctness.departures`), and `mix` describes
+    `departure` says how far its output departs from eager's (`round_departures`), and `mix` describes
     its inputs. `results` and `eager_results` are the outputs of the candidate and of eager, as bytes in host
     memory.
     """
@@ -91,7 +110,7 @@ class ExactRunner:
         the input distribution. Raises TaskError if eager is too inexact to tell, and InfrastructureError if
         the float64 outputs cannot be computed.
         """
-        figures = self.reference.departures(results, eager_results, len(mixes))
+        figures = round_departures(self.reference, results, eager_results, len(mixes))
         calls, ours, eager = (t.view(len(mixes), -1) for t in (inputs, results, eager_results))
         for index in suspicious_calls(figures, mixes):
             if self.reference.layout.placement.shares_buffers:
@@ -237,3 +256,118 @@ class ExactRunner:
             for buffer in self.buffers.values():
                 buffer.close()
             self.buffers.clear()
+
+
+def round_departures(
+    reference: TaskReference,
+    memory: torch.Tensor,
+    baseline: torch.Tensor,
+    calls: int,
+    floors: float = TIMED_MULTIPLE - 1,
+) -> list[float]:
+    """Return how far the results of each call of a timed round depart from those of a baseline.
+
+    `memory` and `baseline` are tensors of bytes that hold the results of a round of `calls` calls on the
+    same inputs. The result has one departure for each call. A departure of at most 1 is within the limits
+    that `departures` computes from the baseline's output; `floors` multiplies these limits.
+    """
+    largest = torch.zeros(calls, dtype=torch.float64)
+    for slot in reference.layout.outputs.slots:
+        ours, theirs = (
+            rows.view(calls, -1)[:, slot.offset : slot.offset + slot.bytes].view(getattr(torch, slot.dtype))
+            for rows in (memory, baseline)
+        )
+        largest = torch.maximum(largest, departures(ours, theirs, floors))
+    return largest.tolist()
+
+
+def departures(
+    outputs: torch.Tensor, single: torch.Tensor, floors: float = TIMED_MULTIPLE - 1
+) -> torch.Tensor:
+    """Return how far the output of each call departs from a baseline's output for the same inputs.
+
+    `outputs` has the outputs of the calls, and `single` those of the baseline, both with the shape [calls,
+    *shape]. The result has one departure for each call, with the shape [calls], and is on the cpu.
+
+    A departure is the maximum difference or the root mean square of the differences, each divided by its
+    limit, whichever is larger. The limits are those of `smallest_limits`, times `floors` and the baseline's
+    largest absolute value. With the default `floors`, an output with a departure of at most 1 is correct,
+    because the errors of output and baseline together are then at most `TIMED_MULTIPLE` times the limit of
+    `ReferenceOutput`. With a larger departure, either the output or the baseline may be wrong. If n integers
+    differ, the departure is n + 1, and if NaN or infinity is in n different places, it is at least n + 1.
+
+    Many calls are compared at once, because on cuda each synchronisation takes as long as a small call.
+    """
+    if single.is_complex():
+        outputs, single = torch.view_as_real(outputs), torch.view_as_real(single)
+    calls = len(single)
+    found = torch.zeros(calls, dtype=torch.float64)
+    step = max(1, COMPARED_BYTES // max(1, single[0].nbytes))
+    for first in range(0, calls if single[0].numel() else 0, step):
+        ours, theirs = (rows[first : first + step].flatten(1) for rows in (outputs, single))
+        pieces = list(zip(ours.split(PART_NUMEL, 1), theirs.split(PART_NUMEL, 1), strict=True))
+        if not single.dtype.is_floating_point:
+            different = torch.stack([(one != other).sum(1) for one, other in pieces]).sum(0)
+            found[first : first + step] = _counted(different).cpu()
+            continue
+        scale = torch.stack([max_abs(other).double() for _, other in pieces]).amax(0)
+        magnitudes = [
+            row_magnitudes(torch.sub(_at_least_float32(one), _at_least_float32(other)))
+            for one, other in pieces
+        ]
+        max_error = torch.stack([largest for largest, _ in magnitudes]).amax(0)
+        norm = torch.linalg.vector_norm(torch.stack([norm for _, norm in magnitudes]), dim=0)
+        rms_error = norm / math.sqrt(ours.shape[1])
+        block = torch.maximum(*_in_units(max_error, rms_error, scale, single.dtype, floors))
+        for index in (~torch.isfinite(scale + max_error)).nonzero().flatten().tolist():
+            block[index] = _special_departure(ours[index], theirs[index], floors)
+        found[first : first + step] = block.cpu()
+    return found
+
+
+def _in_units(
+    max_error: torch.Tensor, rms_error: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, floors: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `max_error` and `rms_error` divided by their limits, in the shape of `max_error`.
+
+    The limits are those of `smallest_limits` for the outputs' type `dtype`, times `floors` and `scale`, which
+    has the largest absolute value of each baseline output.
+    """
+    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    max_unit, rms_unit = (floors * (limit * scale).clamp_(min=smallest) for limit in smallest_limits(dtype))
+    return max_error / max_unit, rms_error / rms_unit
+
+
+def _counted(number: torch.Tensor) -> torch.Tensor:
+    return torch.where(number > 0, number + 1, 0).double()
+
+
+def _special_departure(output: torch.Tensor, single: torch.Tensor, floors: float) -> torch.Tensor:
+    """Return the departure of one call's output if it or the baseline's output `single` is not all finite.
+
+    Both tensors have one dimension. The result is a scalar: the departure of the elements that are finite in
+    both, with limits multiplied by `floors`, or n + 1 if that is larger, where n is the number of places at
+    which NaN or infinity differs.
+    """
+    different = torch.zeros((), dtype=torch.int64, device=single.device)
+    scales, magnitudes, finite_count = [], list[tuple[torch.Tensor, torch.Tensor]](), 0
+    for ours, theirs in zip(output.split(PART_NUMEL), single.split(PART_NUMEL), strict=True):
+        finite = torch.isfinite(ours) & torch.isfinite(theirs)
+        different += (~finite & ~same_special(ours, theirs)).sum()
+        if finite.any():
+            finite_count += int(finite.sum())
+            magnitudes.append(row_magnitudes((ours[finite].double() - theirs[finite].double())[None]))
+        if (values := theirs[torch.isfinite(theirs)]).numel():
+            scales.append(max_abs(values[None])[0].double())
+    if not magnitudes:
+        return _counted(different)
+    max_error = torch.stack([largest[0] for largest, _ in magnitudes]).max()
+    norm = torch.linalg.vector_norm(torch.stack([norm[0] for _, norm in magnitudes]))
+    rms_error = norm / math.sqrt(finite_count)
+    scale = torch.stack(scales).max()
+    numeric = torch.stack(_in_units(max_error, rms_error, scale, single.dtype, floors)).max()
+    return torch.maximum(_counted(different), numeric)
+
+
+def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values

@@ -6,6 +6,7 @@ socket (docs/design/judge-protocol.md).
 """
 
 import contextlib
+import functools
 import os
 import platform
 import resource
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from components.core.errors import InfrastructureError, TaskError, TaskTooLarge, UserError
@@ -23,13 +25,15 @@ from components.core.progress import Report, ignore
 from components.core.task import KernelTask
 from components.core.text import readable
 from components.judge.admission import admit
+from components.judge.baselines import COMPILE, EAGER, NOOP
 from components.judge.bench_cache import BenchCache
 from components.judge.candidate_build import BuiltCandidate, build_candidate
 from components.judge.compile_baseline import fastest_mode, start_modes
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.rejection import LOAD_ERRORS, RUN_ERRORS, Rejected, rejecting
-from components.judge.task_bench import COMPILE, EAGER, NOOP, TaskBench
-from components.judge.timed_rounds import Timed, median_seconds, speedup, timed_rounds, wrong_timed_output
+from components.judge.statistics import net
+from components.judge.task_bench import TaskBench, open_bench
+from components.judge.timed_rounds import RawSeconds, Timed, speedup, timed_rounds, wrong_timed_output
 from components.judge.timed_runner import TimedRunner
 from components.judge.verdict import (
     MARGIN,
@@ -153,20 +157,7 @@ class Judge:
 
         Entering the context raises TaskError if the task's own source fails.
         """
-
-        def make() -> TaskBench:
-            # A task that does not run beside others is tried once more with all memory reserved.
-            for reserved in (0, self.scheduler.reservable_bytes):
-                try:
-                    with self.scheduler.reserve_memory(reserved):
-                        bench = TaskBench(self.params, self.runner_factory, self.scheduler, task.code)
-                    break
-                except TaskError as error:
-                    if not error.out_of_memory or reserved == self.scheduler.reservable_bytes:
-                        raise
-            bench.fill()
-            return bench
-
+        make = functools.partial(open_bench, self.params, self.runner_factory, self.scheduler, task.code)
         return self.bench_cache.use(task.task_id, make)
 
     @contextlib.contextmanager
@@ -365,6 +356,11 @@ def _verify(candidate: TimedRunner) -> None:
     if (reason := candidate.verify("check")) is not None:
         where = reason.replace(":", " on inputs of the distribution ")
         raise Rejected("wrong_output", reason, f"the output is wrong ({where}).")
+
+
+def median_seconds(raw: RawSeconds, name: Timed) -> float:
+    """Return the median seconds of one call of runner `name`, after the no-op's time has been subtracted."""
+    return float(np.median(net(raw[name], raw["noop"])))
 
 
 def make_verdict(

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from components.core.errors import TaskError
 from components.core.params import Params
-from components.judge.correctness import TIMED_MULTIPLE, ReferenceOutput, departures
+from components.judge.correctness import ReferenceOutput
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
@@ -283,26 +283,6 @@ class TaskReference:
             if reason is not None:
                 return reason
         return None
-
-    def departures(
-        self, memory: torch.Tensor, baseline: torch.Tensor, calls: int, floors: float = TIMED_MULTIPLE - 1
-    ) -> list[float]:
-        """Return how far the results of each call of a timed round depart from those of a baseline.
-
-        `memory` and `baseline` are tensors of bytes that hold the results of a round of `calls` calls on the
-        same inputs. The result has one departure for each call. A departure of at most 1 is within the limits
-        that `correctness.departures` computes from the baseline's output; `floors` multiplies these limits.
-        """
-        largest = torch.zeros(calls, dtype=torch.float64)
-        for slot in self.layout.outputs.slots:
-            ours, theirs = (
-                rows.view(calls, -1)[:, slot.offset : slot.offset + slot.bytes].view(
-                    getattr(torch, slot.dtype)
-                )
-                for rows in (memory, baseline)
-            )
-            largest = torch.maximum(largest, departures(ours, theirs, floors))
-        return largest.tolist()
 
     def _references(self, index: int) -> list[ReferenceOutput]:
         """Return the reference outputs of one correctness set, prepared for comparison.

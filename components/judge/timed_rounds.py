@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-import numpy as np
 import torch
 
 from components.core.errors import InfrastructureError
@@ -98,8 +97,3 @@ def speedup(raw: RawSeconds, baseline: Timed, process_spread: float = 0.0) -> Ra
     """
     baseline_seconds, candidate_seconds = net(raw[baseline], raw["noop"]), net(raw["candidate"], raw["noop"])
     return paired_ratio(baseline_seconds, candidate_seconds, process_spread=process_spread)
-
-
-def median_seconds(raw: RawSeconds, name: Timed) -> float:
-    """Return the median seconds of one call of runner `name`, after the no-op's time has been subtracted."""
-    return float(np.median(net(raw[name], raw["noop"])))

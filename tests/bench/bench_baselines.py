@@ -34,9 +34,10 @@ from components.core.errors import InfrastructureError, TaskError, TaskTooLarge
 from components.core.files import read_json, write_json
 from components.core.task import KernelTask
 from components.evaluation.suites import load_suite
+from components.judge.baselines import EAGER
 from components.judge.compile_baseline import baseline_seconds, compile_modes, start_available
 from components.judge.judge import Judge
-from components.judge.task_bench import EAGER, TaskBench
+from components.judge.task_bench import TaskBench
 
 PASSES = ("first", "second")
 

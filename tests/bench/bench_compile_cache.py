@@ -20,9 +20,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from components.core.config import resolve
+from components.judge.baselines import COMPILE
 from components.judge.compile_baseline import COMPILE_MODES, baseline_seconds, start_available
 from components.judge.judge import Judge
-from components.judge.task_bench import COMPILE, TaskBench
+from components.judge.task_bench import TaskBench
 
 TASK = """
 import torch

@@ -24,9 +24,9 @@ import numpy as np
 
 from components.core.config import resolve
 from components.core.task import KernelTask
-from components.judge.judge import Judge
-from components.judge.task_bench import NOOP
-from components.judge.timed_rounds import median_seconds, speedup, timed_rounds
+from components.judge.baselines import NOOP
+from components.judge.judge import Judge, median_seconds
+from components.judge.timed_rounds import speedup, timed_rounds
 from components.judge.timed_runner import StagedInputs, TimedRunner
 from components.judge.verdict import MARGIN, Ratio
 from components.sandbox.build import EXTENSION_SUFFIX

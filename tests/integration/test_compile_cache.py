@@ -14,9 +14,10 @@ import pytest
 
 from components.core.errors import TaskError
 from components.judge import compile_baseline, compile_cache
+from components.judge.baselines import COMPILE, Baseline
 from components.judge.compile_cache import CompileCache, entry_key
 from components.judge.judge import Judge
-from components.judge.task_bench import COMPILE, Baseline, TaskBench
+from components.judge.task_bench import TaskBench
 
 # A task whose source fails in a runner of torch.compile that has received an archive.
 REFUSES = f"""{corpus.CODE}

@@ -17,10 +17,10 @@ import psutil
 import pytest
 import torch
 
-from components.judge import task_bench
+from components.judge import baselines
+from components.judge.baselines import COMPILE, Baseline, BaselineCache
 from components.judge.device_scheduler import MEMORY_SHARE, DeviceScheduler
 from components.judge.judge import Judge
-from components.judge.task_bench import COMPILE, Baseline, BaselineCache
 from components.sandbox.runner_process import Runner, RunnerError
 
 
@@ -228,13 +228,13 @@ def test_where_a_candidate_holds_the_device_its_baselines_were_started_before(
     scheduler.free_bytes = scheduler.reservable_bytes = 1 << 39
     cold_judge.scheduler = scheduler
     begun: list[tuple[str, bool]] = []
-    start = task_bench.start_baseline
+    start = baselines.start_baseline
 
     def recorded(reference: Any, processes: Any, baseline: Baseline, **limits: float) -> Any:
         begun.append((str(baseline), scheduler.measuring_thread is not None))
         return start(reference, processes, baseline, **limits)
 
-    monkeypatch.setattr(task_bench, "start_baseline", recorded)
+    monkeypatch.setattr(baselines, "start_baseline", recorded)
     with ThreadPoolExecutor(4) as four:
         asked = [
             four.submit(

@@ -15,8 +15,8 @@ import pytest
 from components.core.config import PROJECT
 from components.core.errors import InfrastructureError
 from components.judge import candidate_build, compile_cache
+from components.judge.baselines import COMPILE
 from components.judge.judge import Judge
-from components.judge.task_bench import COMPILE
 from components.sandbox import seccomp_filter
 from components.sandbox.runner_process import RunnerError
 

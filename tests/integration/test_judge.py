@@ -25,12 +25,12 @@ from components.judge import (
     task_layout,
     timed_runner,
 )
+from components.judge.baselines import COMPILE, EAGER, Baseline
 from components.judge.correctness import ReferenceOutput
 from components.judge.exact_runner import ExactRunner
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
 from components.judge.pool import Candidate, Job, LocalPool
-from components.judge.task_bench import COMPILE, EAGER, Baseline
 from components.judge.verdict import MARGIN, Verdict
 from components.sandbox import shared_memory
 from components.sandbox.build import Builder, build_result_channel

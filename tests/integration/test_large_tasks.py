@@ -11,12 +11,11 @@ import judge_fixtures as corpus
 import pytest
 import torch
 
-from components.judge import correctness, input_mixing, memory_plan, task_layout
+from components.judge import correctness, exact_runner, input_mixing, memory_plan, task_layout
 from components.judge.exact_runner import ExactRunner
 from components.judge.input_mixing import InputMix
 from components.judge.judge import Judge
 from components.judge.task_layout import PLACEMENTS, Placement
-from components.judge.task_reference import TaskReference
 from components.sandbox.runner_process import has_ended
 
 CASES = {
@@ -37,6 +36,7 @@ def placement(monkeypatch: pytest.MonkeyPatch) -> Placement:
     monkeypatch.setattr(task_layout, "SHARING_ROUND_SHARE", 1e-9)
     monkeypatch.setattr(task_layout, "MAX_REFERENCE_BYTES", 1)
     monkeypatch.setattr(correctness, "PART_NUMEL", 4099)
+    monkeypatch.setattr(exact_runner, "PART_NUMEL", 4099)
     monkeypatch.setattr(input_mixing, "BLOCK_NUMEL", 5003)
     return PLACEMENTS[-1]
 
@@ -69,7 +69,7 @@ def test_suspicious_calls_are_compared_after_the_candidate_has_ended(
     placement: Placement, cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call is suspicious here: the exact answer passes, and an answer that is wrong does not."""
-    monkeypatch.setattr(TaskReference, "departures", lambda self, ours, eager, calls: [2.0] * calls)
+    monkeypatch.setattr(exact_runner, "round_departures", lambda reference, ours, eager, calls: [2.0] * calls)
     honest, compared = ExactRunner.outputs, []
 
     def living() -> set[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import judge_fixtures as corpus
 import pytest
 
-from components.judge import candidate_build, correctness, input_mixing, task_layout
+from components.judge import candidate_build, correctness, exact_runner, input_mixing, task_layout
 from components.judge.exact_runner import ExactRunner
 from components.judge.input_mixing import InputBank
 from components.judge.judge import Judge
@@ -104,8 +104,9 @@ def test_tolerance_of_the_public_harnesses(cold_judge: Judge, monkeypatch: pytes
 
 
 def test_comparison_that_nan_passes(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = correctness._magnitudes
-    monkeypatch.setattr(correctness, "_magnitudes", lambda error: honest(error.nan_to_num(0.0)))
+    honest = correctness.row_magnitudes
+    for module in (correctness, exact_runner):
+        monkeypatch.setattr(module, "row_magnitudes", lambda error: honest(error.nan_to_num(0.0)))
     assert verdict(cold_judge, "nan_answer").status == "correct"
 
 

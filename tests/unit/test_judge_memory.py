@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from components.core.config import resolve
 from components.core.errors import TaskError
-from components.judge import correctness, input_mixing
+from components.judge import correctness, exact_runner, input_mixing
 from components.judge.bench_cache import BenchCache
-from components.judge.correctness import ReferenceOutput, departures
+from components.judge.correctness import ReferenceOutput
+from components.judge.exact_runner import departures
 from components.judge.input_mixing import InputBank
 from components.judge.memory_plan import COMPARING_BYTES
 from components.judge.task_bench import TaskBench
@@ -61,7 +62,8 @@ class LargestUse(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(correctness, "PART_NUMEL", PART)
-    monkeypatch.setattr(correctness, "COMPARED_BYTES", PART)
+    monkeypatch.setattr(exact_runner, "PART_NUMEL", PART)
+    monkeypatch.setattr(exact_runner, "COMPARED_BYTES", PART)
     monkeypatch.setattr(input_mixing, "BLOCK_NUMEL", PART)
 
 
@@ -127,7 +129,7 @@ def test_departures_of_infinite_outputs_do_not_depend_on_the_parts(monkeypatch: 
     for name, output in cases.items():
         found = []
         for part in (64, 100, 1 << 20):
-            monkeypatch.setattr(correctness, "PART_NUMEL", part)
+            monkeypatch.setattr(exact_runner, "PART_NUMEL", part)
             found.append(departures(output, single).item())
         assert all(abs(a / b - 1) < 1e-6 for a, b in itertools.pairwise(found)) and found[0] > 1, name
 
