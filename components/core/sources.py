@@ -2,10 +2,10 @@
 
 The files of a stage are found from the modules that the caller names by following imports, also those inside
 functions. A string that names a module, such as "components.policy.vllm_worker.Fingerprint", counts as an
-import. A string that names a file beside the module counts as a use of that file. A string that names a
-folder beside it, or the template of workspaces (`agent_workdir`), counts as a use of all files in it.
-Inside a sandbox, the search path of modules is the folder of the importing module, so an import may also name
-a module beside the importing one. Comments, docstrings and formatting do not change the digest of a module.
+import. A string that is the name of a file in the module's own folder counts as a use of that file, and the
+name of a folder there, or of the template of workspaces `agent_workdir`, as a use of all files in it. Code
+that runs in a sandbox imports modules of its own folder by their bare names; these imports are followed too.
+Comments, docstrings and formatting do not change the digest of a module.
 
 Parsing all sources takes seconds, so what is read from each source (its imports, its strings and a digest of
 its syntax tree, see `_Facts`) is stored in the user's cache under the digest of the source's bytes.

@@ -20,9 +20,10 @@ BASELINE_SECONDS = 24 * 3600
 
 @dataclass(frozen=True)
 class Baseline:
-    """Computation that is timed beside candidates: eager, the no-op, or torch.compile in the mode `mode`.
+    """A computation with whose time a candidate's is compared.
 
-    The no-op computes nothing, and its time is subtracted from all other times.
+    `role` says whether it is eager mode, torch.compile in the mode `mode`, or the no-op. The no-op computes
+    nothing, and its time is subtracted from all other times.
     """
 
     role: Literal["eager", "noop", "compile"]

@@ -140,8 +140,8 @@ def start_compiled(
     `start` starts and verifies the runner. Its argument is the descriptor of a file with the archive from the
     cache; the file is empty if the cache has none. What the runner compiles anew is stored after its outputs
     have been verified. If the runner fails with an archive, the entry is removed from the cache, and another
-    runner is started without it. `save_seconds` limits the wall time in which the runner writes its archive.
-    Raises TaskError if the runner fails.
+    runner is started without it. `save_seconds` is the wall time that the runner has to write the archive of
+    what it compiled. Raises TaskError if the runner fails.
     """
     cache, key = open_cache(), entry_key(reference, mode)
     if archive := cache.load(key):

@@ -31,9 +31,8 @@ from components.sandbox.runner_protocol import RegionName, RoleHeader
 from components.sandbox.shared_memory import Buffer
 
 # Largest error that is accepted in a timed call, as a multiple of the limit for a correctness set. It exceeds
-# 1 for two reasons: an output that departs little from eager's is not compared with float64 (`departures`);
-# and since the worst of hundreds of calls is compared, an honest kernel is certain to meet an input on which
-# its error is unusually large beside eager's.
+# 1 for two reasons. An output that departs little from eager's is not compared with float64 (`departures`).
+# And the largest error of hundreds of calls counts, which also for a correct kernel exceeds that of one call.
 TIMED_MULTIPLE = 2.0
 # Bytes of outputs of several calls that are compared at a time.
 COMPARED_BYTES = 1 << 26
@@ -81,9 +80,10 @@ class ExactRunner:
     be called only while no runner of a candidate computes.
 
     Only suspicious calls are checked, whose outputs differ clearly from eager's (`suspicious_calls`). They
-    are checked at once if there is device memory for this runner beside the timed runners. There is none if
-    the baselines of the task share buffers (`Placement.shares_buffers`). Then at most two suspicious calls of
-    the candidate are kept in host memory, the one that departs most from eager and a random other one.
+    are checked at once, unless the baselines of the task share buffers (`Placement.shares_buffers`), because
+    the device memory then does not hold this runner and the timed runners at the same time. In that case, at
+    most two suspicious calls of the candidate are kept in host memory, the one that departs most from eager
+    and a random other one.
     `wrong_deferred_call` checks them after the timed runners have ended.
     """
 

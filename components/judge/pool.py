@@ -156,8 +156,8 @@ class LocalPool:
     The judges are on a Ray cluster if `pool.judges`, their number, is not 0. Each judge builds and prepares
     several candidates at once, and measures one at a time. `verdicts` is the journal's folder. Files are
     added to it and never changed. `folder` is where a judge on this machine keeps its builds and caches; by
-    default it is the folder `judge` beside the journal. With `use_resident`, a resident judge (`resident.py`)
-    that runs on `folder` is used instead of a new judge.
+    default it is the folder `judge` beside the journal. If `use_resident` is true and a resident judge
+    (`resident.py`) runs on `folder`, the pool uses it and starts no judge.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ def open_bench(
 
     Raises TaskError if the task's source fails.
     """
-    # A task that does not run beside others is tried once more with all memory reserved.
+    # If the device memory is too small beside other tasks, the second attempt reserves all of it.
     for reserved in (0, scheduler.reservable_bytes):
         try:
             with scheduler.reserve_memory(reserved):

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from components.core.errors import UserError
-from components.policy.vllm_fleet import EXAMINATION_SECONDS, Fleet, Replica
+from components.policy.vllm_fleet import EXAMINATION_SECONDS, Fleet
+from components.policy.vllm_replica import Replica
 from components.policy.vllm_server import ServerUnavailable
 
 # Longest time for which a refused call is repeated, and the pause between two attempts, in seconds.

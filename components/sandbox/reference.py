@@ -103,8 +103,8 @@ class ReferenceModel:
         """Yield the names and values of the model's state, with floating-point values drawn with `seed`.
 
         If `seed` is None, all values are the initial ones. If `only` is given, only the tensor of that name
-        is yielded, and random numbers are drawn for it alone. Scales differ from 1 and biases from 0, so that
-        a candidate that ignores them is wrong.
+        is yielded, with other values than without `only`, because its random numbers are then the first that
+        are drawn. Scales differ from 1 and biases from 0, so that a candidate that ignores them is wrong.
         """
         device = self.shared.device
         generator = torch.Generator(device).manual_seed(seed or 0)

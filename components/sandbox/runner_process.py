@@ -236,9 +236,9 @@ class Runner:
         self.signal(signal.SIGCONT)
 
     def extend_deadline(self) -> None:
-        """Postpone the deadline by the time since `pause`, and count later time as wall time again.
+        """Add the time since `pause` to the deadline; from then on, time counts toward the limit again.
 
-        Only the deadline changes: a stopped runner stays stopped. Does nothing if the runner is not paused.
+        The process stays suspended. Does nothing if the runner is not paused.
         """
         if self.paused_since is not None:
             self.deadline += time.monotonic() - self.paused_since
