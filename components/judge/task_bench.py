@@ -1,7 +1,5 @@
 """Task bench: the reference data and running baselines with which the candidates of one task are judged."""
 
-from __future__ import annotations
-
 import threading
 
 from components.core.errors import TaskError
@@ -13,26 +11,6 @@ from components.judge.role_processes import ProcessPerRole
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import TaskReference
 from components.sandbox.runner_factory import RunnerFactory
-
-
-def open_bench(
-    params: Params, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str
-) -> TaskBench:
-    """Make a bench of the task with source `code` and its reference data, and return it.
-
-    Raises TaskError if the task's source fails.
-    """
-    # If the device memory is too small beside other tasks, the second attempt reserves all of it.
-    for reserved in (0, scheduler.reservable_bytes):
-        try:
-            with scheduler.reserve_memory(reserved):
-                bench = TaskBench(params, runner_factory, scheduler, code)
-            break
-        except TaskError as error:
-            if not error.out_of_memory or reserved == scheduler.reservable_bytes:
-                raise
-    bench.fill()
-    return bench
 
 
 class TaskBench:
@@ -85,3 +63,23 @@ class TaskBench:
         with self.scheduler.preparing():
             self.processes.close()
         self.reference.close()
+
+
+def open_bench(
+    params: Params, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str
+) -> TaskBench:
+    """Make a bench of the task with source `code` and its reference data, and return it.
+
+    Raises TaskError if the task's source fails.
+    """
+    # If the device memory is too small beside other tasks, the second attempt reserves all of it.
+    for reserved in (0, scheduler.reservable_bytes):
+        try:
+            with scheduler.reserve_memory(reserved):
+                bench = TaskBench(params, runner_factory, scheduler, code)
+            break
+        except TaskError as error:
+            if not error.out_of_memory or reserved == scheduler.reservable_bytes:
+                raise
+    bench.fill()
+    return bench
