@@ -33,11 +33,16 @@ DONE = "Done."
 WRONG_OUTPUT_REASONS = ("max_error:given", "max_error:given", "max_error:scaled", "finite_mask:wide")
 
 
+def kernel_path(device: Device) -> str:
+    """Return the path of the kernel file in the agent's directory."""
+    return f"kernels/forward.{SUFFIX[device]}"
+
+
 def write_call(kernel: str, device: Device) -> str:
     """Return the text of the tool call that writes the kernel file."""
     return (
         "<tool_call>\n<function=Write>\n<parameter=file_path>\n"
-        f"kernels/forward.{SUFFIX[device]}\n</parameter>\n"
+        f"{kernel_path(device)}\n</parameter>\n"
         f"<parameter=content>\n{kernel}</parameter>\n</function>\n</tool_call>"
     )
 
@@ -127,17 +132,33 @@ def mutate(kernel: str, rng: random.Random) -> str:
 # --- observations -------------------------------------------------------------------------------------------
 
 
-def simulate_observation(kernel: str, right: bool, device: Device, rng: random.Random) -> tuple[str, int]:
-    """Return a simulated output of the tool calls that write and measure a kernel, and its milestone.
+@dataclass(frozen=True)
+class Outcome:
+    """A simulated output of the tool calls that write and measure a kernel.
 
-    `right` says whether the kernel is right. The milestone of a right kernel is random, and that of a wrong
-    kernel is -1.
+    The milestone is -1 for a wrong kernel, whose speed-up over eager mode is 0.
     """
-    path = f"kernels/forward.{SUFFIX[device]}"
+
+    observation: str
+    milestone: int
+    speedup: float = 0.0
+
+    def is_worse_than(self, other: "Outcome") -> bool:
+        """Return whether the milestone is lower, or is equal and the speed-up over eager mode is lower."""
+        return (self.milestone, self.speedup) < (other.milestone, other.speedup)
+
+
+def simulate_outcome(kernel: str, right: bool, device: Device, rng: random.Random) -> Outcome:
+    """Return a simulated outcome of writing and measuring a kernel.
+
+    `right` says whether the kernel is right. The milestone of a right kernel is random.
+    """
+    written = _written(device)
     if not right:
         if not _balanced(kernel):
-            return f"Written {path}.\nBuild failed: {path}: error: expected ';' before '}}' token", -1
-        return f"Written {path}.\n[FAIL] wrong_output: {rng.choice(WRONG_OUTPUT_REASONS)}", -1
+            path = kernel_path(device)
+            return Outcome(f"{written}\nBuild failed: {path}: error: expected ';' before '}}' token", -1)
+        return Outcome(f"{written}\n[FAIL] wrong_output: {rng.choice(WRONG_OUTPUT_REASONS)}", -1)
     milestone = rng.choices((1, 2, 3), MILESTONES)[0]
     against_eager = {1: rng.uniform(0.3, 1.0), 2: rng.uniform(1.1, 2.0), 3: rng.uniform(1.3, 4.0)}[milestone]
     against_compile = {1: rng.uniform(0.1, 0.9), 2: rng.uniform(0.3, 1.0), 3: rng.uniform(1.1, 2.0)}[
@@ -150,12 +171,18 @@ def simulate_observation(kernel: str, right: bool, device: Device, rng: random.R
         if milestone > 1
         else ("not measured", "")
     )
-    return (
-        f"Written {path}.\n[PASS] verify success\n"
+    observation = (
+        f"{written}\n[PASS] verify success\n"
         f"Torch Baseline: {microseconds * against_eager:.1f} us, Torch Compile: {compile_time}, "
         f"CUDA Extension: {microseconds:.1f} us\n"
         f"Speed-up: {against_eager:.2f}x eager{compile_ratio}. Milestone: {milestone} of 3."
-    ), milestone
+    )
+    return Outcome(observation, milestone, against_eager)
+
+
+def _written(device: Device) -> str:
+    """Return the output of the tool call that writes the kernel file."""
+    return f"Written {kernel_path(device)}."
 
 
 def _balanced(kernel: str) -> bool:
@@ -184,14 +211,21 @@ def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) 
     return kernel, True
 
 
+def _turn(call: str, observation: str) -> list[Message]:
+    """Return the assistant's message with tool calls, and the message with their output."""
+    return [{"role": "assistant", "content": call}, {"role": "tool", "content": observation}]
+
+
 def make_demonstration(
     task: KernelTask, rng: random.Random, coldstart: Coldstart, device: Device
 ) -> list[Message]:
     """Return the messages of one episode on a composed task, for the setting `policy.prompt: compact`.
 
     In an episode with a single turn, the assistant writes one kernel. In an episode with several turns, the
-    assistant writes a kernel and measures it, writes and measures a second kernel unless the first reached
-    milestone 3, and ends with a turn without a tool call.
+    assistant writes a kernel and measures it, and writes and measures a second kernel unless the first
+    reached milestone 3. If the second kernel is worse, the assistant writes the first one again; if both are
+    wrong, it writes a third one. It does not measure what it writes in the third turn. The last turn has no
+    tool call.
     """
     kernel, right = _attempt(task.code, coldstart.wrong_share, device, rng)
     if rng.random() >= coldstart.multi_turn_share:
@@ -199,13 +233,19 @@ def make_demonstration(
             {"role": "user", "content": task.code},
             {"role": "assistant", "content": write_call(kernel, device)},
         ]
-    messages = [{"role": "user", "content": task.code + IN_TURNS}]
-    for again in (True, False):
-        content, milestone = simulate_observation(kernel, right, device, rng)
-        messages.append({"role": "assistant", "content": f"{write_call(kernel, device)}\n{MEASURE_CALL}"})
-        messages.append({"role": "tool", "content": content})
-        if milestone == 3 or not again:
-            break
-        # The second attempt has another schedule and is wrong less often.
-        kernel, right = _attempt(task.code, coldstart.wrong_share / 3, device, rng)
+
+    def measured(kernel: str, outcome: Outcome) -> list[Message]:
+        return _turn(f"{write_call(kernel, device)}\n{MEASURE_CALL}", outcome.observation)
+
+    first = simulate_outcome(kernel, right, device, rng)
+    messages = [{"role": "user", "content": task.code + IN_TURNS}, *measured(kernel, first)]
+    if first.milestone < 3:
+        # Later attempts have other schedules and are wrong less often.
+        later, later_right = _attempt(task.code, coldstart.wrong_share / 3, device, rng)
+        second = simulate_outcome(later, later_right, device, rng)
+        messages += measured(later, second)
+        if not right and not later_right:
+            kernel, _ = _attempt(task.code, coldstart.wrong_share / 3, device, rng)
+        if not later_right or second.is_worse_than(first):
+            messages += _turn(write_call(kernel, device), _written(device))
     return [*messages, {"role": "assistant", "content": DONE}]
