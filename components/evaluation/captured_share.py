@@ -232,13 +232,13 @@ def _row(
     )
 
 
-def _first_answer(result: TaskResult) -> float | None:
+def first_answer(result: TaskResult) -> float | None:
     """Return the log speed-up of the first answer to a task, or None if it is not known."""
     first = result.attempts[0].first if result.attempts else None
     return None if first is None or first.error else log_speedup(first)
 
 
-def _final_answer(result: TaskResult) -> float | None:
+def final_answer(result: TaskResult) -> float | None:
     """Return the log speed-up of the final answer to a task, or None if the judge failed on it."""
     return None if result.error else math.log(result.ratio("eager") or 1.0)
 
@@ -250,8 +250,8 @@ def policy_row(name: str, evaluation: Evaluation, attainable: Attainable) -> Sha
     """
     searched = {task.task_id for task in attainable.tasks}
     results = {result.task_id: result for result in evaluation.tasks if result.task_id in searched}
-    first = {task_id: log for task_id, one in results.items() if (log := _first_answer(one)) is not None}
-    final = {task_id: log for task_id in first if (log := _final_answer(results[task_id])) is not None}
+    first = {task_id: log for task_id, one in results.items() if (log := first_answer(one)) is not None}
+    final = {task_id: log for task_id in first if (log := final_answer(results[task_id])) is not None}
     gains = [log - first[task_id] for task_id, log in final.items()]
     return _row(name, first, attainable, gains=gains)
 

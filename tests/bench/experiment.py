@@ -1,26 +1,30 @@
 """The experiment of docs/results.md: what each stage adds on held-out tasks, by seed, and ablations.
 
-    python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--no-ablations] \
-        [--variants group,turns,staleness,log] [--schedules N] [--set KEY=VALUE] [--part PART] [--table] \
-        [--plot FILE.svg]
+    python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--variants NAME,NAME] \
+        [--schedules N] [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]
 
-Every seed has its own cold start and stages 1 to 4 on one data set; a policy is evaluated after the cold
-start and after each stage that changes it. The paper's ablations in miniature share the first seed's cold
-start. `--variants` instead trains stage 4 of every seed with another value of agentic.advantages, staleness
-or reward, and makes only what that needs. `--schedules` judges N random schedules on the held-out tasks once,
-and adds what share of their speed-up the first answers reach to the table. A repeated call goes on where the
-last one was stopped; `--table` prints what there is, and `--plot` draws it. On a host with two GPUs a call
+Every seed has its own cold start and stages 1 to 4 on one data set. A policy is evaluated after the cold
+start and after each stage that changes it, at temperatures 0 and 1. Each of `--variants` is a run of every
+seed that leaves out a stage or has another value of a parameter of stage 4; it shares the stages before the
+difference with the full run, and is evaluated at temperature 1. `--schedules` judges N random schedules on the held-out tasks once, and adds
+what share of their speed-up the first answers reach to the tables. The tables of differences compare each
+row with the full run over all seeds.
+
+A repeated call goes on where the last one was stopped, and calls with other seeds can run at the same time in
+folders of their own; `--table` prints what there is, and `--plot` draws it. On a host with two GPUs a call
 with `--part training` and another with `--part evaluation`, which waits for each checkpoint, share the work,
 each with its own CUDA_VISIBLE_DEVICES and, by taskset, its own cores.
 """
 
 import argparse
-import itertools
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from seed_differences import POOLED, pooled_text
 
 from components.agent.policies import checkpoint_policy
 from components.bootstrap.cold_start import coldstart
@@ -30,6 +34,7 @@ from components.core.params import Params
 from components.evaluation.attainable import search
 from components.evaluation.captured_share import (
     Attainable,
+    attainable_log,
     equivalence_text,
     gain_text,
     share_rows,
@@ -37,18 +42,21 @@ from components.evaluation.captured_share import (
 )
 from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.evaluate import evaluate
-from components.evaluation.metrics import RESULTS, Evaluation, changes, load_evaluation
+from components.evaluation.metrics import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.open_pool import open_pool
 from components.judge.pool import LocalPool
 from components.training.demonstration_replay import training_sources
 from components.training.run_stage import run_stage
-from components.training.stage import CHECKPOINT, Stage, stages_of_run
+from components.training.stage import CHECKPOINT, Stage, StageName, stages_of_run
 
 TASKS = "tasks"
 ATTAINABLE = "attainable"
-FULL = ("cold start", "stage 1", "stage 2", "stage 4")
+# The full run, by the name of its last evaluation, and all its evaluations.
+FULL = "stage 4"
+ROWS = ("cold start", "stage 1", "stage 2", FULL)
 NUMBERS = (0, 1, 2, 4)
+TEMPERATURES = (0, 1)
 COLOURS = {"first": "#2563eb", "second": "#d97706", "third": "#059669"}
 STYLE = (
     "text { font: 11px sans-serif; fill: #444 } .middle { text-anchor: middle } .end { text-anchor: end }"
@@ -61,22 +69,29 @@ STYLE = (
         )
     )
 )
-# Values of stage 4 with which `--variants` trains it, by the name of the variant.
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A run that leaves out stages, or that has other parameters in stage 4."""
+
+    sets: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+
 VARIANTS = {
-    "group": "agentic.advantages=group",
-    "turns": "agentic.advantages=turns",
-    "staleness": "agentic.staleness=2",
-    "log": "agentic.reward=log_speedup",
+    FULL: Variant(),
+    "without-stage-1": Variant(without=("warmup",)),
+    "without-stage-2": Variant(without=("rejection",)),
+    "without-stage-3": Variant(without=("critic",)),
+    "one-turn": Variant(("agentic.rollouts.max_turns=1",)),
+    "speedup": Variant(("agentic.reward=speedup",)),
+    "log-speedup": Variant(("agentic.reward=log_speedup",)),
+    "solve-rate": Variant(("agentic.solve_rate_share=0.5",)),
+    "group": Variant(("agentic.advantages=group",)),
+    "turns": Variant(("agentic.advantages=turns",)),
+    "staleness": Variant(("agentic.staleness=2",)),
 }
-ABLATIONS = (
-    "without stage 1",
-    "without stage 2",
-    "without stage 3",
-    "bare speed-up as reward",
-    "logarithm of the speed-up as reward",
-    "tasks by solve rate",
-    "stage 1, one turn",
-)
 
 
 class Lines:
@@ -86,7 +101,7 @@ class Lines:
         self.began = time.monotonic()
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
-        if step == total or stage in ("warmup", "agentic"):
+        if "episodes" not in figures and (step == total or stage in ("warmup", "agentic")):
             shown = " ".join(f"{name} {value:.3g}" for name, value in figures.items())
             print(f"{time.monotonic() - self.began:6.0f} s  {stage} {step}/{total} {shown}", flush=True)
 
@@ -102,23 +117,29 @@ class Experiment:
     def params(self, seed: int, *more: str) -> Params:
         return resolve(self.profile, (f"seed={seed}", f"coldstart.seed={seed}", *self.sets, *more)).params
 
-    def evaluated(self, name: str, policy: Path, params: Params) -> None:
+    def evaluated(
+        self, name: str, policy: Path, seed: int, temperatures: tuple[int, ...] = TEMPERATURES
+    ) -> None:
+        """Evaluate a policy at each of the temperatures.
+
+        Equal kernels of the policies of one seed share a measurement, which reduces the noise of differences.
+        """
         if self.part == "training":
             return
-        folder = self.out / f"evaluation {name}"
         await_file(policy / MANIFEST)
-        print(f"evaluating {name}", flush=True)
-        suite = load_suite(params, self.out / TASKS)
-        found = evaluate(
-            checkpoint_policy(policy, params),
-            suite,
-            self.pool,
-            folder,
-            epoch=folder.name,
-            progress=Lines(),
-            seed=params.seed,
-        )
-        print(row(name, found), flush=True)
+        for temperature in temperatures:
+            params, folder = self.params(seed, f"evaluation.temperature={temperature}"), at(name, temperature)
+            print(f"evaluating {folder}", flush=True)
+            found = evaluate(
+                checkpoint_policy(policy, params),
+                load_suite(params, self.out / TASKS),
+                self.pool,
+                self.out / folder,
+                epoch=f"evaluation {seed}",
+                progress=Lines(),
+                seed=params.seed,
+            )
+            print(row(name, found), flush=True)
 
     def search(self, seed: int, schedules: int) -> None:
         """Judge random schedules on the held-out tasks, each correct kernel twice."""
@@ -129,7 +150,7 @@ class Experiment:
 
     def stage(
         self,
-        name: str,
+        name: StageName,
         place: str,
         params: Params,
         actor: Path,
@@ -163,62 +184,38 @@ class Experiment:
             )
         return out
 
-    def critic(self, seed: int, params: Params, actor: Path) -> Path | None:
-        """Return the critic of stage 3 and train it if it does not exist; None if the run has no stage 3."""
-        if "critic" not in stages_of_run(params):
-            return None
-        sampled = (f"{seed} warmup", f"{seed} rejection")
-        return self.stage("critic", f"{seed} critic", params, actor, sampled=sampled)
+    def run(self, seed: int, name: str) -> None:
+        """Train and evaluate the full run of a seed, or the variant with the name `name`."""
+        variant = VARIANTS[name]
+        params, changed = self.params(seed), self.params(seed, *variant.sets)
+        actor, place = self.cold(seed), str(seed)
+        if name == FULL:
+            self.evaluated(f"{seed} cold start", actor, seed)
+        sampled = []
+        before: tuple[StageName, ...] = ("warmup", "rejection")
+        for number, stage in enumerate(before, start=1):
+            if stage in variant.without:
+                place = f"{seed} {name}"
+                continue
+            sampled.append(f"{place} {stage}")
+            actor = self.stage(stage, sampled[-1], params, actor)
+            if name == FULL:
+                self.evaluated(f"{seed} stage {number}", actor, seed)
+        if "critic" in variant.without:
+            # Stage 1's code makes a critic from the actor, and does not train it before the first update.
+            fresh = changed.model_copy(update={"warmup": changed.agentic})
+            actor = self.stage("warmup", f"{seed} {name} agentic", fresh, actor)
+        else:
+            critic = None
+            if "critic" in stages_of_run(changed):
+                critic = self.stage("critic", f"{place} critic", params, actor, sampled=tuple(sampled))
+            actor = self.stage("agentic", f"{seed} {name} agentic", changed, actor, critic)
+        self.evaluated(f"{seed} {name}", actor, seed, TEMPERATURES if name == FULL else TEMPERATURES[1:])
 
-    def full(self, seed: int) -> None:
-        params, cold = self.params(seed), self.cold(seed)
-        self.evaluated(f"{seed} cold start", cold, params)
-        first = self.stage("warmup", f"{seed} warmup", params, cold)
-        self.evaluated(f"{seed} stage 1", first, params)
-        second = self.stage("rejection", f"{seed} rejection", params, first)
-        self.evaluated(f"{seed} stage 2", second, params)
-        fourth = self.stage("agentic", f"{seed} agentic", params, second, self.critic(seed, params, second))
-        self.evaluated(f"{seed} stage 4", fourth, params)
 
-    def variant(self, seed: int, name: str) -> None:
-        params, changed = self.params(seed), self.params(seed, VARIANTS[name])
-        first = self.stage("warmup", f"{seed} warmup", params, self.cold(seed))
-        second = self.stage("rejection", f"{seed} rejection", params, first)
-        fourth = self.stage(
-            "agentic", f"{seed} {name} agentic", changed, second, self.critic(seed, changed, second)
-        )
-        self.evaluated(f"{seed} {name}", fourth, changed)
-
-    def ablations(self, seed: int) -> None:
-        params, cold, name = self.params(seed), self.cold(seed), iter(ABLATIONS)
-        first, second, values = (
-            self.out / f"{seed} {stage}" / CHECKPOINT for stage in ("warmup", "rejection", "critic")
-        )
-
-        without = next(name)
-        actor = self.stage("rejection", f"{without} rejection", params, cold)
-        critic = self.stage("critic", f"{without} critic", params, actor, sampled=(f"{without} rejection",))
-        self.evaluated(without, self.stage("agentic", f"{without} agentic", params, actor, critic), params)
-
-        without = next(name)
-        critic = self.stage(
-            "critic", f"{without} critic", params, first, sampled=(f"{seed} warmup", f"{seed} rejection")
-        )
-        self.evaluated(without, self.stage("agentic", f"{without} agentic", params, first, critic), params)
-
-        without = next(
-            name
-        )  # stage 1's code makes its critic from the actor, untaught; here with stage 4's settings
-        fresh = params.model_copy(update={"warmup": params.agentic})
-        self.evaluated(without, self.stage("warmup", f"{without} agentic", fresh, second), params)
-
-        for setting in ("reward=speedup", "reward=log_speedup", "solve_rate_share=0.5"):
-            without, changed = next(name), self.params(seed, f"agentic.{setting}")
-            self.evaluated(
-                without, self.stage("agentic", f"{without} agentic", changed, second, values), params
-            )
-
-        self.evaluated(next(name), first, self.params(seed, "evaluation.max_turns=1"))
+def at(name: str, temperature: int) -> str:
+    """Return the name of the folder of the evaluation of a policy at a temperature."""
+    return f"evaluation {name}, temperature {temperature}"
 
 
 def await_file(file: Path) -> None:
@@ -246,18 +243,28 @@ def row(name: str, found: Evaluation) -> str:
     return "| " + " | ".join([name, *rates, *ratios]) + " |"
 
 
-def table(out: Path, seeds: list[int]) -> None:
+def found_evaluations(
+    out: Path, seeds: list[int], names: Iterable[str], temperature: int
+) -> dict[str, Evaluation]:
+    """Return the finished evaluations of the named policies of all seeds, by seed and name."""
+    folders = {f"{seed} {name}": out / at(f"{seed} {name}", temperature) for seed in seeds for name in names}
+    return {name: load_evaluation(folder) for name, folder in folders.items() if (folder / RESULTS).is_file()}
+
+
+def load_search(out: Path) -> Attainable | None:
     found = out / ATTAINABLE / RESULTS
-    searched = Attainable.model_validate(read_json(found)) if found.is_file() else None
+    return Attainable.model_validate(read_json(found)) if found.is_file() else None
+
+
+def table(out: Path, seeds: list[int], temperature: int) -> None:
+    """Print a row for every evaluation at one temperature, and one for the best fixed schedule."""
+    searched = load_search(out)
     columns = ["", "pass rate", "mean reward", "faster than eager", "faster than compile"]
     columns += ["geomean, eager", "geomean, compile"]
     if searched is not None:
         columns += ["captured share", "search equivalence", "gain per turn"]
-    print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
-    evaluations = {}
-    for name in [*(f"{seed} {stage}" for seed in seeds for stage in (*FULL, *VARIANTS)), *ABLATIONS]:
-        if (out / f"evaluation {name}" / RESULTS).is_file():
-            evaluations[name] = load_evaluation(out / f"evaluation {name}")
+    print(f"\nTemperature {temperature}\n\n| {' | '.join(columns)} |\n|" + " --- |" * len(columns))
+    evaluations = found_evaluations(out, seeds, dict.fromkeys((*ROWS, *VARIANTS)), temperature)
     rows = share_rows(evaluations, searched) if searched is not None else []
     cells = {one.name: f" {share_text(one)} | {equivalence_text(one)} | {gain_text(one)} |" for one in rows}
     for name, evaluation in evaluations.items():
@@ -266,28 +273,36 @@ def table(out: Path, seeds: list[int]) -> None:
         if one.choices:
             choices = ", ".join(f"{name} {value}" for name, value in one.choices.items())
             print(f"| {one.name} ({choices}) |{' |' * 6}{cells[one.name]}")
-    pairs = ((FULL[0], FULL[-1]), *((FULL[-1], variant) for variant in VARIANTS))
-    for seed, (before, after) in itertools.product(seeds, pairs):
-        first, last = (out / f"evaluation {seed} {stage}" for stage in (before, after))
-        if (first / RESULTS).is_file() and (last / RESULTS).is_file():
-            change = changes(load_evaluation(first).tasks, load_evaluation(last).tasks)["mean_reward"]
-            print(
-                f"seed {seed}: mean reward {change.value:+.2f} [{change.low:+.2f}, {change.high:+.2f}] from"
-                f" {before} to {after}, paired by task"
-            )
+
+
+def difference_table(out: Path, seeds: list[int], temperature: int) -> None:
+    """Print the differences of all rows from the full run over all seeds that have both."""
+    searched = load_search(out)
+    attainable = (
+        {task.task_id: attainable_log(task.outcomes()) for task in searched.tasks} if searched else {}
+    )
+    print(f"\nDifferences from {FULL}, temperature {temperature}\n")
+    print("| | seeds | pass rate | mean reward | captured share | gain per turn |\n|" + " --- |" * 6)
+    for name in dict.fromkeys((*ROWS, *VARIANTS)):
+        pairs = []
+        for seed in seeds:
+            found = found_evaluations(out, [seed], (name, FULL), temperature)
+            if len(found) == len({name, FULL}):
+                pairs.append((found[f"{seed} {name}"], found[f"{seed} {FULL}"]))
+        if pairs:
+            cells = [pooled_text(pairs, figure, attainable, name == FULL) for figure in POOLED]
+            print(f"| {name} | {len(pairs)} | {' | '.join(cells)} |")
 
 
 def plot(out: Path, seeds: list[int], file: Path) -> None:
     """Draw mean reward with intervals, pass rate (dashed) and share faster than torch.compile, by stage."""
     reward, rates = [], []
     for seed, colour in zip(seeds, COLOURS, strict=False):
-        found = {
-            number: out / f"evaluation {seed} {stage}" for number, stage in zip(NUMBERS, FULL, strict=True)
-        }
+        found = found_evaluations(out, [seed], ROWS, TEMPERATURES[0])
         figures = {
-            number: load_evaluation(folder).overall
-            for number, folder in found.items()
-            if (folder / RESULTS).is_file()
+            number: found[f"{seed} {stage}"].overall
+            for number, stage in zip(NUMBERS, ROWS, strict=True)
+            if f"{seed} {stage}" in found
         }
         bounds = [each.intervals["mean_reward"] for each in figures.values()]
         reward.append(
@@ -341,8 +356,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--profile", default="cpu")
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--no-ablations", dest="ablations", action="store_false")
-    parser.add_argument("--variants", default="", help=f"any of {','.join(VARIANTS)}")
+    names = ",".join(name for name in VARIANTS if name != FULL)
+    parser.add_argument("--variants", default="", help=f"any of {names}")
     parser.add_argument("--schedules", type=int, default=0)
     parser.add_argument("--set", dest="sets", action="append", default=[])
     parser.add_argument("--part", choices=("all", "training", "evaluation"), default="all")
@@ -352,7 +367,7 @@ def main() -> None:
     out, seeds = chosen.out.resolve(), [int(seed) for seed in chosen.seeds.split(",")]
     variants = [name for name in chosen.variants.split(",") if name]
     if unknown := [name for name in variants if name not in VARIANTS]:
-        parser.error(f"--variants: {', '.join(unknown)} is unknown; give any of {','.join(VARIANTS)}")
+        parser.error(f"--variants: {', '.join(unknown)} is unknown; give any of {names}")
     if not chosen.table and not chosen.plot:
         if chosen.part == "evaluation":
             await_file(out / TASKS / "tasks.parquet")
@@ -382,15 +397,13 @@ def main() -> None:
             if chosen.schedules:
                 experiment.search(seeds[0], chosen.schedules)
             for seed in seeds:
-                for name in variants:
-                    experiment.variant(seed, name)
-                if not variants:
-                    experiment.full(seed)
-            if chosen.ablations and not variants:
-                experiment.ablations(seeds[0])
+                for name in (FULL, *variants):
+                    experiment.run(seed, name)
         finally:
             pool.close()
-    table(out, seeds)
+    for temperature in TEMPERATURES:
+        table(out, seeds, temperature)
+        difference_table(out, seeds, temperature)
     if chosen.plot:
         plot(out, seeds, chosen.plot)
 
