@@ -17,6 +17,7 @@ from prefect.exceptions import TerminationSignal
 from components.core.errors import StageFailed, error_chain
 from components.core.files import MANIFEST, digest_file, digest_json, read_json, write_json
 from components.core.progress import Progress
+from components.core.signals import sigterm_outside_of_locks
 from components.core.sources import project_digests
 from components.core.task import read_tasks
 from components.evaluation.compare import SETTINGS
@@ -104,6 +105,7 @@ def raise_interruption(error: Exception) -> None:
             os.kill(os.getpid(), cause.signal)
 
 
+@sigterm_outside_of_locks()
 def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool = False) -> RunRecord:
     """Run every stage inside the current Prefect flow, and return the run's record.
 

@@ -12,7 +12,6 @@ import gc
 import os
 import signal
 import sys
-import threading
 from types import FrameType
 
 import typer
@@ -36,6 +35,7 @@ from components.cli.train import train
 from components.cli.trajectory import trajectory_app
 from components.core.errors import StageFailed, UserError
 from components.core.files import environment_fault
+from components.core.signals import outside_of_locks, send_again
 from components.training.launcher import TERMINATED
 
 app = typer.Typer(
@@ -89,8 +89,6 @@ SIGNALS = {
     "_Terminated": signal.SIGTERM,
     "TerminationSignal": signal.SIGTERM,
 }
-# Seconds after which a signal whose exception was ignored is sent again.
-AGAIN_SECONDS = 0.1
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
@@ -107,14 +105,15 @@ def _send_again(unraisable: "sys.UnraisableHookArgs") -> None:
     if number is None:
         sys.__unraisablehook__(unraisable)
     elif not sys.is_finalizing():  # while the interpreter ends, no thread can start
-        timer = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
-        timer.daemon = True
-        timer.start()
+        send_again(number)
 
 
 def handle_signals() -> None:
-    """Make SIGTERM raise an exception, and send SIGTERM and SIGINT again where their exception is ignored."""
-    signal.signal(signal.SIGTERM, _raise_terminated)
+    """Make SIGTERM raise an exception, and send SIGTERM and SIGINT again where their exception is ignored.
+
+    The exception of SIGTERM is not raised where a lock is being taken or released.
+    """
+    signal.signal(signal.SIGTERM, outside_of_locks(_raise_terminated))
     sys.unraisablehook = _send_again
 
 

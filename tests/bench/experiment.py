@@ -5,10 +5,10 @@
 
 Every seed has its own cold start and stages 1 to 4 on one data set. A policy is evaluated after the cold
 start and after each stage that changes it, at temperatures 0 and 1. Each of `--variants` is a run of every
-seed that leaves out a stage or has another value of a parameter of stage 4; it shares the stages before the
-difference with the full run, and is evaluated at temperature 1. `--schedules` judges N random schedules on the held-out tasks once, and adds
-what share of their speed-up the first answers reach to the tables. The tables of differences compare each
-row with the full run over all seeds.
+seed that leaves out a stage or has another value of a parameter of stage 4. It shares the stages before the
+difference with the full run, and is evaluated at temperature 1. `--schedules` judges N random schedules on
+the held-out tasks once, and adds what share of their speed-up the first answers reach to the tables. The
+tables of differences compare each row with the full run over all seeds.
 
 A repeated call goes on where the last one was stopped, and calls with other seeds can run at the same time in
 folders of their own; `--table` prints what there is, and `--plot` draws it. On a host with two GPUs a call

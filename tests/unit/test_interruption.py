@@ -86,3 +86,66 @@ def test_a_signal_whose_exception_was_ignored_is_sent_again(name: str, handler: 
     command = [sys.executable, "-c", IGNORED, name, handler]
     done = subprocess.run(command, capture_output=True, text=True, timeout=45, check=True)
     assert done.stdout.split("\n")[:2] == ["works on", raised] and not done.stderr
+
+
+# A program that gets signals while it puts items into queues, and prints how many queues stayed locked.
+PUTTING = """
+import os, queue, random, signal, sys, threading, time
+from components.core.signals import outside_of_locks
+
+class Interruption(BaseException):
+    pass
+
+def interrupt(number, frame):
+    if not awaited.is_set():
+        awaited.set()
+        raise Interruption
+
+def take(items):
+    while items.get() is not None:
+        pass
+
+def queue_with_thread():
+    items = queue.Queue()
+    threading.Thread(target=take, args=(items,), daemon=True).start()
+    return items
+
+awaited = threading.Event()
+awaited.set()
+signal.signal(signal.SIGTERM, outside_of_locks(interrupt) if sys.argv[1] == "deferred" else interrupt)
+items, locked = queue_with_thread(), 0
+for _ in range(int(sys.argv[2])):
+    sender = threading.Timer(0.0005 + 0.001 * random.random(), os.kill, (os.getpid(), signal.SIGTERM))
+    sender.start()
+    deadline = time.monotonic() + 5
+    try:
+        awaited.clear()
+        while not awaited.is_set() and time.monotonic() < deadline:
+            items.put(1)
+    except Interruption:
+        pass
+    awaited.set()
+    sender.join()
+    if items.mutex.acquire(timeout=0.5):
+        items.mutex.release()
+    else:
+        items, locked = queue_with_thread(), locked + 1
+    time.sleep(0.002)
+print(locked)
+"""
+
+
+def locked_queues(how: str, signals: int) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", PUTTING, how, str(signals)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
+    return int(done.stdout)
+
+
+def test_a_signal_never_leaves_a_queue_locked() -> None:
+    assert locked_queues("deferred", 40) == 0
+    assert locked_queues("at once", 30) > 0, "the program shows no locked queue without the handler"

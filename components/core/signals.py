@@ -1,0 +1,71 @@
+"""Handlers of signals that raise an exception in the main thread, but never between a lock and its release.
+
+Python runs the handler of a signal between two bytecode instructions of the main thread. If the handler
+raises an exception in a method such as `Condition.__enter__`, which takes a lock before the caller's `with`
+block begins, nothing releases the lock (https://github.com/python/cpython/issues/74174). The main thread can
+then block forever on its next message to the thread that shares the lock, for example that of a queue.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+# Seconds after which a signal is sent again that had no effect, and the most times in a row that this happens
+# because of a lock.
+AGAIN_SECONDS = 0.1
+MOST_DEFERRALS = 50
+# Functions, and modules with functions, that take or release locks outside of a `with` or `try` statement.
+LOCKING_FUNCTIONS = ("__enter__", "__exit__", "acquire", "release")
+LOCKING_MODULES = ("logging",)
+
+Handler = Callable[[int, FrameType | None], object]
+
+
+def send_again(number: int) -> None:
+    """Send a signal to this process after AGAIN_SECONDS."""
+    timer = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
+
+
+def outside_of_locks(handler: Handler) -> Handler:
+    """Return a handler that calls `handler`, or sends the signal again if a lock is being taken or released.
+
+    After MOST_DEFERRALS signals in a row it calls `handler` in any case, because a lock may never be free.
+    """
+    deferrals = 0
+
+    def handle(number: int, frame: FrameType | None) -> object:
+        nonlocal deferrals
+        if frame is not None and _is_locking(frame) and deferrals < MOST_DEFERRALS:
+            deferrals += 1
+            send_again(number)
+            return None
+        deferrals = 0
+        return handler(number, frame)
+
+    return handle
+
+
+def _is_locking(frame: FrameType) -> bool:
+    return frame.f_code.co_name in LOCKING_FUNCTIONS or frame.f_globals.get("__name__") in LOCKING_MODULES
+
+
+@contextlib.contextmanager
+def sigterm_outside_of_locks() -> Iterator[None]:
+    """Apply `outside_of_locks` to the present handler of SIGTERM while the block runs in the main thread.
+
+    In other threads, and if the handler is not a Python function, nothing is changed.
+    """
+    previous = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    signal.signal(signal.SIGTERM, outside_of_locks(previous))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
