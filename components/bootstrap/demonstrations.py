@@ -143,9 +143,9 @@ class Outcome:
     milestone: int
     speedup: float = 0.0
 
-    def is_worse_than(self, other: "Outcome") -> bool:
-        """Return whether the milestone is lower, or is equal and the speed-up over eager mode is lower."""
-        return (self.milestone, self.speedup) < (other.milestone, other.speedup)
+    def is_better_than(self, other: "Outcome") -> bool:
+        """Return whether the milestone is higher, or is equal and the speed-up over eager mode is higher."""
+        return (self.milestone, self.speedup) > (other.milestone, other.speedup)
 
 
 def simulate_outcome(kernel: str, right: bool, device: Device, rng: random.Random) -> Outcome:
@@ -244,8 +244,8 @@ def make_demonstration(
         later, later_right = _attempt(task.code, coldstart.wrong_share / 3, device, rng)
         second = simulate_outcome(later, later_right, device, rng)
         messages += measured(later, second)
-        if not right and not later_right:
-            kernel, _ = _attempt(task.code, coldstart.wrong_share / 3, device, rng)
-        if not later_right or second.is_worse_than(first):
+        if not second.is_better_than(first):
+            if not right:
+                kernel, _ = _attempt(task.code, coldstart.wrong_share / 3, device, rng)
             messages += _turn(write_call(kernel, device), _written(device))
     return [*messages, {"role": "assistant", "content": DONE}]

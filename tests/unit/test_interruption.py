@@ -1,14 +1,22 @@
-"""Signals that arrive where an exception is wrapped or ignored."""
+"""Signals that arrive where an exception is wrapped or ignored, or where a lock is being taken."""
 
+import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
+import time
+from types import FrameType
+from typing import cast
 
 import pytest
 from prefect.exceptions import TerminationSignal
 from pydantic import BaseModel, model_serializer
 from pydantic_core import PydanticSerializationError
 
+from components.core import signals
+from components.core.signals import sigterm_outside_of_locks
 from flows.nightly import raise_interruption
 
 
@@ -88,64 +96,73 @@ def test_a_signal_whose_exception_was_ignored_is_sent_again(name: str, handler: 
     assert done.stdout.split("\n")[:2] == ["works on", raised] and not done.stderr
 
 
-# A program that gets signals while it puts items into queues, and prints how many queues stayed locked.
-PUTTING = """
-import os, queue, random, signal, sys, threading, time
-from components.core.signals import outside_of_locks
-
 class Interruption(BaseException):
-    pass
+    """Exception of the handlers of SIGTERM below."""
 
-def interrupt(number, frame):
-    if not awaited.is_set():
-        awaited.set()
-        raise Interruption
 
-def take(items):
-    while items.get() is not None:
-        pass
+def interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interruption
 
-def queue_with_thread():
-    items = queue.Queue()
-    threading.Thread(target=take, args=(items,), daemon=True).start()
+
+class SignallingLock:
+    """A lock that sends SIGTERM to this process between being taken and the caller's `with` block."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.acquire, self.release = self.lock.acquire, self.lock.release
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def queue_with_signal() -> queue.Queue[int]:
+    """Return a queue whose `put` receives SIGTERM when it has just locked the queue."""
+    items: queue.Queue[int] = queue.Queue()
+    lock = SignallingLock()
+    items.mutex, items.not_empty = lock.lock, threading.Condition(lock.lock)
+    items.not_full = threading.Condition(cast(threading.Lock, lock))
     return items
 
-awaited = threading.Event()
-awaited.set()
-signal.signal(signal.SIGTERM, outside_of_locks(interrupt) if sys.argv[1] == "deferred" else interrupt)
-items, locked = queue_with_thread(), 0
-for _ in range(int(sys.argv[2])):
-    sender = threading.Timer(0.0005 + 0.001 * random.random(), os.kill, (os.getpid(), signal.SIGTERM))
-    sender.start()
-    deadline = time.monotonic() + 5
+
+def test_sigterm_leaves_a_queue_locked_if_its_handler_raises_at_once() -> None:
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    items = queue_with_signal()
     try:
-        awaited.clear()
-        while not awaited.is_set() and time.monotonic() < deadline:
+        with pytest.raises(Interruption):
             items.put(1)
-    except Interruption:
-        pass
-    awaited.set()
-    sender.join()
-    if items.mutex.acquire(timeout=0.5):
-        items.mutex.release()
-    else:
-        items, locked = queue_with_thread(), locked + 1
-    time.sleep(0.002)
-print(locked)
-"""
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert items.mutex.locked()
 
 
-def locked_queues(how: str, signals: int) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", PUTTING, how, str(signals)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    return int(done.stdout)
+def test_sigterm_is_raised_when_the_queue_is_unlocked_again() -> None:
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    items = queue_with_signal()
+    try:
+        with sigterm_outside_of_locks():
+            items.put(1)
+            assert items.qsize() == 1 and not items.mutex.locked()
+            with pytest.raises(Interruption):
+                time.sleep(20)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert not items.mutex.locked()
 
 
-def test_a_signal_never_leaves_a_queue_locked() -> None:
-    assert locked_queues("deferred", 40) == 0
-    assert locked_queues("at once", 30) > 0, "the program shows no locked queue without the handler"
+def test_a_lock_that_is_never_free_does_not_defer_sigterm_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(signals, "send_again", sent.append)
+    handle = signals.outside_of_locks(interrupt)
+
+    def acquire() -> FrameType:
+        return sys._getframe()
+
+    for _ in range(signals.MOST_DEFERRALS):
+        handle(signal.SIGTERM, acquire())
+    assert sent == [signal.SIGTERM] * signals.MOST_DEFERRALS
+    with pytest.raises(Interruption):
+        handle(signal.SIGTERM, acquire())
