@@ -20,29 +20,18 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from seed_differences import POOLED, pooled_text
+from experiment_tables import ATTAINABLE, FULL, TEMPERATURES, at, difference_table, plot, row, table
 
 from components.agent.policies import checkpoint_policy
 from components.bootstrap.cold_start import coldstart
 from components.core.config import PROJECT, resolve
-from components.core.files import MANIFEST, read_json
+from components.core.files import MANIFEST
 from components.core.params import Params
 from components.evaluation.attainable import search
-from components.evaluation.captured_share import (
-    Attainable,
-    attainable_log,
-    equivalence_text,
-    gain_text,
-    share_rows,
-    share_text,
-)
-from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.evaluate import evaluate
-from components.evaluation.metrics import RESULTS, Evaluation, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.open_pool import open_pool
 from components.judge.pool import LocalPool
@@ -51,24 +40,6 @@ from components.training.run_stage import run_stage
 from components.training.stage import CHECKPOINT, Stage, StageName, stages_of_run
 
 TASKS = "tasks"
-ATTAINABLE = "attainable"
-# The full run, by the name of its last evaluation, and all its evaluations.
-FULL = "stage 4"
-ROWS = ("cold start", "stage 1", "stage 2", FULL)
-NUMBERS = (0, 1, 2, 4)
-TEMPERATURES = (0, 1)
-COLOURS = {"first": "#2563eb", "second": "#d97706", "third": "#059669"}
-STYLE = (
-    "text { font: 11px sans-serif; fill: #444 } .middle { text-anchor: middle } .end { text-anchor: end }"
-    " .grid { stroke: #ddd } .axis { stroke: #444 } "
-    + (
-        ".line { fill: none; stroke-width: 2 } .dashed { stroke-dasharray: 5 4 } .band { opacity: .16 }"
-        + "".join(
-            f" .line.{name} {{ stroke: {code} }} .dot.{name}, .band.{name} {{ fill: {code} }}"
-            for name, code in COLOURS.items()
-        )
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -80,7 +51,6 @@ class Variant:
 
 
 VARIANTS = {
-    FULL: Variant(),
     "without-stage-1": Variant(without=("warmup",)),
     "without-stage-2": Variant(without=("rejection",)),
     "without-stage-3": Variant(without=("critic",)),
@@ -157,22 +127,11 @@ class Experiment:
         critic: Path | None = None,
         sampled: tuple[str, ...] = (),
     ) -> Path:
-        out = self.out / place
+        out, tasks = self.out / place, self.out / TASKS
         folders = tuple(self.out / earlier / "trajectories" for earlier in sampled)
         if self.part != "evaluation":
             run_stage(
-                Stage(
-                    name,
-                    params,
-                    actor,
-                    self.out / TASKS,
-                    out,
-                    self.pool,
-                    Lines(),
-                    "experiment",
-                    critic,
-                    folders,
-                )
+                Stage(name, params, actor, tasks, out, self.pool, Lines(), "experiment", critic, folders)
             )
         return out / CHECKPOINT
 
@@ -186,7 +145,7 @@ class Experiment:
 
     def run(self, seed: int, name: str) -> None:
         """Train and evaluate the full run of a seed, or the variant with the name `name`."""
-        variant = VARIANTS[name]
+        variant = VARIANTS.get(name, Variant())
         params, changed = self.params(seed), self.params(seed, *variant.sets)
         actor, place = self.cold(seed), str(seed)
         if name == FULL:
@@ -213,140 +172,10 @@ class Experiment:
         self.evaluated(f"{seed} {name}", actor, seed, TEMPERATURES if name == FULL else TEMPERATURES[1:])
 
 
-def at(name: str, temperature: int) -> str:
-    """Return the name of the folder of the evaluation of a policy at a temperature."""
-    return f"evaluation {name}, temperature {temperature}"
-
-
 def await_file(file: Path) -> None:
     """Another call of the experiment makes it, and writes it last."""
     while not file.is_file():
         time.sleep(1)
-
-
-def share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"
-
-
-def row(name: str, found: Evaluation) -> str:
-    figures = found.overall
-    reward = figures.intervals["mean_reward"]
-    eager, fast = figures.geomean.eager, figures.geomean.compile
-    ratios = [f"{ratio:.2f}" if ratio is not None else "-" for ratio in (eager, fast)]
-    interval = f"{figures.mean_reward:.2f} [{reward.low:.2f}, {reward.high:.2f}]"
-    rates = [
-        share(figures.pass_rate),
-        interval,
-        share(figures.faster_rate.eager),
-        share(figures.faster_rate.compile),
-    ]
-    return "| " + " | ".join([name, *rates, *ratios]) + " |"
-
-
-def found_evaluations(
-    out: Path, seeds: list[int], names: Iterable[str], temperature: int
-) -> dict[str, Evaluation]:
-    """Return the finished evaluations of the named policies of all seeds, by seed and name."""
-    folders = {f"{seed} {name}": out / at(f"{seed} {name}", temperature) for seed in seeds for name in names}
-    return {name: load_evaluation(folder) for name, folder in folders.items() if (folder / RESULTS).is_file()}
-
-
-def load_search(out: Path) -> Attainable | None:
-    found = out / ATTAINABLE / RESULTS
-    return Attainable.model_validate(read_json(found)) if found.is_file() else None
-
-
-def table(out: Path, seeds: list[int], temperature: int) -> None:
-    """Print a row for every evaluation at one temperature, and one for the best fixed schedule."""
-    searched = load_search(out)
-    columns = ["", "pass rate", "mean reward", "faster than eager", "faster than compile"]
-    columns += ["geomean, eager", "geomean, compile"]
-    if searched is not None:
-        columns += ["captured share", "search equivalence", "gain per turn"]
-    print(f"\nTemperature {temperature}\n\n| {' | '.join(columns)} |\n|" + " --- |" * len(columns))
-    evaluations = found_evaluations(out, seeds, dict.fromkeys((*ROWS, *VARIANTS)), temperature)
-    rows = share_rows(evaluations, searched) if searched is not None else []
-    cells = {one.name: f" {share_text(one)} | {equivalence_text(one)} | {gain_text(one)} |" for one in rows}
-    for name, evaluation in evaluations.items():
-        print(row(name, evaluation) + cells.get(name, ""))
-    for one in rows:
-        if one.choices:
-            choices = ", ".join(f"{name} {value}" for name, value in one.choices.items())
-            print(f"| {one.name} ({choices}) |{' |' * 6}{cells[one.name]}")
-
-
-def difference_table(out: Path, seeds: list[int], temperature: int) -> None:
-    """Print the differences of all rows from the full run over all seeds that have both."""
-    searched = load_search(out)
-    attainable = (
-        {task.task_id: attainable_log(task.outcomes()) for task in searched.tasks} if searched else {}
-    )
-    print(f"\nDifferences from {FULL}, temperature {temperature}\n")
-    print("| | seeds | pass rate | mean reward | captured share | gain per turn |\n|" + " --- |" * 6)
-    for name in dict.fromkeys((*ROWS, *VARIANTS)):
-        pairs = []
-        for seed in seeds:
-            found = found_evaluations(out, [seed], (name, FULL), temperature)
-            if len(found) == len({name, FULL}):
-                pairs.append((found[f"{seed} {name}"], found[f"{seed} {FULL}"]))
-        if pairs:
-            cells = [pooled_text(pairs, figure, attainable, name == FULL) for figure in POOLED]
-            print(f"| {name} | {len(pairs)} | {' | '.join(cells)} |")
-
-
-def plot(out: Path, seeds: list[int], file: Path) -> None:
-    """Draw mean reward with intervals, pass rate (dashed) and share faster than torch.compile, by stage."""
-    reward, rates = [], []
-    for seed, colour in zip(seeds, COLOURS, strict=False):
-        found = found_evaluations(out, [seed], ROWS, TEMPERATURES[0])
-        figures = {
-            number: found[f"{seed} {stage}"].overall
-            for number, stage in zip(NUMBERS, ROWS, strict=True)
-            if f"{seed} {stage}" in found
-        }
-        bounds = [each.intervals["mean_reward"] for each in figures.values()]
-        reward.append(
-            Series(
-                "",
-                colour,
-                list(figures),
-                [each.mean_reward for each in figures.values()],
-                [(bound.low, bound.high) for bound in bounds],
-            )
-        )
-        rates.append(
-            Series("", colour, list(figures), [each.pass_rate for each in figures.values()], dashed=True)
-        )
-        rates.append(
-            Series("", colour, list(figures), [each.faster_rate.compile or 0.0 for each in figures.values()])
-        )
-    stages = "stage (0: the cold start)"
-    charts = [
-        line_chart(reward, x_label=stages, y_label="mean reward", y_range=(-1, 3), whole_x=True),
-        line_chart(
-            rates,
-            x_label=stages,
-            y_label="passed (dashed), faster than compile",
-            y_range=(0, 1),
-            whole_x=True,
-        ),
-    ]
-    height = HEIGHT + 12
-    drawn = "".join(
-        '<g transform="translate(0'
-        f' {place * height})">{chart[chart.index(">") + 1 : chart.index("</svg>")]}</g>'
-        for place, chart in enumerate(charts)
-    )
-    named = "".join(
-        f'<circle class="dot {colour}" cx="{60 + 80 * place}" cy="{2 * height + 6}" r="4"/><text'
-        f' x="{70 + 80 * place}" y="{2 * height + 10}">seed {seed}</text>'
-        for place, (seed, colour) in enumerate(zip(seeds, COLOURS, strict=False))
-    )
-    frame = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH}'
-        f' {2 * height + 20}"><style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-    )
-    file.write_text(f"{frame}{drawn}{named}</svg>\n")
 
 
 def main() -> None:
@@ -356,7 +185,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--profile", default="cpu")
     parser.add_argument("--seeds", default="0,1,2")
-    names = ",".join(name for name in VARIANTS if name != FULL)
+    names = ",".join(VARIANTS)
     parser.add_argument("--variants", default="", help=f"any of {names}")
     parser.add_argument("--schedules", type=int, default=0)
     parser.add_argument("--set", dest="sets", action="append", default=[])
@@ -372,24 +201,10 @@ def main() -> None:
         if chosen.part == "evaluation":
             await_file(out / TASKS / "tasks.parquet")
         else:
-            command = [
-                sys.executable,
-                "-m",
-                "components.cli",
-                "data",
-                "build",
-                "--profile",
-                chosen.profile,
-                "--home",
-                out / "home",
-                "--out",
-                out / TASKS,
-            ]
-            subprocess.run(
-                [*command, *(word for value in chosen.sets for word in ("--set", value))],
-                check=True,
-                cwd=PROJECT,
-            )
+            command = [sys.executable, "-m", "components.cli", "data", "build", "--profile", chosen.profile]
+            command += ["--home", str(out / "home"), "--out", str(out / TASKS)]
+            command += [word for value in chosen.sets for word in ("--set", value)]
+            subprocess.run(command, check=True, cwd=PROJECT)
         verdicts = "verdicts of evaluations" if chosen.part == "evaluation" else "verdicts"
         pool = open_pool(resolve(chosen.profile, tuple(chosen.sets)).params, out / verdicts)
         experiment = Experiment(out, chosen.profile, tuple(chosen.sets), chosen.part, pool)
@@ -402,8 +217,8 @@ def main() -> None:
         finally:
             pool.close()
     for temperature in TEMPERATURES:
-        table(out, seeds, temperature)
-        difference_table(out, seeds, temperature)
+        table(out, seeds, VARIANTS, temperature)
+        difference_table(out, seeds, VARIANTS, temperature)
     if chosen.plot:
         plot(out, seeds, chosen.plot)
 
