@@ -90,7 +90,7 @@ def test_a_container_that_hides_parts_of_proc(outside_tmp: Path) -> None:
 
 def test_a_machine_that_sleeps_in_a_measurement_times_nobody_out(tmp_path: Path) -> None:
     """Every process below a judge is stopped for longer than a candidate's limit, and goes on."""
-    limits = ["--set", "sandbox.run_seconds=6", "--profile", "ci"]
+    limits = ["--set", "sandbox.run_seconds=10", "--profile", "ci"]
     command = [*CLI, "judge", "agent_workdir", "--json", "--home", str(tmp_path), *limits]
     with subprocess.Popen(
         command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -103,7 +103,7 @@ def test_a_machine_that_sleeps_in_a_measurement_times_nobody_out(tmp_path: Path)
             time.sleep(1.5)
             processes = [psutil.Process(judge.pid), *psutil.Process(judge.pid).children(recursive=True)]
             _signal(processes, signal.SIGSTOP)
-            time.sleep(8)
+            time.sleep(12)
             _signal(processes, signal.SIGCONT)
         out, errors = judge.communicate(timeout=900)
     assert json.loads(out)["status"] == "correct", (out, errors)
