@@ -178,8 +178,6 @@ def explain(run: PipelineRun) -> list[Explanation]:
         suite = digest_json([kernel.task_id for kernel in tasks])
     title = f"evaluation ({'cold start' if champion is None else 'start policy'})"
     explainer.stage("evaluation", "evaluation", {"policy": start.digest, "suite": suite}, title)
-    if params.evaluation.schedules and params.policy.source == "scratch":
-        explainer.stage("evaluation", "attainable", {"suite": suite}, "schedule search")
     made: dict[str, Known] = {"coldstart": start}
     policy = start
     for name in stages_of_run(params):

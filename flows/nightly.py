@@ -28,7 +28,6 @@ from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint
 from components.training.stage import check_stages, stages_of_run
 from flows import run_page
-from flows.attainable import headline, search_schedules, summarise
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
 from flows.night import (
@@ -134,7 +133,6 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
         begins = "start policy" if start.folder.startswith("stages/champion-") else "cold start"
         before = evaluate_checkpoint(context, f"evaluation ({begins})", start.checkpoint, start.digest)
         deadline = training_deadline(run, night, before)
-        searched = search_schedules(context, deadline)
         unfinished = train_stages(context, night, stages, deadline)
         policy = [record for name, record in stages.items() if name != "critic"][-1]
         if night.champion is not None and not has_updates(stages):
@@ -144,12 +142,11 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
             )
         trained = time.monotonic()
         after = evaluate_checkpoint(context, "evaluation", policy.checkpoint, policy.digest)
-        shares = summarise(context, searched, stages, before, after, begins)
 
         lineage = night_lineage(context, night, unfinished)
         version = register(context, policy, after, lineage_tags(lineage))
         champion = evaluate_champion(context, version)
-        decision = decide(context, version, stages, policy, before, after, champion, shares)
+        decision = decide(context, version, stages, policy, before, after, champion)
         promote(context, version, decision, champion)
     except BaseException:
         context.tracking.end("FAILED")
@@ -158,8 +155,6 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
         context.pool.close()
 
     record = run_record(context, stages, before, after, version, decision)
-    if shares is not None:
-        record["schedule_search"] = shares.model_dump(mode="json")
     record["night"] = lineage
     record["seconds"] = round(time.monotonic() - started, 3)
     record["tail_seconds"] = round(time.monotonic() - trained, 3)
@@ -310,8 +305,6 @@ def publish(
     """
     run, tracking = context.run, context.tracking
     tracking.figures({key: value for key, value in record.items() if key != "gate"})
-    if "schedule_search" in record:
-        tracking.figures(headline(record["schedule_search"]))
     manifest = {"dataset": context.dataset.version, "decision": digest_json(record["gate"])}
     manifest |= {f"checkpoint.{name}": stage.digest for name, stage in stages.items()}
     for name, evaluation in evaluations.items():

@@ -17,7 +17,6 @@ from components.core.files import (
     read_json,
     write_json,
 )
-from components.evaluation.captured_share import SearchSummary
 from components.evaluation.report import load_report_data, write_report
 from components.registry import gate_runner, models
 from components.registry.gates import Decision
@@ -84,17 +83,15 @@ def decide(
     before: EvaluationRecord,
     evaluation: EvaluationRecord,
     champion: Champion | None,
-    shares: SearchSummary | None,
 ) -> Decision:
     """Run the gates on the version, write the run's report, and return the decision.
 
     `policy` is the record of the version's checkpoint. `before` and `evaluation` are the evaluations of the
     run's first policy and of the version. If `champion` is None, the version is compared with no champion.
-    `shares` are the figures of the search of schedules, if there was one.
     """
     run = context.run
     # One of the gates checks that the report is complete, so the report is first written without a decision.
-    write_run_report(context, stages, before, evaluation, None, version, shares)
+    write_run_report(context, stages, before, evaluation, None, version)
     if champion is not None:
         models.set_tags(
             context.tracking.client,
@@ -117,7 +114,7 @@ def decide(
         report=run.folder / "report.html",
         epoch=run.run_id,
     )
-    write_run_report(context, stages, before, evaluation, decision, version, shares)
+    write_run_report(context, stages, before, evaluation, decision, version)
     for gate in decision.gates:
         get_run_logger().log(logging.INFO if gate.passed else logging.WARNING, gate.sentence)
     return decision
@@ -170,12 +167,11 @@ def write_run_report(
     after: EvaluationRecord,
     decision: Decision | None,
     version: str,
-    shares: SearchSummary | None,
 ) -> None:
     """Write the report of the run to report.html in the run's folder.
 
     `before` and `after` are the evaluations of the run's first and last policy. If `decision` is None, the
-    report has no section on the gates, and if `shares` is None, none on the search of schedules.
+    report has no section on the gates.
     """
     run, client = context.run, context.tracking.client
     model = run.params.registry.model
@@ -199,6 +195,5 @@ def write_run_report(
         after.output(run.home),
         [gate.model_dump() for gate in decision.gates] if decision else [],
         meta | ({"verdict": decision.verdict, "reasons": list(decision.reasons)} if decision else {}),
-        shares,
     )
     write_report(run.folder / "report.html", data)

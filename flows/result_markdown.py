@@ -7,7 +7,6 @@ from typing import Any
 from components.core.progress_view import (
     FIGURES,
     before_name,
-    captured_line,
     duration,
     figures_row,
     format_number,
@@ -51,7 +50,6 @@ def verdict(record: Mapping[str, Any]) -> str:
             *(f"- {reason}" for reason in gate["reasons"]),
             "",
             markdown_table(FIGURES, [figures_row(name, figures) for name, figures in evaluations]),
-            *(["", captured_line(record["schedule_search"])] if "schedule_search" in record else []),
         ]
     )
 

@@ -81,10 +81,6 @@ READS = {
         ),
         ("components.evaluation.evaluate", "components.agent.policies", *SAMPLING_SOURCES),
     ),
-    "attainable": Reads(
-        ("device", "precision", "sandbox", "evaluation.schedules"),
-        ("components.evaluation.attainable", "components.judge.pool"),
-    ),
 }
 
 

@@ -61,6 +61,8 @@ class StageRecord(FrozenModel):
 
     digest: str
     figures: dict[str, Any]
+    # Updates that are done and updates in all, if the time budget ended the stage; None if it is finished.
+    progress: tuple[int, int] | None = None
     cached: bool = False
     # Digest of everything on which the result depends (KeyParts.key).
     key: str = ""
@@ -84,8 +86,6 @@ class CheckpointRecord(StageRecord):
     seconds: float
     # Reason why the stage ended before its last step. It is empty if the stage ran to its end.
     stopped: str
-    # Updates that are done and updates in all, if the time budget ended the stage; None if it is finished.
-    progress: tuple[int, int] | None = None
 
     def output(self, home: Path) -> Path:
         return home / self.checkpoint
@@ -100,20 +100,13 @@ class CheckpointRecord(StageRecord):
 
 
 class EvaluationRecord(StageRecord):
-    """The record of an evaluation or of a search of schedules, which names its results file.
+    """The record of an evaluation.
 
-    `results` is the path of that file relative to the home, and `digest` is its SHA-256. If a time limit
-    ended the search, `is_finished` is False and there is no such file.
+    `results` is the path of its results file relative to the home, and `digest` is that file's SHA-256.
     """
 
     results: str
     seconds: float
-    is_finished: bool = True
-
-    @property
-    def progress(self) -> tuple[int, int] | None:
-        """Return (0, 1), which means none of one step, if the work is not finished, and None if it is."""
-        return None if self.is_finished else (0, 1)
 
     def output(self, home: Path) -> Path:
         return home / self.results

@@ -135,7 +135,7 @@ def run_chats(request: RolloutRequest, chat: ChatClient) -> list[Trajectory]:
     def run(index: int) -> Trajectory:
         episode = ChatEpisode(request.tasks[index], request, chat)
         try:
-            return episode.run(request.seed * 1_000_003 + index)
+            return episode.run(request.seed * 1_000_003 + request.first + index)
         finally:
             episode.tools.close()
 

@@ -57,6 +57,8 @@ class RolloutRequest:
     # training, because a trajectory that is trained on must be one sequence of tokens. A chat rollout always
     # shortens old observations.
     shorten_history: bool = False
+    # Number of trajectories that earlier rollouts of the same seed sampled. Seeds are counted on from there.
+    first: int = 0
     # Function that is called with the number of finished trajectories and the number of all trajectories.
     on_progress: Callable[[int, int], None] = _ignore
     # Function that is called with each candidate that was judged and its verdict, in the episode's thread.
@@ -76,11 +78,11 @@ class RolloutRequest:
 
         All requests of a trajectory have the same session, so that one replica of the sampler answers them.
         """
-        return f"{self.epoch}/{index}"
+        return f"{self.epoch}/{self.first + index}"
 
     def turn_seed(self, index: int, turn: int) -> int:
         """Return the seed of turn number `turn` in the trajectory of `tasks[index]`; both count from 0."""
-        return ((self.seed * 1_000_003 + index) * 1_000_003 + turn) % 2**63
+        return ((self.seed * 1_000_003 + self.first + index) * 1_000_003 + turn) % 2**63
 
     def is_out_of_time(self) -> bool:
         return self.deadline is not None and time.monotonic() > self.deadline

@@ -229,10 +229,6 @@ class Evaluation(FrozenModel):
     temperature: Annotated[float, Field(ge=0)] = result("sampling temperature; 0 is greedy")
     max_turns: Count = result("turns of one trajectory; the paper uses 200")
     max_new_tokens: Count = result("tokens of one turn")
-    schedules: Annotated[int, Field(ge=0)] = result(
-        "random schedules of kernels that a run judges on each composed task of the suite, to say what share "
-        "of their speed-up a policy from scratch reaches; 0 judges none"
-    )
 
 
 class Registry(FrozenModel):

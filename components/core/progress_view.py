@@ -174,21 +174,6 @@ def evaluation_table(overall: Any, console: Console) -> None:
     )
 
 
-def captured_line(search: Mapping[str, Any]) -> str:
-    """Return one line with the captured shares of a run's first and last policy.
-
-    The captured share is the share of the speed-up found by the schedule search that a policy reaches.
-    `search` has the fields of a components.evaluation.captured_share.SearchSummary.
-    """
-    shares = [
-        f"{format_number(row['captured_share'], '{:.2f}')} "
-        f"[{format_number(row['interval']['low'], '{:.2f}')}, "
-        f"{format_number(row['interval']['high'], '{:.2f}')}]"
-        for row in search["rows"][:2]
-    ]
-    return f"captured share {' -> '.join(shares)} of what {search['schedules']} schedules a task reach"
-
-
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
     """Print the record of a finished run.
 
@@ -224,8 +209,6 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
     evaluations = ((before_name(record), record.get("cold_start")), ("after", record["evaluation"]))
     figures = [figures_row(name, found) for name, found in evaluations if found is not None]
     console.print(plain_table(FIGURES, figures))
-    if "schedule_search" in record:
-        console.print(captured_line(record["schedule_search"]), highlight=False, markup=False, soft_wrap=True)
 
     gate, model = record["gate"], record["model"]
     console.print(

@@ -14,6 +14,7 @@ Every result is written to disk as soon as it is known, so a repeated call with 
     out/results.json            the evaluation; it is written last, so it exists only if all else is complete
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, as_completed
@@ -28,7 +29,6 @@ from components.core.files import digest_json, read_json, write_json
 from components.core.param_kinds import result_values
 from components.core.progress import Progress
 from components.core.task import KernelTask
-from components.evaluation.evaluation_folder import add_cost, claim
 from components.evaluation.metrics import (
     RESULTS,
     Attempt,
@@ -128,8 +128,6 @@ def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) ->
     """Return all settings of an evaluation that affect its results, which are the contents of plan.json."""
     sections = ("evaluation", "policy.prompt", "policy.context", "sandbox", "device", "precision")
     values = result_values(policy.params, sections)
-    # Only the search of schedules uses this parameter, and it has a plan of its own.
-    del values["evaluation.schedules"]
     return {
         "policy_digest": policy.digest,
         "suite_digest": digest_json([task.task_id for task in tasks]),
@@ -137,6 +135,31 @@ def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) ->
         "epoch": epoch,
         "seed": seed,
     }
+
+
+def claim(out: Path, plan: dict[str, Any]) -> None:
+    """Write `plan` to plan.json in `out`, or compare it with the plan that is already there.
+
+    Raises UserError if the two plans differ.
+    """
+    file = out / "plan.json"
+    if not file.is_file():
+        write_json(file, plan)
+        return
+    begun = read_json(file)
+    different = sorted(key for key in plan if begun.get(key) != plan[key])
+    if different:
+        raise UserError(
+            f"{out}: holds another evaluation (its {', '.join(different)} differ); "
+            "give another folder or delete this one."
+        )
+
+
+def add_cost(out: Path, phase: str, seconds: float) -> None:
+    """Add `seconds`, during which `phase` occupied the device, to cost.json in `out`."""
+    file = out / "cost.json"
+    costs: dict[str, float] = read_json(file) if file.is_file() else {}
+    write_json(file, costs | {phase: round(costs.get(phase, 0.0) + seconds, 3)})
 
 
 def _admissions(
@@ -161,48 +184,49 @@ def _attempts(
 ) -> list[list[Trajectory]]:
     """Return the trajectories of every task, loaded from `out` or sampled.
 
-    Tasks are sampled in batches, and an interrupted evaluation continues with the first batch that is not
-    complete. It then has the same batches as before, because their size depends only on parameters. Raises
-    UserError if the policy's server answers no turn of a batch.
+    They are sampled in batches of `policy.batch`. An interrupted evaluation continues after the last batch
+    that is complete, also with another `policy.batch`, because each trajectory has a seed of its own. Raises UserError if the policy's server answers no turn of a batch.
     """
     settings = policy.params.evaluation
-    count = settings.attempts
-    size = max(1, policy.params.policy.batch // count)
-    attempts: list[list[Trajectory]] = []
-    for index, start in enumerate(range(0, len(tasks), size)):
-        folder = out / "episodes" / f"{index:04d}"
+    requested = [task for task in tasks for _ in range(settings.attempts)]
+    found: list[Trajectory] = []
+    for batch in itertools.count():
+        first = len(found)
+        if first == len(requested):
+            break
+        folder = out / "episodes" / f"{batch:04d}"
         if folder.is_dir():
-            trajectories = load_trajectories(folder)
-        else:
-            started = time.monotonic()
+            found += load_trajectories(folder)
+            continue
+        started = time.monotonic()
 
-            def on_progress(finished: int, _: int, before: int = start * count) -> None:
-                progress.update("evaluation", before + finished, len(tasks) * (count + 1))
+        def on_progress(finished: int, _: int, before: int = first) -> None:
+            progress.update("evaluation", before + finished, len(requested) + len(tasks))
 
-            trajectories = policy.sample(
-                RolloutRequest(
-                    tasks=[task for task in tasks[start : start + size] for _ in range(count)],
-                    params=policy.params,
-                    pool=pool,
-                    epoch=f"episodes/{epoch}",
-                    seed=seed * 1_000_003 + index,
-                    max_turns=settings.max_turns,
-                    max_new_tokens=settings.max_new_tokens,
-                    temperature=settings.temperature,
-                    on_progress=on_progress,
-                )
+        trajectories = policy.sample(
+            RolloutRequest(
+                tasks=requested[first : first + policy.params.policy.batch],
+                first=first,
+                params=policy.params,
+                pool=pool,
+                epoch=f"episodes/{epoch}",
+                seed=seed,
+                max_turns=settings.max_turns,
+                max_new_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                on_progress=on_progress,
             )
-            if all(
-                trajectory.finish_reason == "server" and not trajectory.turns for trajectory in trajectories
-            ):
-                raise UserError(
-                    f"--policy {policy.name}: {trajectories[0].error}; "
-                    "fix the server, the same command continues."
-                )
-            save_trajectories(folder, trajectories)
-            add_cost(out, "episodes", time.monotonic() - started)
-        attempts += [trajectories[first : first + count] for first in range(0, len(trajectories), count)]
-    return attempts
+        )
+        if all(trajectory.finish_reason == "server" and not trajectory.turns for trajectory in trajectories):
+            raise UserError(
+                f"--policy {policy.name}: {trajectories[0].error}; "
+                "fix the server, the same command continues."
+            )
+        save_trajectories(folder, trajectories)
+        add_cost(out, "episodes", time.monotonic() - started)
+        found += trajectories
+    count = settings.attempts
+    return [found[first : first + count] for first in range(0, len(found), count)]
 
 
 def _measurable(attempt: Trajectory) -> bool:

@@ -23,7 +23,6 @@ from components.core.errors import UserError
 from components.core.files import atomic_write, read_json, write_json
 from components.core.records import FrozenModel
 from components.evaluation import tables
-from components.evaluation.captured_share import SearchSummary, equivalence_text, share_text
 from components.evaluation.charts import (
     Series,
     line_chart,
@@ -81,7 +80,7 @@ class ReportData(FrozenModel):
     waiting), reasons (texts), model (name and version), title and environment. `dataset` is the contents of
     the data set's metrics.json. Each of `gates` has the keys name, value, low, high, threshold and passed.
     `cost` gives the device-seconds of each part of the run. `before` and `after` are the evaluations before
-    and after training. `search` has the figures of the search of schedules, if there was one.
+    and after training.
     """
 
     meta: dict[str, Any]
@@ -91,7 +90,6 @@ class ReportData(FrozenModel):
     after: Evaluation
     gates: tuple[dict[str, Any], ...]
     cost: dict[str, float] = Field(default_factory=dict)
-    search: SearchSummary | None = None
 
 
 def load_report_data(
@@ -101,13 +99,12 @@ def load_report_data(
     after: Path,
     gates: list[dict[str, Any]],
     meta: dict[str, Any],
-    search: SearchSummary | None = None,
 ) -> ReportData:
     """Read the data of a report from the files of a run.
 
     `dataset` is the folder of the data set, `stages` are the folders of the stages by name, and `before` and
-    `after` are the evaluations' files results.json or the folders that contain them. `gates`, `meta` and
-    `search` become the fields of `ReportData` with these names. The charts of a data set or stage are left
+    `after` are the evaluations' files results.json or the folders that contain them. `gates` and `meta`
+    become the fields of `ReportData` with these names. The charts of a data set or stage are left
     out of the report if its figures are missing. Raises UserError if an evaluation is missing or if figures
     are damaged.
     """
@@ -129,7 +126,6 @@ def load_report_data(
         before=load_evaluation(before) if before is not None else None,
         after=load_evaluation(after),
         gates=tuple(gates),
-        search=search,
     )
 
 
@@ -180,8 +176,7 @@ def write_report(path: Path, data: ReportData) -> None:
     meta = {key: value for key, value in data.meta.items() if key != "environment"}
     write_json(
         path.with_suffix(".json"),
-        tables.as_json(before, after, data.cost, environment, list(data.gates), meta)
-        | ({"schedule_search": data.search.model_dump(mode="json")} if data.search else {}),
+        tables.as_json(before, after, data.cost, environment, list(data.gates), meta),
     )
     text = _template().render(
         data=data,
@@ -212,7 +207,6 @@ def _template() -> jinja2.Template:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"pretty": pretty, "figure": figure, "interval": interval, "signed": signed}
-    environment.filters |= {"share": share_text, "equivalence": equivalence_text, "growth": math.expm1}
     environment.globals |= {
         "HEADLINE": HEADLINE,
         "FIGURES": tables.FIGURES,

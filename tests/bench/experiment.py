@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiment_tables import ATTAINABLE, FULL, TEMPERATURES, at, difference_table, plot, row, table
+from schedule_search import search
 
 from components.agent.policies import checkpoint_policy
 from components.bootstrap.cold_start import coldstart
 from components.core.config import PROJECT, resolve
 from components.core.files import MANIFEST
 from components.core.params import Params
-from components.evaluation.attainable import search
 from components.evaluation.evaluate import evaluate
 from components.evaluation.suites import load_suite
 from components.judge.open_pool import open_pool

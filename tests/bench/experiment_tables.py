@@ -3,10 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from seed_differences import POOLED, pooled_text
-
-from components.core.files import read_json
-from components.evaluation.captured_share import (
+from captured_share import (
     Attainable,
     attainable_log,
     equivalence_text,
@@ -14,6 +11,9 @@ from components.evaluation.captured_share import (
     share_rows,
     share_text,
 )
+from seed_differences import POOLED, pooled_text
+
+from components.core.files import read_json
 from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.metrics import RESULTS, Evaluation, load_evaluation
 

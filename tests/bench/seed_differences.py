@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from captured_share import final_answer, first_answer
 
-from components.evaluation.captured_share import final_answer, first_answer
 from components.evaluation.intervals import RESAMPLES, Array, percentile_interval
 from components.evaluation.metrics import Evaluation, TaskResult
 

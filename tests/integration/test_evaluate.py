@@ -116,6 +116,28 @@ def test_a_killed_evaluation_goes_on_to_the_same_results_and_repeats_nothing(
     assert not known & {task_id for task_id, _ in pool.measured}, "no final answer is measured twice"
 
 
+@pytest.mark.parametrize("batch", [1, 3, 50])
+def test_an_evaluation_goes_on_with_another_batch_to_the_same_seeds_and_results(
+    tmp_path: Path, batch: int
+) -> None:
+    class Full(Script):
+        """A policy that runs out of memory in its second batch."""
+
+        def sample(self, request: RolloutRequest) -> list[Trajectory]:
+            if self.asked == 1 and self.params.policy.batch == 4:
+                raise MemoryError
+            return super().sample(request)
+
+    undisturbed, script = Script(LINES), Full(LINES)
+    whole = run(tmp_path / "whole", LinePool(), undisturbed)
+    with pytest.raises(MemoryError):
+        run(tmp_path / "killed", LinePool(), script)
+    policy = script.params.policy.model_copy(update={"batch": batch})
+    script.params = script.params.model_copy(update={"policy": policy})
+    assert run(tmp_path / "killed", LinePool(), script) == whole
+    assert script.seeds == undisturbed.seeds and len(set(script.seeds)) == 10, "every attempt has its own"
+
+
 class SlowPool(LinePool):
     """Takes 50 ms for each judgement, and logs the task and whether its result existed already."""
 

@@ -80,26 +80,6 @@ def test_the_next_run_marks_a_run_that_was_killed_in_a_stage_as_crashed(first: D
         assert states == ("Crashed", "Crashed") and left.fetchone() == (0,)
 
 
-@pytest.mark.timeout(900)
-def test_a_search_of_schedules_is_one_more_stage_that_goes_on_after_a_kill_and_is_cached(
-    first: Done, home: Path
-) -> None:
-    searching = REDUCED | {"evaluation.schedules": 3, "gate.geomean_eager": 300.0}
-    run_and_kill_when(home, searching, lambda: any((home / "stages").glob("attainable-*/tasks/*.json")))
-    done = run(home, searching)
-    search = done.record["schedule_search"]
-    assert done.code == 4 and search["schedules"] == 3 and search["tasks"] == 2
-    names = ["after the cold start", "after stage 4", "best fixed schedule"]
-    assert [row["name"] for row in search["rows"]] == names
-    assert "captured share" in done.stderr_console
-    states = dict(newest_tasks(home))
-    assert states.pop("schedule search") == "Completed"
-    assert {states[name] for name in TASKS[1:8]} == {"Cached"}
-    again = run(home, searching | {"gate.geomean_eager": 400.0})
-    assert again.record["schedule_search"] == search
-    assert dict(newest_tasks(home))["schedule search"] == "Cached"
-
-
 @pytest.mark.timeout(600)
 def test_a_damaged_checkpoint_is_named_and_once_deleted_only_its_stage_is_done_again(
     first: Done, home: Path

@@ -4,10 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from components.evaluation.captured_share import (
+from captured_share import (
     WRONG,
     Attainable,
     TaskSearch,
@@ -22,6 +19,9 @@ from components.evaluation.captured_share import (
     share_rows,
     share_text,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
 from components.evaluation.metrics import Attempt, Evaluation, Measurement, TaskResult, summarise
 from components.judge.verdict import Ratio, Speedup
 

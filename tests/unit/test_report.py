@@ -11,7 +11,6 @@ import pytest
 
 from components.core.errors import UserError
 from components.core.files import write_json
-from components.evaluation.captured_share import Attainable, TaskSearch, summarise_search
 from components.evaluation.metrics import Attempt, Evaluation, Measurement, TaskResult, by_level, summarise
 from components.evaluation.report import load_report_data, write_report
 from components.judge.verdict import Ratio, Speedup, Status, Verdict, milestone
@@ -68,7 +67,6 @@ def report(
     before: list[float | None] | None,
     after: list[float | None],
     hostile: str = "",
-    search: Attainable | None = None,
 ) -> str:
     """Write a run's files, collect them, and give the report's text."""
     dataset, stage = folder / "dataset", folder / "warmup"
@@ -97,7 +95,6 @@ def report(
             "reasons": ["pass_rate fell short" + hostile],
             "environment": {"torch": "2" + hostile},
         },
-        summarise_search({"after stage 4": evaluation(after)}, search) if search is not None else None,
     )
     write_report(folder / "report.html", data)
     return (folder / "report.html").read_text()
@@ -242,29 +239,3 @@ def test_a_run_without_figures_leaves_pictures_out_but_a_missing_evaluation_is_r
     assert "Not decided" in (tmp_path / "report.html").read_text()
     with pytest.raises(UserError, match="not the results of an evaluation"):
         load_report_data(tmp_path, {}, None, tmp_path / "nothing", [], {})
-
-
-def test_the_search_of_schedules_has_a_table_and_one_sentence(tmp_path: Path) -> None:
-    fast, slow = Measurement(status="correct", eager=4.0), Measurement(status="correct", eager=1.0)
-    found = Attainable(
-        schedules=({"style": EVIL, "lanes": 8}, {"style": "plain", "lanes": 1}),
-        space=4000,
-        tasks=tuple(
-            TaskSearch(task_id=f"{index:016x}", kernels=("a", "b"), first={"a": fast, "b": slow})
-            for index in range(2)
-        ),
-        left_out=3,
-        judgements=6,
-        errors=0,
-    )
-    (tmp_path / "with").mkdir()
-    (tmp_path / "without").mkdir()
-    text = report(tmp_path / "with", None, [2.0, 2.0], search=found)
-    assert "What is attainable" in text and "<script>alert" not in text
-    assert re.search(r"after stage 4.*?0\.50 \[0\.50, 0\.50\].*?<td>1</td>", text, re.DOTALL)
-    assert re.search(r"best fixed schedule.*?lanes 8.*?1\.00 \[1\.00, 1\.00\]", text, re.DOTALL)
-    assert "2 schedules, drawn at random from 4000, were judged on each of 2 tasks." in text
-    assert "3 other tasks are not chains" in text
-    written = json.loads((tmp_path / "with" / "report.json").read_text())
-    assert written["schedule_search"]["rows"][0]["captured_share"] == pytest.approx(0.5)
-    assert "What is attainable" not in report(tmp_path / "without", None, [2.0, 2.0])

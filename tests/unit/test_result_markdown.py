@@ -50,16 +50,6 @@ def test_a_bar_in_a_cell_begins_no_column() -> None:
     assert markdown_table(["a"], [["x|y"]]).endswith("| x\\|y |")
 
 
-def test_captured_shares_are_one_line() -> None:
-    rows = [
-        {"captured_share": 0.437, "interval": {"low": 0.3, "high": 0.6}},
-        {"captured_share": None, "interval": {"low": None, "high": None}},
-    ]
-    line = "captured share 0.44 [0.30, 0.60] -> – [–, –] of what 8 schedules a task reach"
-    assert verdict(RECORD | {"schedule_search": {"schedules": 8, "rows": rows}}).endswith(f"\n\n{line}")
-    assert "captured" not in verdict(RECORD)
-
-
 def test_the_evaluation_before_training_is_named_after_the_policy_that_the_night_started_from() -> None:
     assert "| before (cold start) |" in verdict(RECORD)
     assert "| before (version 2) |" in verdict(RECORD | {"night": {"start": "version 2"}})

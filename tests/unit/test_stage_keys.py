@@ -63,7 +63,6 @@ def test_a_parameter_changes_the_keys_of_the_stages_that_read_it() -> None:
 
     assert changed("agentic.clip_high=0.3") == {"agentic"}
     assert changed("critic.epochs=2") == {"critic"}
-    assert changed("evaluation.schedules=8") == {"attainable"}
     assert changed("evaluation.attempts=7") == {"evaluation"}
     assert changed("gate.pass_rate=0.1") == set()
     assert changed("seed=5") == {"warmup", "rejection", "critic", "agentic", "evaluation"}

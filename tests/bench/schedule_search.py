@@ -1,10 +1,10 @@
 """Search random schedules for the speed-up that is attainable on each task of a suite.
 
 A schedule is one set of the choices by which kernels for the same operators differ
-(components/bootstrap/schedules.py). The same schedules are drawn for all tasks. Each task's kernels are
-written and judged once, and the best of them a second time in another epoch: schedules are chosen on the
-first measurement and reported on the second one, so the reported speed-up is not biased upwards by the
-choice. `captured_share.py` computes the figures.
+(components/bootstrap/schedules.py). The same schedules are drawn for all tasks, and a smaller draw is the
+beginning of a larger one. Each task's kernels are written and judged once, and the correct ones a second
+time in another epoch: schedules are chosen on the first measurement and reported on the second one, so the
+reported speed-up is not biased upwards by the choice. `captured_share.py` computes the figures.
 
 Every measurement is written to disk as soon as it is known, so a repeated call continues:
 
@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from captured_share import Attainable, TaskSearch
+
 from components.agent.workspace import Workspace
 from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.demonstrations import SUFFIX
@@ -33,8 +35,7 @@ from components.core.param_types import Device
 from components.core.params import Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
-from components.evaluation.captured_share import Attainable, TaskSearch, best_fixed_schedule, log_speedup
-from components.evaluation.evaluation_folder import add_cost, claim
+from components.evaluation.evaluate import add_cost, claim
 from components.evaluation.metrics import RESULTS, Measurement
 from components.judge.pool import Candidate, Job, JudgePool
 from components.judge.verdict import Verdict
@@ -43,8 +44,6 @@ from components.judge.verdict import Verdict
 TITLE = "schedule search"
 # Seed of the draw of schedules. It is fixed, so that the runs of all seeds share one search.
 SEED = 0
-# Number of the best kernels of each task that are measured again in a search of a pipeline run.
-FINALISTS = 2
 
 Phase = Literal["first", "second"]
 
@@ -98,14 +97,6 @@ class TaskKernels:
         write_json(self.file, self.record().model_copy(update=kept).model_dump(mode="json"))
         return found
 
-    def finalists(self, count: int | None) -> list[str]:
-        """Return the names of the `count` fastest correct kernels in the first measurement.
-
-        If `count` is None, the names of all correct kernels are returned, the fastest first.
-        """
-        correct = [kernel for kernel in self.texts if self.first[kernel].status == "correct"]
-        return sorted(correct, key=lambda kernel: -log_speedup(self.first[kernel]))[:count]
-
 
 def draw_schedules(device: Device, count: int, seed: int = SEED) -> list[Schedule]:
     """Return `count` schedules drawn at random without replacement, or all if the space has fewer.
@@ -126,18 +117,13 @@ def search(
     schedules: int,
     epoch: str,
     progress: Progress,
-    finalists: int | None = None,
-    deadline: float | None = None,
-) -> Attainable | None:
+) -> Attainable:
     """Judge the kernels of `schedules` random schedules on `tasks`, and keep all measurements in `out`.
 
     Tasks whose source is not a chain of operators, or whose outputs are not known from an admission, are left
-    out and counted. Equal kernels of a task are judged once. The best `finalists` kernels of each task, by
-    default all correct ones, are measured again. So is each task's kernel of the best fixed schedule, which
-    is the schedule with the greatest mean log speed-up over all tasks, if that kernel is correct. `epoch` is
-    part of the key under which the pool keeps its verdicts. Returns None if the search is not finished at
-    `deadline`, a value of time.time(); a repeated call continues. Raises UserError if `out` holds a different
-    search.
+    out and counted. Equal kernels of a task are judged once, and the correct ones a second time. `epoch` is
+    part of the key under which the pool keeps its verdicts. A repeated call continues an interrupted search.
+    Raises UserError if `out` holds a different search.
     """
     drawn = draw_schedules(params.device, schedules)
     searched = []
@@ -157,7 +143,6 @@ def search(
         {
             "schedules": digest_json([_choices(schedule) for schedule in drawn]),
             "kernels": digest_json({one.task.task_id: one.kernels for one in searched}),
-            "finalists": finalists,
             "epoch": epoch,
             **result_values(params, ("device", "precision", "sandbox")),
         },
@@ -167,11 +152,8 @@ def search(
     for one in searched:
         one.load()
     started = time.monotonic()
-    judging = Judging(params.device, pool, epoch, progress, deadline)
-    finished = judging.run(searched, len(drawn), finalists)
+    Judging(params.device, pool, epoch, progress).run(searched)
     add_cost(out, TITLE, time.monotonic() - started)
-    if not finished:
-        return None
     found = Attainable(
         schedules=tuple(_choices(schedule) for schedule in drawn),
         space=len(all_schedules(params.device)),
@@ -190,48 +172,34 @@ def search(
 
 @dataclass
 class Judging:
-    """The measurements of all kernels of one search, which stop at a deadline if there is one.
+    """The measurements of all kernels of one search.
 
-    `deadline` is a value of time.time(). `done` is the number of measurements so far, and `correct` the
-    number of those of correct kernels. `total` is the number of all measurements of the search, which is
-    estimated until the first measurement of all kernels is complete.
+    `done` is the number of measurements so far, and `correct` the number of those of correct kernels. `total`
+    is the number of all measurements of the search, which is estimated until the first measurement of all
+    kernels is complete.
     """
 
     device: Device
     pool: JudgePool
     epoch: str
     progress: Progress
-    deadline: float | None
     total: int = 0
     done: int = 0
     correct: int = 0
 
-    def run(self, searched: Sequence[TaskKernels], schedules: int, finalists: int | None) -> bool:
-        """Make both measurements of all tasks, and return whether they were finished before the deadline.
-
-        `schedules` is the number of schedules. The best `finalists` kernels of each task, or all correct ones
-        if it is None, and those of the best fixed schedule get a second measurement.
-        """
+    def run(self, searched: Sequence[TaskKernels]) -> None:
+        """Make both measurements of all tasks; the second one is made for correct kernels only."""
         first = [(one, kernel) for one in searched for kernel in one.texts]
-        most = schedules if finalists is None else finalists
-        self.total = len(first) + sum(min(most, len(one.texts)) for one in searched)
-        if not self.judge("first", first):
-            return False
-        fixed = best_fixed_schedule([one.record() for one in searched], schedules)
-        second = []
-        for one in searched:
-            kernels = one.finalists(finalists)
-            if fixed is not None and one.first[one.kernels[fixed]].status == "correct":
-                kernels.append(one.kernels[fixed])
-            second += [(one, kernel) for kernel in dict.fromkeys(kernels)]
+        self.total = 2 * len(first)
+        self.judge("first", first)
+        second = [(one, kernel) for one, kernel in first if one.first[kernel].status == "correct"]
         self.total = len(first) + len(second)
-        return self.judge("second", second)
+        self.judge("second", second)
 
-    def judge(self, phase: Phase, kernels: Sequence[tuple[TaskKernels, str]]) -> bool:
-        """Judge the kernels whose measurement is not known yet; return whether the deadline was kept.
+    def judge(self, phase: Phase, kernels: Sequence[tuple[TaskKernels, str]]) -> None:
+        """Judge the kernels whose measurement is not known yet.
 
-        `kernels` are pairs of a task's record and the name of one of its kernels. Judgements that have begun
-        at the deadline are awaited and kept, and the others are cancelled.
+        `kernels` are pairs of a task's record and the name of one of its kernels.
         """
         pending: dict[Future[Verdict], tuple[TaskKernels, str]] = {}
         for one, kernel in kernels:
@@ -242,20 +210,10 @@ class Judging:
             # None: no comparison with torch.compile, because no figure needs it.
             job = Job(one.task, Candidate.of(files), f"{self.epoch}/{phase}", compare_compile=None)
             pending[self.pool.submit(job)] = one, kernel
-        left = None if self.deadline is None else max(0.0, self.deadline - time.time())
-        try:
-            for future in as_completed(list(pending), timeout=left):
-                one, kernel = pending.pop(future)
-                self.count(one.add(phase, kernel, future.result()))
-                self.progress.update(TITLE, self.done, self.total, pass_rate=self.correct / self.done)
-        except TimeoutError:
-            self.pool.drop()
-            for future in as_completed(list(pending)):
-                if not future.cancelled():
-                    one, kernel = pending[future]
-                    one.add(phase, kernel, future.result())
-            return False
-        return True
+        for future in as_completed(list(pending)):
+            one, kernel = pending.pop(future)
+            self.count(one.add(phase, kernel, future.result()))
+            self.progress.update(TITLE, self.done, self.total, pass_rate=self.correct / self.done)
 
     def count(self, measurement: Measurement) -> None:
         """Add a measurement to `done` and, if its kernel is correct, to `correct`."""

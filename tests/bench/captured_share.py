@@ -1,8 +1,9 @@
 """Figures that compare a policy with a search of random schedules on the same tasks.
 
-All functions are computed from the records of `attainable.py` and of evaluations. Speed-ups are those over
-eager, and they enter as logarithms. A wrong or missing kernel has the logarithm 0, because its user stays
-with eager. Kernels on which the judge failed are left out.
+All functions are computed from the records of `schedule_search.py` and of evaluations. Speed-ups are those
+over eager, and they enter as logarithms. A wrong or missing kernel has the logarithm 0, because its user
+stays with eager. Kernels on which the judge failed are left out. More schedules attain more, so the figures
+compare only at equal numbers of schedules, suite, device and precision.
 """
 
 import math
@@ -98,22 +99,6 @@ class ShareRow(FrozenModel):
     tasks: int
     schedules: int
     choices: dict[str, Any] = Field(default_factory=dict)
-
-
-class SearchSummary(FrozenModel):
-    """Figures of a search and of the policies that are compared with it.
-
-    `tasks` is the number of tasks that were searched. `rows` has the policies in the order of their training,
-    and at the end the best fixed schedule. The other fields are those of `Attainable`.
-    """
-
-    schedules: int
-    space: int
-    tasks: int
-    left_out: int
-    judgements: int
-    errors: int
-    rows: tuple[ShareRow, ...]
 
 
 def log_speedup(measurement: Measurement) -> float:
@@ -274,22 +259,6 @@ def share_rows(evaluations: Mapping[str, Evaluation], attainable: Attainable) ->
     rows = [policy_row(name, evaluation, attainable) for name, evaluation in evaluations.items()]
     fixed = best_fixed_row(attainable)
     return rows if fixed is None else [*rows, fixed]
-
-
-def summarise_search(evaluations: Mapping[str, Evaluation], attainable: Attainable) -> SearchSummary:
-    """Return the figures of a search and of the policies that are compared with it.
-
-    `evaluations` maps the names of the policies to their evaluations.
-    """
-    return SearchSummary(
-        schedules=len(attainable.schedules),
-        space=attainable.space,
-        tasks=len(attainable.tasks),
-        left_out=attainable.left_out,
-        judgements=attainable.judgements,
-        errors=attainable.errors,
-        rows=tuple(share_rows(evaluations, attainable)),
-    )
 
 
 def equivalence_text(row: ShareRow) -> str:
