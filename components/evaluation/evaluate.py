@@ -185,7 +185,8 @@ def _attempts(
     """Return the trajectories of every task, loaded from `out` or sampled.
 
     They are sampled in batches of `policy.batch`. An interrupted evaluation continues after the last batch
-    that is complete, also with another `policy.batch`, because each trajectory has a seed of its own. Raises UserError if the policy's server answers no turn of a batch.
+    that is complete, also with another `policy.batch`, because each trajectory has a seed of its own. Raises
+    UserError if the policy's server answers no turn of a batch.
     """
     settings = policy.params.evaluation
     requested = [task for task in tasks for _ in range(settings.attempts)]
