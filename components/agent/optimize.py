@@ -161,9 +161,7 @@ def optimize(
     """
     begun, params = time.monotonic(), policy.params
     task, notes = admitted_task(task, origin, pool)
-    chain = read_chain(canonicalize(task.code) or "")
-    is_learned = chain is not None and (params.device == "cpu" or not chain.is_strided)
-    if params.policy.prompt == "compact" and not is_learned:
+    if params.policy.prompt == "compact" and read_chain(canonicalize(task.code) or "") is None:
         notes.append(NOT_LEARNED)
     epoch = digest_json([task.task_id, policy.version, str(budget.turns), str(params.seed)])[:16]
     judged: dict[Candidate, Verdict] = {}

@@ -29,16 +29,9 @@ POSITIONAL_CONSTANTS = {
     "leaky_relu": ("negative_slope",),
     "softshrink": ("lambd",),
     "clamp": ("min", "max"),
-    "avg_pool1d": ("kernel_size",),
-    "max_pool1d": ("kernel_size",),
 }
-POOL_FUNCTIONS = frozenset({"avg_pool1d", "max_pool1d"})
 # Functions along one dimension, which composed tasks pass as the keyword argument `dim`.
-DIM_FUNCTIONS = frozenset(
-    {"softmax", "log_softmax", "normalize", "sum", "mean", "amax", "logsumexp", "cumsum"}
-)
-# Methods without arguments, which together transpose a matrix: x.t().contiguous().
-TRANSPOSITION_METHODS = frozenset({"t", "contiguous"})
+DIM_FUNCTIONS = frozenset({"softmax", "log_softmax", "normalize", "sum", "mean", "amax", "logsumexp"})
 # Names of the attributes that hold norms in composed tasks, by the class of the norm.
 NORMS = {"nn.LayerNorm": "layer_norm", "nn.RMSNorm": "rms_norm"}
 
@@ -237,8 +230,7 @@ class _Speller(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Rewrite a call of a function, a method or a module of the constructor.
 
-        Calls of norms stay calls of modules, and `x.t()` and `.contiguous()` stay methods. Everything else
-        becomes a call of a torch function.
+        Calls of norms stay calls of modules, and everything else becomes a call of a torch function.
         """
         self.generic_visit(node)
         namespace, _, name = ast.unparse(node.func).rpartition(".")
@@ -254,8 +246,6 @@ class _Speller(ast.NodeTransformer):
                 [*node.args, *value.args],
                 [*node.keywords, *value.keywords],
             )
-        if name in TRANSPOSITION_METHODS and namespace not in TORCH_NAMESPACES and not node.args:
-            return node
         if namespace not in TORCH_NAMESPACES and isinstance(node.func, ast.Attribute):
             return self._function(name, [node.func.value, *node.args], node.keywords)
         return self._function(name, node.args, node.keywords)
@@ -264,7 +254,7 @@ class _Speller(ast.NodeTransformer):
         """Return the call of a torch function with its arguments as composed tasks write them.
 
         The dimension is a keyword and negative, other constants are positional, and numbers have a decimal
-        point unless they are sizes. Raises _NotAChain if composed tasks have no function `name`.
+        point. Raises _NotAChain if composed tasks have no function `name`.
         """
         if name not in QUALIFIED_NAMES or not arguments:
             raise _NotAChain
@@ -278,10 +268,9 @@ class _Speller(ast.NodeTransformer):
         ):
             by_name["dim"] = ast.Constant(-1)
         arguments += [by_name.pop(place) for place in POSITIONAL_CONSTANTS.get(name, ()) if place in by_name]
-        constants = arguments[1:] if name in POOL_FUNCTIONS else map(_with_decimal_point, arguments[1:])
         return ast.Call(
             ast.parse(QUALIFIED_NAMES[name], mode="eval").body,
-            [arguments[0], *constants],
+            [arguments[0], *map(_with_decimal_point, arguments[1:])],
             [ast.keyword(key, by_name[key]) for key in sorted(by_name)],
         )
 
@@ -373,7 +362,7 @@ def _unfold(expression: ast.expr) -> list[str]:
         return []
     text, inner = ast.unparse(expression), _operand(expression)
     while inner is not None:
-        # A sum is written in parentheses before a product or a method.
+        # A sum is written in parentheses before a product.
         line = re.sub(r"^\(x\)", "x", text.replace(ast.unparse(inner), "x", 1))
         if any(pattern.fullmatch(line) for pattern in PATTERNS.values()):
             return [*_unfold(inner), line]
@@ -384,11 +373,8 @@ def _unfold(expression: ast.expr) -> list[str]:
 def _operand(node: ast.expr) -> ast.expr | None:
     """Return the first operand of an operator, or None if the node is not an operator.
 
-    The first operand is the first argument of a call, the object of a method without arguments, or the left
-    side of an arithmetic expression.
+    The first operand is the first argument of a call, or the left side of an arithmetic expression.
     """
     if isinstance(node, ast.Call) and node.args:
         return node.args[0]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        return node.func.value
     return node.left if isinstance(node, ast.BinOp) else None

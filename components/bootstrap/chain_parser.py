@@ -69,34 +69,15 @@ OPERATOR_LINES = {
     "shift": "x + self.shift",
     "add_input": "x + y",
     "mul_input": "x * y",
-    "softmax_dim0": "torch.softmax(x, dim=0)",
-    "normalize_dim0": "F.normalize(x, dim=0)",
-    "sum_dim0": "torch.sum(x, dim=0, keepdim=True)",
-    "mean_dim0": "torch.mean(x, dim=0, keepdim=True)",
-    "amax_dim0": "torch.amax(x, dim=0, keepdim=True)",
-    "logsumexp_dim0": "torch.logsumexp(x, dim=0, keepdim=True)",
-    "cumsum": "torch.cumsum(x, dim=-1)",
-    "cumsum_dim0": "torch.cumsum(x, dim=0)",
-    "avg_pool": "F.avg_pool1d(x, {0})",
-    "max_pool": "F.max_pool1d(x, {0})",
-    "transpose": "x.t().contiguous()",
 }
 
-# Operators whose constant is the size of a window along the columns, which is an integer.
-POOLS = frozenset({"avg_pool", "max_pool"})
-# Patterns of the constants of all other operators and of POOLS.
+# Pattern of the constants of operators.
 NUMBER = r"(-?\d+(?:\.\d+)?)"
-WINDOW = r"(\d+)"
-
-
-def _pattern(name: str, line: str) -> re.Pattern[str]:
-    """Return the pattern of an operator's line in OPERATOR_LINES, with a group for each constant."""
-    constant = WINDOW if name in POOLS else NUMBER
-    return re.compile(re.sub(r"\\{\d\\}", lambda _: constant, re.escape(line)))
-
-
-# Pattern of the right-hand side of each operator's line.
-PATTERNS = {name: _pattern(name, line) for name, line in OPERATOR_LINES.items()}
+# Pattern of the right-hand side of each operator's line, with a group for each constant.
+PATTERNS = {
+    name: re.compile(re.sub(r"\\{\d\\}", lambda _: NUMBER, re.escape(line)))
+    for name, line in OPERATOR_LINES.items()
+}
 # Pattern of a source in the layout of composed tasks.
 SOURCE = re.compile(
     re.escape(TASK_LAYOUT)
@@ -117,12 +98,6 @@ MODULE_TENSORS = {"layer_norm": ("weight", "bias"), "rms_norm": ("gain",)}
 ROW_OPERATORS = frozenset("softmax log_softmax layer_norm rms_norm normalize sum mean amax logsumexp".split())
 # Elementwise operators with a parameter that has one value for each column.
 PER_COLUMN = frozenset({"scale", "shift"})
-# Operators whose fastest kernel depends on the shape of the input: those along dimension 0, scans, pools, and
-# the transposition. They are not in ROW_OPERATORS.
-STRIDED_OPERATORS = frozenset(
-    "softmax_dim0 normalize_dim0 sum_dim0 mean_dim0 amax_dim0 logsumexp_dim0 cumsum cumsum_dim0 avg_pool "
-    "max_pool transpose".split()
-)
 
 
 @dataclass(frozen=True)
@@ -146,14 +121,9 @@ class OperatorChain:
 
     @property
     def by_row(self) -> bool:
-        """Return whether an operator needs the position of an element in its row or column."""
-        positional = ROW_OPERATORS | STRIDED_OPERATORS | PER_COLUMN
+        """Return whether an operator needs the position of an element in its row."""
+        positional = ROW_OPERATORS | PER_COLUMN
         return any(step.name in positional for step in self.steps)
-
-    @property
-    def is_strided(self) -> bool:
-        """Return whether the chain has an operator of STRIDED_OPERATORS."""
-        return any(step.name in STRIDED_OPERATORS for step in self.steps)
 
 
 def read_chain(code: str) -> OperatorChain | None:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from components.bootstrap.chain_parser import read_chain
-from components.bootstrap.kernel_templates_cpp import LIBM
 from components.bootstrap.kernel_writer import write_kernel
+from components.bootstrap.operator_code import LIBM
 from components.bootstrap.schedules import draw_schedule
 from components.bootstrap.tokenizer import Message
 from components.core.param_types import Device
@@ -199,13 +199,12 @@ def _balanced(kernel: str) -> bool:
 def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) -> tuple[str, bool]:
     """Return a kernel with a random schedule for a composed task, and whether it is right.
 
-    It is made wrong with the probability `wrong_share`. Raises ValueError if there is no kernel for `code` on
-    the device.
+    It is made wrong with the probability `wrong_share`. Raises ValueError if `code` is another task.
     """
     chain = read_chain(code)
-    kernel = write_kernel(chain, draw_schedule(rng, device)) if chain else None
-    if kernel is None:
-        raise ValueError(f"demonstrations are written for composed tasks of {device} only")
+    if chain is None:
+        raise ValueError("demonstrations are written for composed tasks only")
+    kernel = write_kernel(chain, draw_schedule(rng, device))
     if rng.random() < wrong_share:
         return mutate(kernel, rng), False
     return kernel, True

@@ -1,16 +1,326 @@
-"""The rule-based kernel writer: it turns a chain of operators and a schedule into the text of a kernel."""
+"""The rule-based kernel writer: it turns a chain of operators and a schedule into the text of a kernel.
 
-from components.bootstrap.chain_parser import OperatorChain
-from components.bootstrap.kernel_templates_cpu import write_cpu_kernel
-from components.bootstrap.kernel_templates_cuda import write_cuda_kernel
-from components.bootstrap.schedules import CpuSchedule, Schedule
+A C++ kernel is divided into passes over the memory, which are over all elements or over rows, and a CUDA
+kernel into launches. Operators share a pass or a launch, or have one each, as the schedule says.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from components.bootstrap.chain_parser import OperatorChain, Step
+from components.bootstrap.operator_code import (
+    ROW,
+    Sweep,
+    elementwise,
+    fuse_row,
+    replace_functions,
+)
+from components.bootstrap.schedules import CpuSchedule, CudaSchedule, Schedule
+
+# Device functions that combine a value of each thread of a block and return the result to all threads. The
+# first uses shared memory only, the second shuffles within each warp.
+BLOCK_OPERATION = """__device__ float block_{name}(float v) {{
+  __shared__ float part[{threads}];
+  part[threadIdx.x] = v;
+  for (int k = {half}; k > 0; k /= 2) {{
+    __syncthreads();
+    if (threadIdx.x < k) part[threadIdx.x] = {combine};
+  }}
+  __syncthreads();
+  v = part[0];
+  __syncthreads();
+  return v;
+}}"""
+WARP_OPERATION = """__device__ float block_{name}(float v) {{
+  __shared__ float part[{warps}];
+  for (int k = 16; k > 0; k /= 2) v = {lane};
+  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
+  __syncthreads();
+  v = part[threadIdx.x % {warps}];
+  for (int k = {warps} / 2; k > 0; k /= 2) v = {lane};
+  __syncthreads();
+  return v;
+}}"""
+SHUFFLE = "__shfl_xor_sync(0xffffffff, v, k)"
+# Expressions that combine two values in shared memory (COMBINE) or in two lanes of a warp (LANE).
+COMBINE = {
+    "sum": "part[threadIdx.x] + part[threadIdx.x + k]",
+    "max": "fmaxf(part[threadIdx.x], part[threadIdx.x + k])",
+}
+LANE = {"sum": f"v + {SHUFFLE}", "max": f"fmaxf(v, {SHUFFLE})"}
+# Lines of a kernel, and the line that launches it.
+Kernel = tuple[list[str], str]
 
 
-def write_kernel(chain: OperatorChain, schedule: Schedule) -> str | None:
-    """Return the text of kernels/forward.cpp (or .cu) for the chain according to the schedule.
-
-    Returns None if the chain has an operator for which there is no kernel on the schedule's device.
-    """
+def write_kernel(chain: OperatorChain, schedule: Schedule) -> str:
+    """Return the text of kernels/forward.cpp (or .cu) for the chain according to the schedule."""
     if isinstance(schedule, CpuSchedule):
         return write_cpu_kernel(chain, schedule)
     return write_cuda_kernel(chain, schedule)
+
+
+def is_reduction(step: Step) -> bool:
+    """Return whether the operator returns one value for each row."""
+    return step.name in ROW and bool(ROW[step.name].result)
+
+
+# --- C++ ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operators of a chain that share one pass over the memory.
+
+    `source` and `target` are the names of the C++ arrays that the pass reads and writes: the input `x`, the
+    output `out`, or the buffer `w`. `size` is the C++ expression of the number of elements of `target`.
+    """
+
+    steps: Sequence[Step]
+    source: str
+    target: str
+    size: str
+
+
+def indent(lines: Sequence[str]) -> list[str]:
+    """Return C++ lines with two more spaces of indentation."""
+    return [f"  {line}" for line in lines]
+
+
+def for_loop(name: str, end: str, body: Sequence[str]) -> list[str]:
+    """Return the lines of a C++ loop in which `name` goes from 0 to `end`, with the lines `body`."""
+    return [f"for (int64_t {name} = 0; {name} < {end}; ++{name}) {{", *indent(body), "}"]
+
+
+def pragma(schedule: CpuSchedule, clause: str = "") -> list[str]:
+    """Return the OpenMP line that vectorises the next loop, or nothing if the schedule's loops are scalar.
+
+    `clause` is the content of the reduction clause, such as "+ : sum". Without it there is no such clause.
+    """
+    if schedule.loops == "scalar":
+        return []
+    return [f"#pragma omp simd{f' reduction({clause})' if clause else ''}"]
+
+
+def element_pass(group: Group, schedule: CpuSchedule) -> list[str]:
+    """Return the C++ lines of one loop over all elements, for elementwise operators."""
+    body = [f"float v = {group.source}[i];", *map(elementwise, group.steps), f"{group.target}[i] = v;"]
+    return [*pragma(schedule), *for_loop("i", group.size, body)]
+
+
+def row_pass(group: Group, schedule: CpuSchedule) -> list[str]:
+    """Return the C++ lines of a pass over the rows, for operators that need a row or the index in it."""
+
+    def over_row(array: str, body: Sequence[str]) -> list[str]:
+        return for_loop("i", "cols", [f"float v = {array}[i];", *body])
+
+    def write_sweep(sweep: Sweep, array: str, body: list[str]) -> list[str]:
+        pragmas = pragma(schedule, sweep.clause) if sweep.clause else []
+        return [*sweep.declare, *pragmas, *over_row(array, body), *sweep.finish]
+
+    row = fuse_row(group.steps, write_sweep, schedule.algorithm)
+    buffered = row.tail and row.source == "b"
+    if row.tail:
+        end = [*row.tail, f"{group.target}[r] = v;"]
+    else:
+        end = [*pragma(schedule), *over_row(row.source, [*row.pending, "b[i] = v;"])]
+    body = [
+        f"const float* a = {group.source} + r * cols;",
+        *(["float* b = row.data();"] if buffered else []),
+        *([] if row.tail else [f"float* b = {group.target} + r * cols;"]),
+        *(["const float* s = y + r * cols;"] if any("input" in step.name for step in group.steps) else []),
+        *row.lines,
+        *end,
+    ]
+    return [*(["std::vector<float> row(cols);"] if buffered else []), *for_loop("r", "rows", body)]
+
+
+def write_cpu_kernel(chain: OperatorChain, schedule: CpuSchedule) -> str:
+    """Return the text of kernels/forward.cpp for the chain according to the schedule.
+
+    The passes before a reduction write to the buffer `w`, which is as large as the input, and all other
+    passes write to `out`.
+    """
+    groups = [chain.steps] if schedule.fusion == "all" else [(step,) for step in chain.steps]
+    changing = next((i for i, group in enumerate(groups) if any(map(is_reduction, group))), 0)
+    source, lines = "x", []
+    for index, steps in enumerate(groups):
+        target, tensor = ("w", 0) if index < changing else ("out", len(chain.tensors) - 1)
+        write = row_pass if OperatorChain(steps, chain.tensors).by_row else element_pass
+        lines += write(Group(steps, source, target, f"t[{tensor}].numel"), schedule)
+        source = target
+    if any(re.search(r"\bw\b", line) for line in lines):
+        lines = ["std::vector<float> work(t[0].numel);", "float* w = work.data();", *lines]
+    text = "\n".join(indent([*arguments(chain), *lines]))
+    if schedule.accumulator == "float":
+        text = text.replace("(double)", "").replace("double ", "float ")
+    if schedule.math == "libm":
+        text = replace_functions(text)
+    header = "#include <cmath>" if schedule.math == "libm" else '#include "vec.h"'
+    return "\n".join(['#include "binding_registry.h"', header, "KERNEL(forward) {", text, "}", ""])
+
+
+def arguments(chain: OperatorChain) -> list[str]:
+    """Return the C++ declarations of the kernel's tensors and, if needed, of the size of the input."""
+    return [
+        *(
+            f"{'' if name == 'out' else 'const '}float* {name} = f32(t[{index}]);"
+            for index, name in enumerate(chain.tensors)
+        ),
+        *(["const int64_t rows = t[0].size[0], cols = t[0].size[1];"] if chain.by_row else []),
+    ]
+
+
+# --- CUDA ---------------------------------------------------------------------------------------------------
+
+
+def parameters(chain: OperatorChain) -> str:
+    """Return the parameters of a CUDA kernel: the tensors, and the number of columns or of elements."""
+    tensors = ", ".join(f"{'' if name == 'out' else 'const '}float* {name}" for name in chain.tensors)
+    return f"{tensors}, int64_t {'cols' if chain.by_row else 'n'}"
+
+
+def launch(chain: OperatorChain, name: str, grid: str, threads: int, shared: str = "0") -> str:
+    """Return the line that launches the CUDA kernel `name`.
+
+    `grid` is the expression of the number of blocks, `threads` the number of threads of a block, and `shared`
+    the expression of the bytes of its dynamic shared memory.
+    """
+    tensors = ", ".join(f"f32(t[{index}])" for index in range(len(chain.tensors)))
+    last = "t[0].size[1]" if chain.by_row else "t[0].numel"
+    return f"  {name}<<<{grid}, {threads}, {shared}, (cudaStream_t)stream>>>({tensors}, {last});"
+
+
+def element_kernel(chain: OperatorChain, threads: int, name: str = "fused") -> Kernel:
+    """Return a CUDA kernel that computes one element in each thread."""
+    kernel = [
+        f"__global__ void {name}({parameters(chain)}) {{",
+        f"  int64_t i = blockIdx.x * {threads}ll + threadIdx.x;",
+        "  if (i < n) {",
+        "    float v = x[i];",
+        *(f"    {elementwise(step)}" for step in chain.steps),
+        "    out[i] = v;",
+        "  }",
+        "}",
+    ]
+    return kernel, launch(chain, name, f"(t[0].numel + {threads - 1}) / {threads}", threads)
+
+
+def float4_kernel(chain: OperatorChain, threads: int) -> Kernel:
+    """Return a CUDA kernel that computes four elements as one float4 in each thread.
+
+    This needs no remainder loop, because composed tasks have a multiple of 16 elements.
+    """
+    names = [name for name in chain.tensors if name in ("x", "y")]
+    body = [f"    r.{lane} = chain(x4.{lane}{f', y4.{lane}' if 'y' in names else ''});" for lane in "xyzw"]
+    kernel = [
+        f"__device__ float chain(float v{', float y' if 'y' in names else ''}) {{",
+        *(f"  {elementwise(step).replace('y[i]', 'y')}" for step in chain.steps),
+        "  return v;",
+        "}",
+        f"__global__ void wide({parameters(chain)}) {{",
+        f"  int64_t i = blockIdx.x * {threads}ll + threadIdx.x;",
+        "  if (i < n / 4) {",
+        *(f"    const float4 {name}4 = ((const float4*){name})[i];" for name in names),
+        "    float4 r;",
+        *body,
+        "    ((float4*)out)[i] = r;",
+        "  }",
+        "}",
+    ]
+    return kernel, launch(chain, "wide", f"(t[0].numel / 4 + {threads - 1}) / {threads}", threads)
+
+
+def loop(source: str, body: list[str], threads: int) -> list[str]:
+    """Return the CUDA lines of a loop in which a block goes over the elements of a row in the array `source`.
+
+    `body` are the lines for each element, which is the variable `v`. `threads` is the size of the block.
+    """
+    return [
+        f"  for (int64_t i = threadIdx.x; i < cols; i += {threads}) {{",
+        f"    float v = {source}[i];",
+        *(f"    {line}" for line in body),
+        "  }",
+    ]
+
+
+def sweep_lines(sweep: Sweep, source: str, body: list[str], threads: int) -> list[str]:
+    """Return the CUDA lines of one sweep of a block over its row in the array `source`.
+
+    `body` are the lines for each element. The accumulators of the threads are combined after the loop.
+    """
+    kind, names = sweep.clause.split(" : ")
+    function = "block_max" if kind == "max" else "block_sum"
+    return [
+        *(f"  {line.replace('double', 'float')}" for line in sweep.declare),
+        *loop(source, [line.replace("(double)", "") for line in body], threads),
+        *(f"  {name} = {function}({name});" for name in names.split(", ")),
+        *(f"  {line}" for line in sweep.finish),
+    ]
+
+
+def row_kernel(chain: OperatorChain, threads: int, name: str = "rows") -> Kernel:
+    """Return a CUDA kernel with one block for each row, which is kept in shared memory."""
+    row = fuse_row(chain.steps, partial(sweep_lines, threads=threads))
+    if row.tail:
+        end = [*(f"  {line}" for line in row.tail), "  if (threadIdx.x == 0) out[blockIdx.x] = v;"]
+    else:
+        end = loop(row.source, [*row.pending, "out[blockIdx.x * cols + i] = v;"], threads)
+    kernel = [
+        f"__global__ void {name}({parameters(chain)}) {{",
+        "  extern __shared__ float b[];",
+        "  const float* a = x + blockIdx.x * cols;",
+        *(["  const float* s = y + blockIdx.x * cols;"] if "y" in chain.tensors else []),
+        *row.lines,
+        *end,
+        "}",
+    ]
+    return kernel, launch(chain, name, "t[0].size[0]", threads, "t[0].size[1] * sizeof(float)")
+
+
+def separate_kernels(chain: OperatorChain, threads: int) -> list[Kernel]:
+    """Return one CUDA kernel for each operator, which are launched one after another.
+
+    Each kernel writes its result to the output tensor, and the next one reads it there. A reduction and the
+    operators before it are one kernel, because the output tensor is too small for rows.
+    """
+    cut = next((index + 1 for index, step in enumerate(chain.steps) if is_reduction(step)), 0)
+    groups = [chain.steps[:cut]] if cut else []
+    kernels = []
+    for index, group in enumerate([*groups, *((step,) for step in chain.steps[cut:])]):
+        part = OperatorChain(group, chain.tensors)
+        kernel, call = (row_kernel if part.by_row else element_kernel)(part, threads, f"pass{index}")
+        if index:
+            call = call.replace("f32(t[0])", f"f32(t[{len(chain.tensors) - 1}])", 1)
+            if cut:
+                call = call.replace("t[0].numel", f"t[{len(chain.tensors) - 1}].numel")
+        kernels.append((kernel, call))
+    return kernels
+
+
+def write_cuda_kernel(chain: OperatorChain, schedule: CudaSchedule) -> str:
+    """Return the text of kernels/forward.cu for the chain according to the schedule."""
+    threads = schedule.threads
+    if schedule.fusion == "none":
+        kernels = separate_kernels(chain, threads)
+    elif chain.by_row:
+        kernels = [row_kernel(chain, threads)]
+    else:
+        kernels = [(float4_kernel if schedule.width == 4 else element_kernel)(chain, threads)]
+    body = "\n".join(line for kernel, _ in kernels for line in kernel)
+    template = WARP_OPERATION if schedule.combine == "shuffle" else BLOCK_OPERATION
+    functions = [
+        template.format(
+            name=name,
+            combine=COMBINE[name],
+            lane=LANE[name],
+            threads=threads,
+            half=threads // 2,
+            warps=threads // 32,
+        )
+        for name in ("sum", "max")
+        if f"block_{name}(" in body
+    ]
+    lines = [*functions, body, "KERNEL(forward) {", *(call for _, call in kernels), "}"]
+    return "\n".join(['#include "binding_registry.h"', '#include "vec.h"', *lines, ""])

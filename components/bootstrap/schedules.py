@@ -20,10 +20,7 @@ class CpuSchedule:
 
     `fusion` says whether all operators share a pass over the memory or each has its own, `math` whether
     functions such as exp are those of libm or of vec.h, `loops` whether loops are vectorised, `accumulator`
-    the type of sums, and `algorithm` how softmax and norms are computed (ALGORITHMS in
-    kernel_templates_cpp.py). `order` is the outer one of the two loops of operators along dimension 0 and of
-    transpositions. If it is `rows`, operators along dimension 0 are computed for blocks of `block` columns.
-    `tile` is the number of rows and of columns of a transposition's tiles, and 1 means no tiles.
+    the type of sums, and `algorithm` how softmax and norms are computed (ALGORITHMS in operator_code.py).
     """
 
     fusion: Literal["none", "all"]
@@ -31,9 +28,6 @@ class CpuSchedule:
     loops: Literal["scalar", "simd"]
     accumulator: Literal["float", "double"]
     algorithm: Literal["store", "recompute", "online"]
-    order: Literal["rows", "columns"]
-    block: Literal[16, 64, 256]
-    tile: Literal[1, 8, 32]
 
 
 @dataclass(frozen=True)
@@ -76,14 +70,14 @@ def draw_schedule(rng: random.Random, device: Device) -> Schedule:
 # Three schedules of a chain from slow to fast, as examples: one loop or launch for each operator, one for the
 # chain, and one with vector instructions or wide accesses and faster functions.
 SEPARATE: dict[Device, Schedule] = {
-    "cpu": CpuSchedule("none", "libm", "scalar", "double", "store", "columns", 64, 1),
+    "cpu": CpuSchedule("none", "libm", "scalar", "double", "store"),
     "cuda": CudaSchedule("none", 256, 1, "shared"),
 }
 FUSED: dict[Device, Schedule] = {
-    "cpu": CpuSchedule("all", "libm", "scalar", "double", "store", "rows", 64, 8),
+    "cpu": CpuSchedule("all", "libm", "scalar", "double", "store"),
     "cuda": CudaSchedule("all", 256, 1, "shared"),
 }
 VECTORISED: dict[Device, Schedule] = {
-    "cpu": CpuSchedule("all", "vec", "simd", "double", "store", "rows", 64, 8),
+    "cpu": CpuSchedule("all", "vec", "simd", "double", "store"),
     "cuda": CudaSchedule("all", 256, 4, "shuffle"),
 }

@@ -30,15 +30,8 @@ HELD_OUT_SHARE = 0.2
 # Number of draws after which a chain is accepted although no size has an estimated eager time within
 # data.eager_seconds.
 MAX_DRAWS = 200
-# Share of tasks with a strided operator (see CoreOperator), on devices that have these operators.
-STRIDED_SHARE = 0.35
-# Number of draws of the other operators of a chain before another strided operator is drawn. With a strided
-# operator that is fast in eager mode, several draws are needed until the estimated time of the chain is long
-# enough. If each draw had another strided operator, fast ones would be rare.
-STRIDED_DRAWS = 25
-# Rows and columns of the small input on which chains are tested. Chains with a strided operator need more
-# rows, because the mean of a column varies the less, the more rows there are.
-PROBE, STRIDED_PROBE = (8, 256), (64, 256)
+# Rows and columns of the small input on which chains are tested.
+PROBE = (8, 256)
 # Type of a step: the name of an operator, and its constants as texts for the source.
 Step = tuple[str, tuple[str, ...]]
 Steps = tuple[Step, ...]
@@ -90,63 +83,31 @@ def write_source(steps: Steps, rows: int, cols: int) -> str:
 
 
 @functools.cache
-def _modules(cols: int, device: str, dtype: torch.dtype) -> SimpleNamespace:
-    generator = torch.Generator().manual_seed(cols) if device == "cpu" else None
+def _modules(dtype: torch.dtype) -> SimpleNamespace:
+    cols = PROBE[1]
+    generator = torch.Generator().manual_seed(cols)
     return SimpleNamespace(
-        layer_norm=nn.LayerNorm(cols, device=device, dtype=dtype),
-        rms_norm=nn.RMSNorm(cols, eps=1e-5, device=device, dtype=dtype),
-        scale=torch.randn(cols, device=device, generator=generator).to(dtype),
-        shift=torch.randn(cols, device=device, generator=generator).to(dtype),
+        layer_norm=nn.LayerNorm(cols, dtype=dtype),
+        rms_norm=nn.RMSNorm(cols, eps=1e-5, dtype=dtype),
+        scale=torch.randn(cols, generator=generator).to(dtype),
+        shift=torch.randn(cols, generator=generator).to(dtype),
     )
 
 
 _probe = functools.cache(probe)
 
 
-@functools.cache
-def _shape_after(name: str, shape: tuple[int, int], cols: int) -> tuple[int, int] | None:
-    """Return the rows and columns of an operator's output for an input with the given rows and columns.
-
-    The result is None if the operator `name` raises an error on such a float32 matrix, or if its output is
-    not a float32 matrix. The task's input has ROWS[0] rows and `cols` columns. The operator is applied to
-    meta tensors, with the first permitted value of each constant.
-    """
-    operator = BY_NAME[name]
-    x, y = torch.empty(shape, device="meta"), torch.empty(ROWS[0], cols, device="meta")
-    try:
-        with torch.no_grad():
-            call = operator.line.format(*(palette[0] for palette in operator.constants))
-            out = function_of(call)(x, y, _modules(cols, "meta", torch.float32))
-    except RuntimeError:
-        return None
-    return (out.shape[0], out.shape[1]) if out.dtype == torch.float32 and out.dim() == 2 else None
-
-
-def fits(steps: Steps, cols: int) -> bool:
-    """Return whether every operator of the chain can be applied to the output of the operator before it.
-
-    `cols` is the number of columns of the task's input, to which the first operator is applied. The result
-    does not depend on the number of its rows.
-    """
-    shape: tuple[int, int] | None = (ROWS[0], cols)
-    for name, _ in steps:
-        shape = shape and _shape_after(name, shape, cols)
-    return shape is not None
-
-
 def every_operator_matters(steps: Steps) -> bool:
     """Return whether the output varies and leaving out any operator changes it by at least 1 % (RMS).
 
-    An operator that changes the shape of the output, such as a transposition, always matters.
+    A reduction always matters, because it changes the shape of the output.
     """
-    is_strided = any(BY_NAME[name].kind == "strided" for name, _ in steps)
-    shape = STRIDED_PROBE if is_strided else PROBE
 
     def run(chain: Sequence[Step], dtype: torch.dtype) -> Tensor:
-        x, y = _probe(shape, dtype)
+        x, y = _probe(PROBE, dtype)
         for name, constants in chain:
             call = BY_NAME[name].line.format(*constants)
-            x = function_of(call)(x, y, _modules(shape[1], "cpu", dtype))
+            x = function_of(call)(x, y, _modules(dtype))
         return x
 
     return passes_ablation(
@@ -165,7 +126,7 @@ def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
     The kinds of operators are described at `CoreOperator`. In a supported chain each row operator, each
     parameter operator, and the second input occur at most once. There is at most one reduction, and at most
     two row operators and reductions together. Only elementwise operators follow a reduction, and no operator
-    follows itself. At most one operator is strided, and if there is one, all others are elementwise.
+    follows itself.
     """
     names = [operator.name for operator in operators]
     kinds = [operator.kind for operator in operators]
@@ -176,7 +137,6 @@ def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
         or kinds.count("reduction") > 1
         or kinds.count("row") + kinds.count("reduction") > 2
         or any(a == b for a, b in itertools.pairwise(names))
-        or ("strided" in kinds and kinds.count("elementwise") != len(kinds) - 1)
     ):
         return False
     return "reduction" not in kinds or all(
@@ -204,62 +164,26 @@ def estimate_eager_seconds(steps: Steps, device: Device) -> float:
 
     The estimate is used to choose the size of a task, whose time the judge then measures.
     """
-    nanoseconds, share = 0.0, 1.0
+    nanoseconds = 0.0
     for name, _ in steps:
         # On a GPU, each eager operator is assumed to read and write every element at 3 TB/s.
-        nanoseconds += share * (BY_NAME[name].cost if device == "cpu" else 8 / 3000)
-        share *= BY_NAME[name].output_share
+        nanoseconds += BY_NAME[name].cost if device == "cpu" else 8 / 3000
+        if BY_NAME[name].kind == "reduction":
+            break  # the operators after it have one value for each row, which takes no time
     return 1e-9 * nanoseconds
-
-
-@functools.cache
-def _operators(device: Device, *, strided: bool) -> tuple[CoreOperator, ...]:
-    """Return the operators of a device that are strided, or those that are not."""
-    return tuple(
-        operator
-        for operator in CORE_OPERATORS
-        if device in operator.devices and (operator.kind == "strided") == strided
-    )
-
-
-def _draw_strided(rng: random.Random, device: Device) -> CoreOperator:
-    """Return a random strided operator, whose probability is proportional to its weight."""
-    operators = _operators(device, strided=True)
-    return rng.choices(operators, [operator.weight for operator in operators])[0]
-
-
-def _draw_operators(
-    rng: random.Random, count: int, device: Device, strided: CoreOperator | None
-) -> list[CoreOperator]:
-    """Return `count` random operators that are not strided, except `strided` at a random place if given.
-
-    Beside a strided operator, all operators are elementwise.
-    """
-    plain = _operators(device, strided=False)
-    if strided is None:
-        return [rng.choice(plain) for _ in range(count)]
-    elementwise = [operator for operator in plain if operator.kind == "elementwise"]
-    operators = [rng.choice(elementwise) for _ in range(count)]
-    operators[rng.randrange(count)] = strided
-    return operators
 
 
 def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTask:
     """Return a random task whose estimated eager time lies within data.eager_seconds if possible.
 
-    `rng` draws the operators, their number (according to data.operator_mix), constants and shape. On a device
-    with strided operators, a share of STRIDED_SHARE of the tasks has one of them. The field `ops` has the
-    operators in their order, `data_source` is torch#N for N operators, and `split` depends on `is_held_out`.
-    Raises UserError if data.numel permits no shape.
+    `rng` draws the operators, their number (according to data.operator_mix), constants and shape. The field
+    `ops` has the operators in their order, `data_source` is torch#N for N operators, and `split` depends on
+    `is_held_out`. Raises UserError if data.numel permits no shape.
     """
     shapes, count = _shapes(data), draw_weighted(rng, data.operator_mix)
-    has_strided = bool(_operators(device, strided=True)) and rng.random() < STRIDED_SHARE
-    strided = None
     fastest, slowest = data.eager_seconds[0] * 1.3, data.eager_seconds[1] / 1.3
     for draw in itertools.count():
-        if has_strided and draw % STRIDED_DRAWS == 0:
-            strided = _draw_strided(rng, device)
-        operators = _draw_operators(rng, count, device, strided)
+        operators = [rng.choice(CORE_OPERATORS) for _ in range(count)]
         if not _is_well_formed(operators):
             continue
         steps = tuple(
@@ -271,7 +195,7 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
         if not measurable and draw < MAX_DRAWS:
             continue
         rows, cols = rng.choice(measurable or shapes)
-        if every_operator_matters(steps) and fits(steps, cols):
+        if every_operator_matters(steps):
             break
     return composed_task(
         write_source(steps, rows, cols), tuple(name for name, _ in steps), data.held_out_seed

@@ -1,15 +1,13 @@
 """The core operators, which are the torch operators for which the rule-based kernel writer can write kernels.
 
 Each operator is one line of `forward` that computes a new `x` from `x`. Its constants are chosen from small
-sets. Constants are written with a decimal point, so that the tokenizer of a small policy has one token for
-each of them. Only the windows of pools are integers.
+sets, and written with a decimal point, so that the tokenizer of a small policy has one token for each.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 from components.bootstrap.chain_parser import OPERATOR_LINES
-from components.core.param_types import Device
 
 # Permitted values of constants, as texts for the source.
 BELOW_ONE = ("0.01", "0.05", "0.1", "0.2", "0.25", "0.3", "0.4", "0.5", "0.6", "0.7", "0.75", "0.8")
@@ -20,10 +18,8 @@ HIGHS = ("0.25", "0.5", "0.75", "1.0", "1.5", "2.0")
 # Numbers of rows and columns of the inputs of composed tasks.
 ROWS = tuple(2**power for power in range(4, 21))
 COLS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
-# Permitted values of the thresholds of softshrink and of the windows of pools.
+# Permitted values of the threshold of softshrink.
 THRESHOLDS = ("0.1", "0.2", "0.25", "0.3", "0.4", "0.5")
-WINDOWS = ("2", "4", "8")
-CPU: tuple[Device, ...] = ("cpu",)
 
 
 @dataclass(frozen=True)
@@ -32,12 +28,11 @@ class CoreOperator:
 
     A row operator computes along the last dimension and keeps the shape, and a reduction returns one value
     for each row. A parameter operator uses a parameter with one value for each column, and a second-input
-    operator the second input `y` of the task. A strided operator is one of STRIDED_OPERATORS in
-    chain_parser.py, such as operators along dimension 0, cumulative sums, pools and the transposition.
+    operator the second input `y` of the task.
     """
 
     name: str
-    kind: Literal["elementwise", "row", "reduction", "parameter", "second_input", "strided"]
+    kind: Literal["elementwise", "row", "reduction", "parameter", "second_input"]
     # Permitted values of each constant.
     constants: tuple[tuple[str, ...], ...] = ()
     # Statement in `__init__` that creates the parameters of the operator. `{cols}` is replaced by the number
@@ -45,13 +40,6 @@ class CoreOperator:
     init: str = ""
     # Approximate eager nanoseconds for one element on one CPU core, which are used only to choose a size.
     cost: float = 0.12
-    # Approximate share of the elements of the input that the output has. It is 0 if the operator returns one
-    # value for each row or column.
-    output_share: float = 1.0
-    # Devices for which tasks with the operator are composed.
-    devices: tuple[Device, ...] = ("cpu", "cuda")
-    # Frequency relative to the other operators of its kind, which is used only for strided operators.
-    weight: float = 1.0
 
     @property
     def line(self) -> str:
@@ -90,10 +78,10 @@ CORE_OPERATORS: tuple[CoreOperator, ...] = (
     CoreOperator("layer_norm", "row", init="self.layer_norm = nn.LayerNorm({cols})", cost=0.5),
     CoreOperator("rms_norm", "row", init="self.rms_norm = nn.RMSNorm({cols}, eps=1e-5)", cost=0.5),
     CoreOperator("normalize", "row", cost=0.3),
-    CoreOperator("sum", "reduction", cost=0.06, output_share=0),
-    CoreOperator("mean", "reduction", cost=0.06, output_share=0),
-    CoreOperator("amax", "reduction", cost=0.06, output_share=0),
-    CoreOperator("logsumexp", "reduction", cost=1.1, output_share=0),
+    CoreOperator("sum", "reduction", cost=0.06),
+    CoreOperator("mean", "reduction", cost=0.06),
+    CoreOperator("amax", "reduction", cost=0.06),
+    CoreOperator("logsumexp", "reduction", cost=1.1),
     CoreOperator(
         "scale",
         "parameter",
@@ -108,17 +96,6 @@ CORE_OPERATORS: tuple[CoreOperator, ...] = (
     ),
     CoreOperator("add_input", "second_input", cost=0.14),
     CoreOperator("mul_input", "second_input", cost=0.14),
-    CoreOperator("softmax_dim0", "strided", cost=1.2, devices=CPU),
-    CoreOperator("normalize_dim0", "strided", cost=2.6, devices=CPU),
-    CoreOperator("sum_dim0", "strided", cost=0.1, output_share=0, devices=CPU),
-    CoreOperator("mean_dim0", "strided", cost=0.12, output_share=0, devices=CPU),
-    CoreOperator("amax_dim0", "strided", cost=0.1, output_share=0, devices=CPU),
-    CoreOperator("logsumexp_dim0", "strided", cost=1.15, output_share=0, devices=CPU),
-    CoreOperator("cumsum", "strided", cost=0.95, devices=CPU, weight=0.5),
-    CoreOperator("cumsum_dim0", "strided", cost=3.5, devices=CPU, weight=0.5),
-    CoreOperator("avg_pool", "strided", (WINDOWS,), cost=1.9, output_share=0.25, devices=CPU),
-    CoreOperator("max_pool", "strided", (WINDOWS,), cost=0.25, output_share=0.25, devices=CPU),
-    CoreOperator("transpose", "strided", cost=0.55, devices=CPU),
 )
 BY_NAME = {seed.name: seed for seed in CORE_OPERATORS}
 

@@ -132,9 +132,7 @@ def search(
         chain, starter = read_chain(task.code), Workspace(task).files
         if chain is None or not starter:
             continue
-        texts = [text for schedule in drawn if (text := write_kernel(chain, schedule)) is not None]
-        if not texts:
-            continue
+        texts = [write_kernel(chain, schedule) for schedule in drawn]
         names = tuple(digest_bytes(text.encode())[:16] for text in texts)
         file = out / "tasks" / f"{task.task_id}.json"
         searched.append(TaskKernels(task, starter, names, dict(zip(names, texts, strict=True)), file))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kernel_bench import WORKDIR, build, call, reference
 
-from components.bootstrap.chain_parser import PATTERNS, STRIDED_OPERATORS, read_chain
+from components.bootstrap.chain_parser import PATTERNS, read_chain
 from components.bootstrap.demonstrations import DONE, MEASURE, SUFFIX, make_demonstration, mutate
 from components.bootstrap.kernel_writer import write_kernel
 from components.bootstrap.schedules import (
@@ -39,9 +39,7 @@ def small(task: KernelTask) -> str:
 def kernel_of(code: str, schedule: Schedule) -> str:
     chain = read_chain(code)
     assert chain is not None
-    kernel = write_kernel(chain, schedule)
-    assert kernel is not None
-    return kernel
+    return write_kernel(chain, schedule)
 
 
 def chosen_tasks() -> list[str]:
@@ -87,28 +85,11 @@ def test_every_schedule_computes_what_torch_computes(tmp_path: Path) -> None:
 def test_a_choice_that_does_not_concern_a_chain_leaves_its_kernel_unchanged() -> None:
     space = all_schedules("cpu")
     texts = {
-        name: {kernel_of(write_source(((name, constants),), 32, 512), schedule) for schedule in space}
-        for name, constants in {
-            "relu": (),
-            "tanh": (),
-            "softmax": (),
-            "softmax_dim0": (),
-            "cumsum": (),
-            "transpose": (),
-            "avg_pool": ("4",),
-        }.items()
+        name: {kernel_of(write_source(((name, ()),), 32, 512), schedule) for schedule in space}
+        for name in ("relu", "tanh", "softmax")
     }
     # relu: the loops and, by the header, the functions. softmax: these, two types of sums, three algorithms.
-    # softmax_dim0: by columns all but the loops; by rows all of them, with three sizes of a block.
-    assert {name: len(found) for name, found in texts.items()} == {
-        "relu": 4,
-        "tanh": 4,
-        "softmax": 24,
-        "softmax_dim0": 2 * 2 * 3 + 2 * 2 * 2 * 3 * 3,
-        "cumsum": 4,
-        "transpose": 2 * 2 * 2 * 3,
-        "avg_pool": 4,
-    }
+    assert {name: len(found) for name, found in texts.items()} == {"relu": 4, "tanh": 4, "softmax": 24}
 
 
 def test_mutated_kernels_do_not_compute_it(tmp_path: Path) -> None:
@@ -165,12 +146,6 @@ def test_foreign_sources_are_left_alone() -> None:
     assert read_chain(code.replace("F.relu(x)", "torch.cumprod(x, 0)")) is None
     assert read_chain(code.replace("return x", "return x + x")) is None
     assert read_chain("print(") is None
-
-
-def test_strided_operators_have_no_cuda_kernels() -> None:
-    for name in STRIDED_OPERATORS - {"avg_pool", "max_pool"}:
-        chain = read_chain(write_source(((name, ()),), 64, 256))
-        assert chain is not None and write_kernel(chain, VECTORISED["cuda"]) is None
 
 
 def test_a_kernel_does_not_depend_on_shapes() -> None:
@@ -253,11 +228,11 @@ def test_observations_name_the_file_and_the_milestone() -> None:
 
 def test_the_last_kernel_is_the_better_one_of_those_that_were_measured() -> None:
     """If both are wrong, the last kernel is a third one; nothing follows a kernel of milestone 3."""
-    rng = random.Random(2)
+    rng, coldstart = random.Random(2), PARAMS.coldstart.model_copy(update={"wrong_share": 0.2})
     milestone = re.compile(r"Speed-up: ([\d.]+)x eager.* Milestone: (\d) of 3")
     seen = {"one": 0, "second": 0, "first again": 0, "third": 0}
     for task in itertools.islice(compose_tasks(6, PARAMS.data), 1200):
-        messages = make_demonstration(task, rng, PARAMS.coldstart, "cpu")
+        messages = make_demonstration(task, rng, coldstart, "cpu")
         kernels = [
             message["content"].split("<parameter=content>\n")[1].split("</parameter>")[0]
             for message in messages

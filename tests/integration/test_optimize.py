@@ -172,7 +172,7 @@ def example(name: str) -> KernelTask:
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_the_examples_speak_the_language_of_the_small_policy(name: str) -> None:
     chain = read_chain(canonicalize(example(name).code) or "")
-    assert chain is not None and write_kernel(chain, VECTORISED["cpu"]) is not None
+    assert chain is not None and write_kernel(chain, VECTORISED["cpu"])
 
 
 def test_what_a_policy_was_made_for_comes_with_it_and_a_persons_choice_stays() -> None:
@@ -356,9 +356,9 @@ def test_a_mistake_of_the_command_line_is_one_sentence_and_leaves_nothing(
 
 
 def test_a_small_policy_says_when_a_module_is_none_that_it_has_learned() -> None:
-    def notes(expression: str, device: str = "cpu") -> tuple[str, ...]:
+    def notes(expression: str) -> tuple[str, ...]:
         task = TASK.model_copy(update={"code": TASK.code.replace("torch.tanh(x)", expression)})
-        return search(lambda i, t: "Done.", task=task, device=device).notes
+        return search(lambda i, t: "Done.", task=task).notes
 
-    assert notes("torch.tanh(x)") == notes("torch.cumsum(x, 0)") == ()
-    assert notes("torch.cumprod(x, 0)") == notes("torch.cumsum(x, 0)", "cuda") == (NOT_LEARNED,)
+    assert notes("torch.tanh(x)") == ()
+    assert notes("torch.cumsum(x, 0)") == (NOT_LEARNED,)

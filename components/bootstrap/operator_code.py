@@ -1,4 +1,4 @@
-"""C++ code of each core operator, which the kernel templates for cpu and cuda share.
+"""C++ code of each core operator, which the kernels for cpu and cuda share.
 
 The code of an elementwise operator is one or two lines that change `float v` with functions of vec.h. All
 text except constants and shapes is equal in every kernel, so that the tokenizer merges it into one or two
@@ -62,17 +62,15 @@ class Sweep:
 
 @dataclass(frozen=True)
 class RowOperator:
-    """C++ code of an operator on whole rows, or on whole columns if it is applied along dimension 0.
+    """C++ code of an operator on whole rows.
 
     The loops `sweeps` are followed by the lines `apply` for every element, or by the expression `result` if
-    the operator returns one value for each row. If `scan` is true, `apply` changes accumulators, which
-    `sweeps[0]` declares without a loop, so the elements must be computed in their order.
+    the operator returns one value for each row.
     """
 
     sweeps: tuple[Sweep, ...]
     apply: tuple[str, ...] = ()
     result: str = ""
-    scan: bool = False
 
 
 def _maximum(name: str) -> Sweep:
@@ -157,7 +155,6 @@ ROW = {
     "logsumexp": RowOperator(
         (_maximum("high"), _sum("sum", "vexp(v - high)")), result="high + std::log(sum)"
     ),
-    "cumsum": RowOperator((Sweep(("double sum = 0;",), "", ()),), ("sum += v;", "v = sum;"), scan=True),
 }
 # Other algorithms of operators on rows, by the name of the algorithm and the operator.
 ALGORITHMS = {
@@ -190,13 +187,12 @@ def elementwise(step: Step) -> str:
 
 
 def row_operator(name: str, algorithm: str = "") -> RowOperator | None:
-    """Return the code of the operator `name` on rows or along dimension 0, or None for another operator.
+    """Return the code of the operator `name` on rows, or None for another operator.
 
-    It is the same code on rows and along dimension 0. `algorithm` is a key of ALGORITHMS. If it is not, or
-    has no entry for the operator, the code is that in ROW.
+    `algorithm` is a key of ALGORITHMS. If it is not, or has no entry for the operator, the code is that in
+    ROW.
     """
-    base = name.removesuffix("_dim0")
-    return ALGORITHMS.get(algorithm, {}).get(base, ROW.get(base))
+    return ALGORITHMS.get(algorithm, {}).get(name, ROW.get(name))
 
 
 @dataclass(frozen=True)
@@ -205,14 +201,13 @@ class FusedRow:
 
     `lines` are the loops of all sweeps. After them, the array `source` contains the row. If the chain ends
     with one value for each row, `tail` are the lines that compute it as `v`. Otherwise `pending` are the
-    lines that are still to be computed for every element `v`, in their order if `scan` is true.
+    lines that are still to be computed for every element `v`.
     """
 
     lines: list[str]
     source: str
     pending: list[str]
     tail: list[str]
-    scan: bool = False
 
 
 def fuse_row(
@@ -221,22 +216,17 @@ def fuse_row(
     """Fuse the operators of a chain, so that elementwise operators are computed in the row's next loop.
 
     `write_sweep` returns the lines of one sweep from the sweep, the array that contains the row, and the
-    lines for each element; without such lines there is no loop. A changed row is stored in the array `b`,
-    unless no later loop reads it. `algorithm` is a key of ALGORITHMS, and any other value selects ROW.
+    lines for each element. A changed row is stored in the array `b`, unless no later loop reads it.
+    `algorithm` is a key of ALGORITHMS, and any other value selects ROW.
     """
     lines: list[str] = []
     pending: list[str] = []
     tail: list[str] = []
-    source, scan = "a", False
+    source = "a"
     for step in steps:
         operator = row_operator(step.name, algorithm)
         if operator is None:
             (tail or pending).append(elementwise(step).replace("y[i]", "s[i]"))
-            continue
-        if operator.scan:
-            lines += write_sweep(operator.sweeps[0], source, [])
-            pending += operator.apply
-            scan = True
             continue
         for sweep in operator.sweeps:
             rewrites = "b[i] = v;" in sweep.each
@@ -250,7 +240,7 @@ def fuse_row(
             tail = [f"float v = {operator.result};"]
         else:
             pending = [*operator.apply]
-    return FusedRow(lines, source, pending, tail, scan)
+    return FusedRow(lines, source, pending, tail)
 
 
 def replace_functions(text: str) -> str:
