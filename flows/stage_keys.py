@@ -1,8 +1,8 @@
 """The key of a stage, which is a digest of everything on which the stage's result depends.
 
 A key is made of the parameters that the stage can read and that change results, the digests of the stage's
-inputs, and the digests of its sources. What a key was made of is stored in the stage's folder, so that
-`cuda-agent run --explain` can say why a stage runs again.
+inputs, and the digests of its sources. What a key was made of is stored in the stage's folder, so that a
+stage that runs again can log what has changed.
 """
 
 from dataclasses import dataclass
@@ -141,7 +141,14 @@ def key_parts(params: Params, name: str, upstream: dict[str, str], redo: int) ->
     )
 
 
-def read_parts(folder: Path) -> KeyParts | None:
-    """Return what the key of the stage in `folder` was made of, or None if that is not recorded."""
-    file = folder / KEY_FILE
-    return KeyParts.model_validate(read_json(file)) if file.is_file() else None
+def changes_since_last(parts: KeyParts, home: Path) -> list[str]:
+    """Return what differs between `parts` and the newest other stage of this name in the home.
+
+    The list has the phrases of `KeyParts.changes`. It is empty if there is no such stage.
+    """
+    files = (home / "stages").glob(f"{parts.name}-*/{KEY_FILE}")
+    others = [file for file in files if file.parent != parts.folder(home)]
+    if not others:
+        return []
+    newest = max(others, key=lambda file: file.stat().st_mtime)
+    return parts.changes(KeyParts.model_validate(read_json(newest)))

@@ -35,7 +35,7 @@ from components.registry.tracking import MlflowRun
 from flows.home_gc import note_use
 from flows.run_context import PipelineRun
 from flows.run_page import PageProgress
-from flows.stage_keys import KEY_FILE, RECORD, KeyParts, key_parts
+from flows.stage_keys import KEY_FILE, RECORD, KeyParts, changes_since_last, key_parts
 
 
 class DatasetRecord(FrozenModel):
@@ -228,6 +228,8 @@ class Context:
         file = folder / RECORD
         is_kept = file.is_file() and record_type.model_validate(read_json(file)).output(home).exists()
         if not (folder / KEY_FILE).is_file():
+            if changed := changes_since_last(parts, home):
+                get_run_logger().info(f"{title} runs again, because these changed: {'; '.join(changed)}")
             write_json(folder / KEY_FILE, parts.model_dump(mode="json"))
         note_use(self.run.folder, folder)
         stage_task = run_in_folder.with_options(

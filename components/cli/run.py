@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,9 +19,6 @@ from components.cli.common import (
 )
 from components.core.errors import UserError
 
-if TYPE_CHECKING:
-    from flows.run_context import PipelineRun
-
 
 @with_common_options()
 def run(
@@ -32,10 +29,6 @@ def run(
     redo_from: Annotated[
         str, typer.Option("--from", metavar="STAGE", help="repeat this stage and all that follow")
     ] = "",
-    explain: Annotated[
-        bool,
-        typer.Option("--explain", help="say for each stage whether it is cached or why it runs; run nothing"),
-    ] = False,
     metrics: Annotated[
         int,
         typer.Option(
@@ -56,12 +49,8 @@ def run(
     from flows import process_reaper, run_context
     from flows.server import prefect_server
 
-    if explain and redo_from:
-        raise UserError("--explain: it only looks, and --from makes a request; give one of them.")
     resolved, console = options.resolve(), stderr_console()
     pipeline_run = run_context.open_run(resolved, redo_from)
-    if explain:
-        return _explained(pipeline_run)
     record = run_context.finished(pipeline_run)
     if record is not None:
         print_line(f"This run is finished, nothing is left to do: {pipeline_run.folder}")
@@ -88,20 +77,6 @@ def run(
     final_table(record, run_context.interface_commands(pipeline_run, record), console)
     refused = record["gate"]["verdict"] == "refused"
     return Output(record, ExitCode.REFUSED if refused else ExitCode.DONE)
-
-
-def _explained(pipeline_run: PipelineRun) -> Output:
-    """Print and return for each stage of a run whether it is cached, or for which reasons it would run."""
-    from components.training.stage import check_stages
-    from flows.explain import explain as explain_stages
-    from flows.run_context import check_training
-
-    check_stages(pipeline_run.params)
-    check_training(pipeline_run.params)
-    stages = explain_stages(pipeline_run)
-    rows = [(found.stage, "cached" if found.cached else "\n".join(found.reasons)) for found in stages]
-    print_table(("stage", ""), rows, markup=False)
-    return Output({"run_id": pipeline_run.run_id, "stages": [found.model_dump() for found in stages]})
 
 
 @with_common_options()

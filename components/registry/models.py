@@ -1,15 +1,14 @@
 """Model versions in MLflow: one registered model, with a version for each run and aliases for the champion.
 
-A version is a logged model. It has the files of a checkpoint in its folder `checkpoint` and the file
-`MLmodel`, with which MLflow can load them (serving.py). A version is registered without loading its model.
-MLflow's transformers flavor is not used, because it needs the model in memory and does not accept paths with
-transformers 5. The tags of a version are its evidence: the figure and threshold of every gate, the data set,
-the code and the evaluation. Each of the aliases candidate, champion and previous points to one version, so
-there is never more than one champion.
+A version is a logged model that has the files of a checkpoint in its folder `checkpoint`, which transformers
+and vLLM load directly. A version is registered without loading its model. MLflow's transformers flavor is not
+used, because it needs the model in memory and does not accept paths with transformers 5. The tags of a
+version are its evidence: the figure and threshold of every gate, the data set, the code and the evaluation.
+Each of the aliases candidate, champion and previous points to one version, so there is never more than one
+champion.
 """
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,17 +16,17 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
 from mlflow.exceptions import MlflowException
-from mlflow.models.model import MLMODEL_FILE_NAME
 from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.uri import is_local_uri
 
 from components.core.errors import UserError
 from components.registry.gates import Decision, Gate
-from components.registry.serving import CHECKPOINT, description
 from components.registry.tracking import RUN_KEY
 
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
 DECISION = "gate.verdict"
+# Folder of a version with the files of its checkpoint.
+CHECKPOINT = "checkpoint"
 
 
 def register(
@@ -59,9 +58,6 @@ def register(
         experiment_id, name="policy", source_run_id=run_id, model_type="checkpoint", tags={RUN_KEY: run_key}
     )
     client.log_model_artifacts(logged.model_id, str(checkpoint), CHECKPOINT)
-    with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
-        description(logged.model_id, run_id).save(f"{scratch}/{MLMODEL_FILE_NAME}")
-        client.log_model_artifact(logged.model_id, f"{scratch}/{MLMODEL_FILE_NAME}")
     client.finalize_logged_model(logged.model_id, "READY")
     version = client.create_model_version(
         model,

@@ -264,8 +264,8 @@ class Promotion:
     def _evidence(self, version: str) -> dict[str, Any]:
         """Return the evidence of a version for an audit entry, after verifying its files.
 
-        Raises UserError, which names the file, if the checkpoint or the evaluation has changed since the
-        version was registered. The report is not verified, but the evidence contains its digest.
+        Raises UserError, which names the file, if the checkpoint or the evaluation is missing or has changed
+        since the version was registered. The report is not verified, but the evidence contains its digest.
         """
         tags = models.find(self.client, self.model, version).tags
         with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
@@ -283,9 +283,11 @@ class Promotion:
             "checkpoint.digest": digest
         }
         results = self.home / tags.get("evaluation", "")
-        if results.is_file() and digest_file(results) != tags.get("evaluation.digest"):
+        if "evaluation" in tags and not (
+            results.is_file() and digest_file(results) == tags.get("evaluation.digest")
+        ):
             raise UserError(
-                f"{results}: is not what version {version} was measured with; "
+                f"{results}: is missing or is not what version {version} was measured with; "
                 "restore it, or evaluate the version again."
             )
         report = Path(tags.get("report", ""))

@@ -95,6 +95,27 @@ def test_a_report_changed_after_the_gates_passed_voids_the_approval(home: Path) 
         promotion.approve("1")
 
 
+@pytest.mark.parametrize("content", [None, "{ }"])
+def test_a_version_whose_evaluation_was_deleted_or_changed_is_refused(
+    home: Path, content: str | None
+) -> None:
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
+    apply_decision(promotion, "2", WAITING, champion="1")
+    results = home / "results-2.json"
+    results.unlink()
+    if content is not None:
+        results.write_text(content)
+    for act in (
+        lambda: promotion.approve("2"),
+        lambda: apply_decision(promotion, "2", champion="1"),
+        lambda: promotion.promote("2", override=True, reason="x"),
+    ):
+        with pytest.raises(UserError, match=r"results-2\.json: is missing or is not what version 2"):
+            act()
+    assert aliases(promotion) == {"champion": "1"}
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
 def test_a_checkpoint_with_one_flipped_byte_is_refused_by_name(home: Path, name: str) -> None:
     promotion = promotion_of(home)

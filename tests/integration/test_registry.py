@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import agent_fixtures
-import mlflow.pyfunc
 import pytest
 from agent_fixtures import verdict_of
 
@@ -244,9 +243,7 @@ def test_a_version_carries_the_evidence_of_its_decision(client: Any, home: Path,
     assert (files / "model.safetensors").read_bytes() == b"weights"
 
 
-def test_mlflow_loads_a_version_from_its_address_and_the_folder_is_the_checkpoint_as_it_was(
-    client: Any, home: Path
-) -> None:
+def test_the_folder_of_a_version_is_the_checkpoint_as_it_was(client: Any, home: Path) -> None:
     tokenizer = agent_fixtures.tokenizer()
     params = agent_fixtures.params(hidden=16, layers=1, heads=2, kv_heads=1, head_dim=8)
     made = save_checkpoint(
@@ -261,9 +258,6 @@ def test_mlflow_loads_a_version_from_its_address_and_the_folder_is_the_checkpoin
         figures={},
     )
     version = register(client, home, "night-4", home / "policy")
-    loaded = mlflow.pyfunc.load_model(f"models:/{PARAMS.model}/{version}")
-    said = loaded.predict([{"prompt": "a kernel"}, {"prompt": "another"}], params={"max_new_tokens": 4})
-    assert len(said) == 2 and all(isinstance(text, str) for text in said)
     assert verify_files(Path(models.location(client, PARAMS.model, version))) == made.digest
 
 

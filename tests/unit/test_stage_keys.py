@@ -16,9 +16,8 @@ from components.core.config import KNOWN, PROJECT, resolve
 from components.core.files import write_json
 from components.core.param_kinds import KINDS, result_values
 from components.core.sources import closure_digests, import_closure, source_digest
-from flows.explain import Explanation, explain
 from flows.run_context import PipelineRun
-from flows.stage_keys import KEY_FILE, READS, RECORD, key_parts
+from flows.stage_keys import KEY_FILE, READS, KeyParts, changes_since_last, key_parts
 
 THROUGHPUT = (
     "engine.tokens_per_microbatch=77",
@@ -107,39 +106,22 @@ def test_dvc_reads_those_parameters_of_the_sandbox_that_change_results() -> None
     }
 
 
-def explained(home: Path, *sets: str) -> dict[str, Explanation]:
-    return {found.stage: found for found in explain(PipelineRun(resolve("ci", (f"home={home}", *sets))))}
+def test_a_stage_that_runs_again_names_what_changed_against_the_newest_stage(tmp_path: Path) -> None:
+    def parts(clip_high: float, **upstream: str) -> KeyParts:
+        params = resolve("ci", (f"agentic.clip_high={clip_high}",)).params
+        return key_parts(params, "agentic", {"policy": "p", "critic": "c"} | upstream, 0)
 
-
-def test_the_explanation_names_what_changed_against_the_newest_stage(tmp_path: Path) -> None:
-    assert explained(tmp_path)["warmup"].reasons == ("it never ran here",)
-    run = PipelineRun(resolve("ci", (f"home={tmp_path}",)))
-    inputs = {"policy": "p", "critic": "c", "dataset": "d"}
-    for age, sets in ((2, "agentic.clip_high=0.5"), (1, "agentic.clip_high=0.28")):
-        parts = key_parts(resolve("ci", (sets,)).params, "agentic", inputs, 0)
-        folder = parts.folder(tmp_path)
-        write_json(folder / KEY_FILE, parts.model_dump(mode="json"))
-        os.utime(folder, (1_000_000 - age, 1_000_000 - age))
-    reasons = explained(tmp_path, "agentic.clip_high=0.3")["agentic"].reasons
-    assert reasons[0] == "agentic.clip_high 0.28 -> 0.3"
-    assert set(reasons[1:]) == {f"input {name} is made again" for name in ("policy", "critic", "dataset")}
-    changed = parts.model_copy(update={"sources": parts.sources | {"components/training/ppo.py": "other"}})
-    assert changed.changes(parts) == ["components/training/ppo.py"]
-
-    cold = run.key_parts("coldstart", "coldstart", {"dataset": ""})
-    folder = cold.folder(tmp_path)
-    write_json(folder / KEY_FILE, cold.model_dump(mode="json"))
-    assert explained(tmp_path)["coldstart"].reasons == ("begun and not finished; it continues",)
-    (folder / "checkpoint").mkdir()
-    write_json(folder / RECORD, {"checkpoint": f"stages/{folder.name}/checkpoint", "digest": "c"})
-    assert explained(tmp_path)["coldstart"].cached
-    (folder / "checkpoint").rmdir()
-    assert "was deleted" in explained(tmp_path)["coldstart"].reasons[0]
-
-
-def test_stages_of_a_release_that_recorded_no_keys_are_made_again(tmp_path: Path) -> None:
-    (tmp_path / "stages" / "warmup-0123456789ab").mkdir(parents=True)
-    assert explained(tmp_path)["warmup"].reasons == ("a release made it that did not record keys",)
+    assert changes_since_last(parts(0.3), tmp_path) == []
+    for age, clip_high in ((2, 0.5), (1, 0.28)):
+        made = parts(clip_high)
+        write_json(made.folder(tmp_path) / KEY_FILE, made.model_dump(mode="json"))
+        os.utime(made.folder(tmp_path) / KEY_FILE, (1_000_000 - age, 1_000_000 - age))
+    assert changes_since_last(parts(0.3, critic="d"), tmp_path) == [
+        "agentic.clip_high 0.28 -> 0.3",
+        "input critic",
+    ]
+    changed = made.model_copy(update={"sources": made.sources | {"components/training/ppo.py": "other"}})
+    assert changed.changes(made) == ["components/training/ppo.py"]
 
 
 def test_the_digests_of_all_sources_are_the_same_with_cold_warm_and_damaged_caches(tmp_path: Path) -> None:
