@@ -26,7 +26,7 @@ from components.judge.pool import with_any_duration
 from components.registry.gates import Decision
 from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint
-from components.training.stage import check_stages, stages_of_run
+from components.training.run_stage import check_stages, stages_of_run
 from flows import run_page
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table

@@ -20,7 +20,7 @@ from components.core.files import DISK_FULL
 from components.core.params import Params
 from components.core.progress import Progress
 from components.core.stage_params import Ppo
-from components.training.metrics_file import newest_figures
+from components.training.metrics import newest_figures
 
 # File in the home with the Prometheus metrics, which the textfile collector of node_exporter reads.
 METRICS_FILE = "metrics.prom"

@@ -44,7 +44,7 @@ from components.core.param_kinds import result_values
 from components.core.param_types import TrainingStage
 from components.core.params import Params
 from components.core.sources import project_digests
-from flows.stage_keys import KeyParts, key_parts
+from flows.stage_keys import KeyParts, key_parts, reward_digests
 
 # Names of the stages in their order, which are the permitted values of `--from`.
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
@@ -100,7 +100,7 @@ class PipelineRun:
         self.params: Params = resolved.params
         self.profile = resolved.profile
         self.home = Path(resolved.params.home).expanduser().resolve()
-        self.code = digest_json(project_digests())
+        self.code = digest_json(project_digests() | reward_digests(resolved.params.reward))
         # The `--set` options, for people. The home is not one of them, because it is shown for itself.
         options = (origin for origin in resolved.sources.values() if origin.startswith("--set "))
         sets = dict.fromkeys(option.removeprefix("--set ") for option in options)

@@ -5,15 +5,17 @@ inputs, and the digests of its sources. What a key was made of is stored in the 
 stage that runs again can log what has changed.
 """
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from components.agent.rewards import load_reward
 from components.core.files import digest_json, read_json
 from components.core.param_kinds import result_values
 from components.core.params import Params
 from components.core.records import FrozenModel
-from components.core.sources import closure_digests
+from components.core.sources import closure_digests, source_digest
 
 # File in a stage's folder with the parts of its key.
 KEY_FILE = "key.json"
@@ -26,7 +28,7 @@ SAMPLING = ("device", "precision", "seed", "sandbox", "policy.prompt", "policy.c
 TRAINING = ("policy.adapter", "engine")
 # Modules at which the code of sampling and judging begins, and that of making demonstrations.
 SAMPLING_SOURCES = ("components.agent.token_rollout", "components.judge.pool")
-COLD_START_SOURCES = ("components.training.demonstration_replay",)
+COLD_START_SOURCES = ("components.bootstrap.demonstrations", "components.synthesis.compose")
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,13 @@ READS = {
     "adopted": Reads((), ("components.policy.checkpoint",)),
     "champion": Reads((), ("components.policy.checkpoint",)),
     "warmup": Reads(
-        (*SAMPLING, *TRAINING, "warmup", "data.weigh_by_headroom", "policy.push_pause"),
+        (*SAMPLING, *TRAINING, "reward", "warmup", "data.weigh_by_headroom", "policy.push_pause"),
         ("components.training.ppo", *SAMPLING_SOURCES),
     ),
     # Stage 2 adds demonstrations of the cold start to the policy's own trajectories.
     "rejection": Reads(
         (
-            *(*SAMPLING, *TRAINING, "rejection", "warmup.gradient_clip"),
+            *(*SAMPLING, *TRAINING, "reward", "rejection", "warmup.gradient_clip"),
             *("coldstart", "data", "policy.source"),
         ),
         ("components.training.rejection", *SAMPLING_SOURCES, *COLD_START_SOURCES),
@@ -70,7 +72,7 @@ READS = {
         ("components.training.critic",),
     ),
     "agentic": Reads(
-        (*SAMPLING, *TRAINING, "agentic", "data.weigh_by_headroom", "policy.push_pause"),
+        (*SAMPLING, *TRAINING, "reward", "agentic", "data.weigh_by_headroom", "policy.push_pause"),
         ("components.training.ppo", *SAMPLING_SOURCES),
     ),
     "evaluation": Reads(
@@ -132,13 +134,27 @@ def key_parts(params: Params, name: str, upstream: dict[str, str], redo: int) ->
     to run the stage again, or 0.
     """
     reads = READS[name]
+    rewards = reward_digests(params.reward) if "reward" in reads.params else {}
     return KeyParts(
         name=name,
         params=result_values(params, reads.params),
         upstream=upstream,
-        sources=closure_digests(*reads.modules),
+        sources=closure_digests(*reads.modules) | rewards,
         redo=redo,
     )
+
+
+def reward_digests(reward: str) -> dict[str, str]:
+    """Return the digests of the sources of the reward function whose import path is `reward`.
+
+    They are the closure of a module of the project, by path, or else the function's module alone, by its
+    name. Raises UserError if the function cannot be imported.
+    """
+    load_reward(reward)
+    module = reward.rpartition(".")[0]
+    if module.startswith("components."):
+        return closure_digests(module)
+    return {module: source_digest(Path(str(sys.modules[module].__file__)))}
 
 
 def changes_since_last(parts: KeyParts, home: Path) -> list[str]:

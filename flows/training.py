@@ -6,7 +6,7 @@ from pathlib import Path
 
 from components.core.files import MANIFEST, atomic_folder, digest_json, digest_tree, write_json
 from components.policy.checkpoint import Manifest, verify_checkpoint
-from components.training.demonstration_replay import training_sources
+from components.synthesis.compose import compose_training_tasks
 from components.training.run_stage import run_stage
 from components.training.stage import RESULT, UNFINISHED, Stage, StageName, StageResult
 from flows.night import FIXED_DATA, StartPolicy, Unfinished, carry_over, keep_checkpoint
@@ -59,7 +59,7 @@ def cold_start(context: Context) -> CheckpointRecord:
         else:
             digest = coldstart(
                 params,
-                training_sources(params, params.coldstart.seed),
+                compose_training_tasks(params.coldstart.seed, params.data, params.device),
                 out,
                 dataset=context.dataset.version,
                 code=context.run.code,

@@ -6,6 +6,7 @@ token_rollout.py add the sampling.
 """
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from components.agent.in_flight import BusyMeter, keep_in_flight
+from components.agent.rewards import Reward, milestone, reward_of
 from components.agent.tool_parser import Request
 from components.agent.tools import Tools
 from components.agent.trajectory import ToolCall, Trajectory, Turn
@@ -22,7 +24,7 @@ from components.bootstrap.canonicalize import canonicalize
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.pool import Candidate, Job, JudgePool
-from components.judge.verdict import Verdict, milestone
+from components.judge.verdict import Verdict
 from components.policy.prompts import user_message
 
 SHORTENED = "[an older observation, shortened]"
@@ -59,6 +61,8 @@ class RolloutRequest:
     shorten_history: bool = False
     # Number of trajectories that earlier rollouts of the same seed sampled. Seeds are counted on from there.
     first: int = 0
+    # Function that gives a finished trajectory its reward.
+    reward: Reward = milestone
     # Function that is called with the number of finished trajectories and the number of all trajectories.
     on_progress: Callable[[int, int], None] = _ignore
     # Function that is called with each candidate that was judged and its verdict, in the episode's thread.
@@ -174,14 +178,14 @@ class Episode:
         """
         self.tools.close()
         final = self.judge()
-        return Trajectory(
+        trajectory = Trajectory(
             task_id=self.task.task_id,
             ids=tuple(ids),
             action_mask=tuple(mask),
             sampler_logprob=tuple(logprobs),
             turns=tuple(self.turns),
             verdicts=(*self.tools.verdicts, final),
-            reward=float(milestone(final)),
+            reward=0.0,
             finish_reason=self.finish_reason,
             policy_version=version,
             versions=versions,
@@ -195,6 +199,7 @@ class Episode:
                 "context": self.params.policy.context,
             },
         )
+        return dataclasses.replace(trajectory, reward=reward_of(trajectory, self.request.reward))
 
 
 def run_all(

@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from components.core.errors import StageFailed
+
 # Largest number of threads for the blocking parts of trajectories; they are started when they are needed.
 MAX_THREADS = 8192
 
@@ -56,7 +58,8 @@ async def keep_in_flight(
     `start` is called for one coroutine at a time and returns None if there is none to start at present. This
     function returns when no coroutine runs and `start` returns None. If the event `changed` is given, this
     function never returns by itself and calls `start` again whenever the event is set. If a coroutine raises
-    an error, the other coroutines are cancelled and the error is raised.
+    an error, the other coroutines are cancelled and the error is raised. A coroutine that ends because it was
+    cancelled, for instance because the judge cancelled its job, counts as one that raised StageFailed.
     """
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="trajectory")
@@ -77,8 +80,9 @@ async def keep_in_flight(
                 signal = asyncio.create_task(changed.wait())
                 done.discard(signal)
             for task in done:
-                if not task.cancelled():
-                    task.result()
+                if task.cancelled():
+                    raise StageFailed("rollout: a trajectory was cancelled before its end; run again.")
+                task.result()
     finally:
         for task in running if signal is None else {*running, signal}:
             task.cancel()

@@ -7,10 +7,9 @@ can give other tokens than the policy sampled.
 import itertools
 import json
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -67,9 +66,9 @@ class Trajectory:
     weights that sampled tokens, in order, each with its number of tokens.
 
     `verdicts` are all verdicts of the episode in order. The last verdict is on the candidate's files at the
-    end, and `reward` is its milestone. `finish_reason` is stop (the last turn has no tool call), length (a
-    token or context limit), turns (the limit of turns), time (the deadline) or server (the policy's server
-    failed, and `error` says why).
+    end. `reward` is what a function of rewards.py or of the user gave. `finish_reason` is stop (the last turn
+    has no tool call), length (a token or context limit), turns (the limit of turns), time (the deadline) or
+    server (the policy's server failed, and `error` says why).
 
     `files` are the candidate's files at the end by workspace path, and `start` are its files before the first
     turn. `task` is the source of the task. `settings` has the keys `device`, `in_turns` (whether several
@@ -106,6 +105,12 @@ class Trajectory:
         return self.verdicts[-1]
 
 
+def updates_of(version: str) -> int:
+    """Return the number of steps that the weights named `version` were trained, such as 3 for 0123+3."""
+    number = version.rpartition("+")[2]
+    return int(number) if number.isdigit() else 0
+
+
 @dataclass(frozen=True)
 class TokenFile:
     """Token sequences of all trajectories in tokens.safetensors, mapped into memory.
@@ -122,14 +127,12 @@ class TokenFile:
         return slice(int(self.offsets[index]), int(self.offsets[index + 1]))
 
 
-def save_trajectories(
-    folder: Path, trajectories: Sequence[Trajectory], more: Mapping[str, Any] = MappingProxyType({})
-) -> None:
+def save_trajectories(folder: Path, trajectories: Sequence[Trajectory]) -> None:
     """Write trajectories to trajectories.jsonl and tokens.safetensors in `folder`.
 
     trajectories.jsonl has one line for each trajectory, without the sequences of tokens. tokens.safetensors
     has the sequences of all trajectories one after the other, and the `offsets` at which each trajectory
-    begins. `more` maps the names of further files in `folder` to their contents, which are written as JSON.
+    begins.
     """
     lines = []
     for trajectory in trajectories:
@@ -147,8 +150,6 @@ def save_trajectories(
         # A lone surrogate cannot be encoded as UTF-8, so it is written as an escape sequence of JSON.
         text = "".join(lines).encode(errors="backslashreplace")
         (temporary / "trajectories.jsonl").write_bytes(text)
-        for name, value in more.items():
-            (temporary / name).write_text(json.dumps(value))
         save_file(tokens | {"offsets": np.array(offsets, dtype=np.int64)}, temporary / "tokens.safetensors")
 
 
@@ -191,10 +192,17 @@ def read_records(folder: Path, tokens: TokenFile) -> Iterator[dict[str, Any]]:
 
 
 def load_trajectories(folder: Path) -> list[Trajectory]:
-    """Read the trajectories that `save_trajectories` has written to `folder`.
+    """Read all trajectories that `save_trajectories` has written to `folder` or to folders below it.
 
-    Raises UserError if a file is missing or damaged, or if the files do not fit each other.
+    They are in the order of their folders' paths. Raises UserError if there is no trajectories.jsonl, if a
+    file is missing or damaged, or if the files do not fit each other.
     """
+    places = sorted(file.parent for file in folder.rglob("trajectories.jsonl")) or [folder]
+    return [trajectory for place in places for trajectory in _load(place)]
+
+
+def _load(folder: Path) -> list[Trajectory]:
+    """Read the trajectories whose files are in `folder` itself."""
     tokens = load_tokens(folder)
     records = list(read_records(folder, tokens))
     result = []

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import StrictUndefined, Template
 
 from components.agent.tool_parser import BLOCK
-from components.agent.trajectory import ToolCall, Trajectory, load_trajectories
+from components.agent.trajectory import ToolCall, Trajectory
 from components.core.errors import UserError
 from components.judge.verdict import Verdict
 
@@ -45,16 +45,6 @@ class Step:
     number: int
     text: str
     actions: tuple[Action, ...]
-
-
-def find(folder: Path) -> list[Trajectory]:
-    """Load all trajectories below the folder of a stage, an evaluation or an optimisation.
-
-    The trajectories are sorted by folder. Raises UserError if no folder holds a trajectories.jsonl or if a
-    file is damaged.
-    """
-    found = sorted(file.parent for file in folder.rglob("trajectories.jsonl")) or [folder]
-    return [trajectory for place in found for trajectory in load_trajectories(place)]
 
 
 def choose(trajectories: Sequence[Trajectory], number: int, folder: Path) -> tuple[int, Trajectory]:

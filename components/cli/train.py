@@ -61,7 +61,7 @@ def train(
     The same command continues an interrupted stage.
     """
     from components.core.config import check_policy_source
-    from components.training.stage import check_stages
+    from components.training.run_stage import check_stages
 
     resolved = options.resolve()
     check_policy_source(resolved.params)
@@ -76,10 +76,10 @@ def train(
     from components.core.progress_view import ProgressView
     from components.core.sources import project_digests
     from components.judge.open_pool import open_pool
-    from components.training.collapse_detection import Terminated
     from components.training.launcher import LAUNCHED
     from components.training.run_stage import run_stage
     from components.training.stage import CHECKPOINT, Stage
+    from components.training.training_loop import Terminated
 
     def checkpoint(folder: Path) -> Path:
         return folder if (folder / MANIFEST).is_file() else folder / CHECKPOINT

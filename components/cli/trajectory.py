@@ -37,8 +37,9 @@ def trajectory_show(
 ) -> Output:
     """Print a table of all trajectories in a folder, or one of the trajectories turn by turn."""
     from components.agent import trajectory_viewer
+    from components.agent.trajectory import load_trajectories
 
-    trajectories = trajectory_viewer.find(folder)
+    trajectories = load_trajectories(folder)
     if number or len(trajectories) == 1:
         number, trajectory = trajectory_viewer.choose(trajectories, number, folder)
         for text, style in trajectory_viewer.lines(trajectory):
@@ -71,9 +72,10 @@ def trajectory_html(
 ) -> Output:
     """Write a trajectory as one HTML page with speed-ups by turn, changes as diffs, and observations."""
     from components.agent import trajectory_viewer
+    from components.agent.trajectory import load_trajectories
     from components.core.files import atomic_write
 
-    number, trajectory = trajectory_viewer.choose(trajectory_viewer.find(folder), number, folder)
+    number, trajectory = trajectory_viewer.choose(load_trajectories(folder), number, folder)
     atomic_write(out_file, trajectory_viewer.page(trajectory, f"Trajectory {number} of {folder.name}"))
     print_line(f"{out_file}: trajectory {number}")
     return Output({"path": str(out_file.resolve()), "trajectory": number})
@@ -88,8 +90,9 @@ def trajectory_replay(options: CommonOptions, folder: Folder, number: Number = 0
     """
     from components.agent import trajectory_viewer
     from components.agent.replay import replay
+    from components.agent.trajectory import load_trajectories
 
-    number, trajectory = trajectory_viewer.choose(trajectory_viewer.find(folder), number, folder)
+    number, trajectory = trajectory_viewer.choose(load_trajectories(folder), number, folder)
     resolved = options.resolve_for_judging(f"device={trajectory.settings.get('device', 'cpu')}")
     with judge_session(resolved.params, home_of(resolved)) as (pool, _):
         # The epoch is new, so that no verdict is taken from the journal of an earlier replay.

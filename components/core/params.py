@@ -300,6 +300,10 @@ class Params(FrozenModel):
     device: Device = result("what kernels run on")
     precision: Precision = result("precision policy of candidate and both baselines alike")
     seed: Natural = result("seed of sampling and of the training stages")
+    reward: str = result(
+        "import path of the function that gives a trajectory its reward, such as "
+        "components.agent.rewards.milestone, the paper's milestones"
+    )
     home: str = throughput("folder that holds everything a run leaves behind")
     data: Data = Field(description="making of the training tasks")
     sandbox: Sandbox = Field(description="the judge")

@@ -34,10 +34,6 @@ class Rollouts(FrozenModel):
 class Ppo(FrozenModel):
     """Parameters of a PPO stage."""
 
-    reward: Literal["milestone", "speedup", "log_speedup"] = result(
-        "what a trajectory earns: the paper's milestones, the bare ratio s to eager (its ablation), or "
-        "log2(1 + s)"
-    )
     steps: Count = result("updates of this stage")
     learning_rate: Positive = result("actor's learning rate; the paper uses 3e-6")
     critic_learning_rate: Positive = result("critic's learning rate; the paper uses 6e-6")
@@ -50,12 +46,10 @@ class Ppo(FrozenModel):
     critic_lam: Share = result("lambda of the critic's targets; 1 is Monte Carlo, the paper uses 0.95")
     clip_low: Share = result("lower clip; the paper uses 0.2")
     clip_high: Share = result("upper clip; the paper uses 0.28")
-    value_clip: float | None = result("clip of the value loss in units of the reward; null is off")
     importance_cap: Positive = result("cap of the truncated importance weights between sampler and trainer")
-    advantages: Literal["critic", "group", "turns"] = result(
+    advantages: Literal["critic", "group"] = result(
         "critic: generalised advantage estimation; group: the reward less the mean of the task's "
-        "other samples, without a critic; turns: the same for every turn's own rewards (Dr. Kernel, "
-        "arXiv 2602.05885)"
+        "other samples, without a critic"
     )
     whiten: bool = result("whiten advantages over the batch")
     gradient_clip: Positive = result("largest gradient norm")
@@ -65,9 +59,6 @@ class Ppo(FrozenModel):
     measure_kl: bool = result(
         "compute the KL divergence from the stage's first policy also if kl_coefficient is 0; it "
         "takes a second copy of the weights unless policy.adapter is used"
-    )
-    replay_coefficient: Annotated[float, Field(ge=0)] = result(
-        "weight of the likelihood of the batch's best trajectories; 0 is off, as in the paper"
     )
     max_entropy: Positive = result(
         "a policy whose entropy passes this many nats has collapsed: the stage stops itself"
@@ -90,10 +81,6 @@ class Ppo(FrozenModel):
         "steps by which the weights that sampled a token may be older than those that are "
         "trained; 0 samples and trains in turn, more samples while the policy is trained"
     )
-    solve_rate_share: Share = result(
-        "share of a step's tasks drawn by how often the policy solves them, half the time "
-        "most; the others come in passes over all"
-    )
     rollouts: Rollouts = Field(description="how trajectories are sampled")
 
 
@@ -107,6 +94,11 @@ class Rejection(FrozenModel):
     batch: Count = result("trajectories of one optimizer step")
     learning_rate: Positive = result("peak learning rate, decayed linearly to zero")
     replay_share: Share = result("share of cold-start demonstrations mixed in, against forgetting")
+
+    @property
+    def replayed(self) -> int:
+        """Return the number of cold-start demonstrations in a full batch."""
+        return round(self.batch * self.replay_share)
 
 
 class Critic(FrozenModel):

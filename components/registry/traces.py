@@ -3,7 +3,7 @@
 An episode becomes an AGENT span, each of its turns an LLM span, and each tool call a TOOL span. The verdicts
 of the judge become feedback on these spans. Every id is computed from the run and the position of the
 trajectory in its files, so logging a trajectory again after a kill changes nothing. A trajectory has no
-times. So the first span starts at the modification time of the file, and each further span starts a
+times. So the first span starts at the modification time of the folder, and each further span starts a
 microsecond later.
 """
 
@@ -39,8 +39,8 @@ JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
 
 def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: str, folder: Path) -> None:
     """Log the trajectories that `chosen` selects from the folder of a stage as MLflow traces of the run."""
-    for place, file, trajectory in chosen(folder):
-        trace = _Trace(digest_json([run_id, place])[:32], int(file.stat().st_mtime * 1000), trajectory)
+    for place, batch, trajectory in chosen(folder):
+        trace = _Trace(digest_json([run_id, place])[:32], int(batch.stat().st_mtime * 1000), trajectory)
         info = TraceInfo(
             trace_id=trace.trace_id,
             trace_location=TraceLocation.from_experiment_id(experiment_id),
@@ -64,21 +64,21 @@ def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: s
 
 
 def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
-    """Yield name, file and content of each trajectory in a stage's folder that is to be logged.
+    """Yield name, folder and content of each trajectory in a stage's folder that is to be logged.
 
     All trajectories of an evaluation are logged. Of a training stage, those with the highest and the lowest
     reward in SAMPLED_STEPS of its steps are logged.
     """
     for batch in sorted((folder / "episodes").glob("*")):
         for index, trajectory in enumerate(load_trajectories(batch)):
-            yield f"{batch.name}/{index}", batch / "trajectories.jsonl", trajectory
+            yield f"{batch.name}/{index}", batch, trajectory
     steps = sorted((folder / "trajectories").glob("step-*"))
     spread = {round(part * (len(steps) - 1) / (SAMPLED_STEPS - 1)) for part in range(SAMPLED_STEPS)}
     for step in sorted(spread) if steps else ():
         sampled = load_trajectories(steps[step])
         rewards = [trajectory.reward for trajectory in sampled]
         for index in sorted({rewards.index(max(rewards)), rewards.index(min(rewards))}):
-            yield f"{steps[step].name}/{index}", steps[step] / "trajectories.jsonl", sampled[index]
+            yield f"{steps[step].name}/{index}", steps[step], sampled[index]
 
 
 class _Trace:

@@ -207,3 +207,9 @@ def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[Ker
     rng = random.Random(seed)
     while True:
         yield compose_task(rng, data, device)
+
+
+def compose_training_tasks(seed: int, data: Data, device: Device) -> Iterator[KernelTask]:
+    """Yield composed tasks without end, except those whose operator sequence is held out for evaluation."""
+    tasks = compose_tasks(seed, data, device)
+    return (task for task in tasks if not is_held_out(task.ops, data.held_out_seed))

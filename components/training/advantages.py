@@ -1,11 +1,19 @@
-"""Generalised advantage estimation for token sequences in which observations follow the policy's tokens.
+"""Advantages of token sequences in which observations follow the policy's tokens.
 
-Only own tokens, the tokens that the policy sampled, are time steps. So a long observation does not discount
-the rewards after it, and the critic's values at observation tokens are not used.
+With a critic they are those of generalised advantage estimation. Only own tokens, the tokens that the policy
+sampled, are time steps. So a long observation does not discount the rewards after it, and the critic's values
+at observation tokens are not used.
+
+Without a critic, all own tokens of a trajectory have one advantage: its reward less the mean reward of the
+other trajectories of its task (REINFORCE leave-one-out, Ahmadian et al., arXiv 2402.14740). The trajectory
+itself is not part of its baseline, because that would scale the gradient by (n - 1) / n for n trajectories of
+the task.
 """
 
 import itertools
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -95,6 +103,25 @@ def discounted_rewards(batch: EarnedRows, gamma: float) -> Tensor:
     for row, (first, last) in enumerate(itertools.pairwise(batch.offsets.tolist())):
         returns[first:last] = batch.rewards[row] * gamma ** torch.arange(last - first - 1, -1, -1)
     return returns
+
+
+def leave_one_out(rewards: Sequence[float], tasks: Sequence[str]) -> list[float]:
+    """Return each reward less the mean of the other rewards of the same task.
+
+    `tasks` has the task id of each reward. A reward that is the only one of its task gives 0.
+    """
+    rewards_of: dict[str, list[float]] = defaultdict(list)
+    for task, reward in zip(tasks, rewards, strict=True):
+        rewards_of[task].append(reward)
+    advantages = []
+    for task, reward in zip(tasks, rewards, strict=True):
+        group = rewards_of[task]
+        # r - (n mean - r) / (n - 1) = (r - mean) n / (n - 1). Equal rewards give exactly 0, also where their
+        # mean is rounded.
+        is_equal = min(group) == max(group)
+        mean = sum(group) / len(group)
+        advantages.append(0.0 if is_equal else (reward - mean) * len(group) / (len(group) - 1))
+    return advantages
 
 
 def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:

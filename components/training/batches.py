@@ -1,9 +1,9 @@
 """Rows of tokens of different lengths, and the packed micro-batches that the ranks compute.
 
-Nothing is padded. A row is a pair of arrays (token ids and action mask), which may be mapped from a file. A
-micro-batch is one sequence of rows, one after the other, in which attention does not cross from one row to
-another (`document_attention`). Values that belong to own tokens, the tokens that the policy sampled, are
-stored as one flat tensor [own tokens] over all rows of a batch, a *stream*.
+Nothing is padded. A row is a pair of arrays (token ids and action mask), which may be read from a file when
+they are used. A micro-batch is one sequence of rows, one after the other, in which attention does not cross
+from one row to another (`document_attention`). Values that belong to own tokens, the tokens that the policy
+sampled, are stored as one flat tensor [own tokens] over all rows of a batch, a *stream*.
 """
 
 import dataclasses
@@ -35,12 +35,10 @@ class Batch:
 
     ids: Sequence[NDArray[np.int32]]
     action_mask: Sequence[NDArray[np.uint8]]
+    # Number of tokens of each row.
+    lengths: Sequence[int]
     # Row r has the own tokens offsets[r] to offsets[r + 1] of the batch.
     offsets: NDArray[np.int64]
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(row) for row in self.ids]
 
     @property
     def tokens(self) -> int:
@@ -125,20 +123,12 @@ def make_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
                 f"row {number}: {len(row)} ids, {len(mask)} mask entries, {int(mask.sum())} own tokens; "
                 "the mask must fit and spare the first token"
             )
-    return Batch(ids, masks, own_offsets(masks))
+    offsets = np.cumsum([0, *(int(np.count_nonzero(mask)) for mask in masks)], dtype=np.int64)
+    return Batch(ids, masks, [len(row) for row in ids], offsets)
 
 
-def own_offsets(masks: Sequence[NDArray[np.uint8]]) -> NDArray[np.int64]:
-    """Return the number of own tokens before each row, and last that in all rows, as an array [rows + 1].
-
-    `masks` are the action masks of the rows.
-    """
-    return np.cumsum([0, *(int(np.count_nonzero(mask)) for mask in masks)], dtype=np.int64)
-
-
-def collate(trajectories: Sequence[Trajectory], rewards: Sequence[float] | None = None) -> Rollout:
-    """Return trajectories as one batch; `rewards`, if given, replace the trajectories' own rewards."""
-    earned = [trajectory.reward for trajectory in trajectories] if rewards is None else rewards
+def collate(trajectories: Sequence[Trajectory]) -> Rollout:
+    """Return trajectories as one batch."""
     batch = make_batch([(trajectory.ids, trajectory.action_mask) for trajectory in trajectories])
     logprobs = [
         np.asarray(trajectory.sampler_logprob, dtype=np.float32)[mask.astype(bool)]
@@ -147,7 +137,7 @@ def collate(trajectories: Sequence[Trajectory], rewards: Sequence[float] | None 
     return Rollout(
         **vars(batch),
         sampler_logprob=torch.from_numpy(np.concatenate(logprobs)),
-        rewards=torch.tensor(earned, dtype=torch.float32),
+        rewards=torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float32),
     )
 
 

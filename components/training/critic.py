@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,26 +24,48 @@ from components.agent.trajectory import load_tokens, read_records
 from components.core.errors import StageFailed, UserError
 from components.policy.checkpoint import load_tokenizer, verify_checkpoint
 from components.training.advantages import discounted_rewards, explained_variance, row_gae
-from components.training.batches import Batch, EarnedRows, Packed, Streams, own_offsets
+from components.training.batches import Batch, EarnedRows, Packed, Streams
 from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.losses import value_loss_sum
 from components.training.microbatching import MetricSums, evaluate, train_step
 from components.training.networks import VALUE_HEAD, load_critic
 from components.training.ranks import sharded_loading
-from components.training.resumable_state import resume
-from components.training.rollouts import derived_seed
-from components.training.stage import Stage, StageResult
-from components.training.training_loop import StepRecord, finish, fit
+from components.training.stage import Stage, StageResult, derived_seed
+from components.training.training_loop import StepRecord, finish, fit, resume
 
 
 @dataclass(frozen=True)
 class StoredRow:
-    """Part of a stored trajectory that value pretraining needs; the arrays are mapped from its file."""
+    """Reference to a stored trajectory, with the facts that value pretraining needs of it."""
 
+    folder: Path
+    # Number of the trajectory in the files of `folder`.
+    index: int
     task_id: str
     reward: float
-    ids: NDArray[np.int32]
-    action_mask: NDArray[np.uint8]
+    # Number of its tokens and of its own tokens.
+    tokens: int
+    own: int
+
+
+@dataclass(frozen=True)
+class StoredArrays(Sequence[NDArray[Any]]):
+    """The arrays `name` of stored trajectories, each of which is read from its file when it is used.
+
+    A process cannot map as many files as there are trajectories, and they need not fit into memory.
+    """
+
+    rows: Sequence[StoredRow]
+    # Field of `TokenFile`.
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = self.rows[index]
+        tokens = load_tokens(row.folder)
+        return getattr(tokens, self.name)[tokens.span(row.index)]
 
 
 @dataclass(frozen=True)
@@ -156,7 +178,8 @@ def read_rows(folders: Sequence[Path]) -> list[StoredRow]:
                 )
             final = record["verdicts"][-1]
             if mask.any() and final["status"] != "infrastructure":
-                rows.append(StoredRow(record["task_id"], record["reward"], ids, mask))
+                own = int(np.count_nonzero(mask))
+                rows.append(StoredRow(folder, index, record["task_id"], record["reward"], len(ids), own))
             else:
                 failure = final["reason"]
     if not rows:
@@ -168,44 +191,32 @@ def read_rows(folders: Sequence[Path]) -> list[StoredRow]:
     return rows
 
 
-class OfTask(Protocol):
-    """Something that belongs to a task, such as a trajectory or its record."""
-
-    @property
-    def task_id(self) -> str: ...
-
-
-Item = TypeVar("Item", bound=OfTask)
-
-
-def split_by_task(trajectories: Sequence[Item], share: float, *, seed: int) -> tuple[list[Item], list[Item]]:
+def split_by_task(
+    rows: Sequence[StoredRow], share: float, *, seed: int
+) -> tuple[list[StoredRow], list[StoredRow]]:
     """Return the trajectories to learn from and the held-out trajectories.
 
     About `share` of the tasks are held out, with all of their trajectories. Each part has at least one task.
     Raises UserError if there are fewer than two tasks.
     """
-    tasks = sorted(
-        {trajectory.task_id for trajectory in trajectories},
-        key=lambda task: derived_seed(seed, "held out", task),
-    )
+    tasks = sorted({row.task_id for row in rows}, key=lambda task: derived_seed(seed, "held out", task))
     if len(tasks) < 2:
         raise UserError(
             "critic: trajectories of a single task cannot be split into taught and held-out ones; "
             "give more tasks."
         )
     held_out = set(tasks[: min(len(tasks) - 1, max(1, round(share * len(tasks))))])
-    return [t for t in trajectories if t.task_id not in held_out], [
-        t for t in trajectories if t.task_id in held_out
-    ]
+    taught = [row for row in rows if row.task_id not in held_out]
+    return taught, [row for row in rows if row.task_id in held_out]
 
 
 def batch_of(rows: Sequence[StoredRow]) -> EarnedRows:
-    """Return the rows as a batch whose arrays of token ids and masks stay mapped from their files."""
-    masks = [row.action_mask for row in rows]
+    """Return the rows as a batch whose arrays of token ids and masks stay in their files."""
     return EarnedRows(
-        ids=[row.ids for row in rows],
-        action_mask=masks,
-        offsets=own_offsets(masks),
+        ids=StoredArrays(rows, "ids"),
+        action_mask=StoredArrays(rows, "action_mask"),
+        lengths=[row.tokens for row in rows],
+        offsets=np.cumsum([0, *(row.own for row in rows)], dtype=np.int64),
         rewards=torch.tensor([row.reward for row in rows], dtype=torch.float32),
     )
 

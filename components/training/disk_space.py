@@ -13,7 +13,7 @@ from components.training.stage import Stage
 STATE_BYTES = {"float32": 16, "bfloat16": 14}
 # Bytes of a weight, by engine.dtype.
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2}
-# Number of states of a stage on disk at once: two are kept while the next is written (resumable_state.py).
+# Number of states of a stage on disk at once: two are kept while the next is written (training_loop.py).
 STATES = 3
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.training.metrics_file import Figures
+from components.training.metrics import Figures
 from components.training.ranks import World
 
 

@@ -77,11 +77,6 @@ def value_loss_sum(
     }
 
 
-def likelihood_loss_sum(actor_logprob: Tensor, action_mask: Tensor) -> Tensor:
-    """Return the negative log-likelihood (nats), summed over the tokens where `action_mask` is true."""
-    return -masked_sum(actor_logprob, action_mask)
-
-
 def importance_weights(
     old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor, cap: float
 ) -> Tensor:

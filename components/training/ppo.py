@@ -12,9 +12,9 @@ critic would hardly depend on a reward that comes more than about a hundred toke
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -27,38 +27,25 @@ from components.core.stage_params import Ppo
 from components.core.task import KernelTask
 from components.policy.adapter import adapter_disabled
 from components.policy.checkpoint import verify_checkpoint
-from components.training.advantages import explained_variance, row_gae, whiten
+from components.training.advantages import explained_variance, leave_one_out, row_gae, whiten
 from components.training.batches import Packed, Rollout, Streams, collate, stream
-from components.training.collapse_detection import Collapsed, collapse
 from components.training.engine import DTYPES, DeepSpeedEngine, FrozenNetwork
 from components.training.expert_load import ExpertLoad
-from components.training.group_advantages import tasks_with_one_sample, token_advantages, trajectory_reward
 from components.training.losses import (
     effective_sample_size,
     importance_weights,
     kl_k2,
     kl_k3,
-    likelihood_loss_sum,
     policy_loss_sum,
     value_loss_sum,
 )
-from components.training.metrics_file import Figures
+from components.training.metrics import Collapsed, Figures, collapse, reward_figures
 from components.training.microbatching import Loss, MetricSums, evaluate, train_step
 from components.training.networks import Actor, Critic, check_critic, load_critic, load_policy
 from components.training.ranks import sharded_loading
-from components.training.resumable_state import resume
-from components.training.rollout_metrics import reward_figures
-from components.training.rollouts import (
-    RunEpisode,
-    SolveRateTracker,
-    TrainedPolicy,
-    choose_tasks,
-    derived_seed,
-    sampling,
-    trainable,
-)
-from components.training.stage import Stage, StageResult
-from components.training.training_loop import StepRecord, finish, fit
+from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks, sampling
+from components.training.stage import Stage, StageResult, derived_seed
+from components.training.training_loop import StepRecord, finish, fit, resume
 
 # Metrics of a step that the progress display shows.
 SHOWN = ("reward", "m_-1", "m_1", "m_2", "m_3", "entropy")
@@ -74,15 +61,11 @@ class Experience(Streams):
     old_logprob: Tensor
     # Log-probabilities of the policy that the stage started from; zeros if no loss or metric needs them.
     reference_logprob: Tensor
-    # The critic's values before the updates; zeros if the stage has no critic.
-    old_values: Tensor
     advantages: Tensor
     # The returns that the critic learns; zeros if the stage has no critic.
     returns: Tensor
     # Weights of truncated importance sampling (`importance_weights`).
     importance: Tensor
-    # True on the trajectories with the highest reward of their task, if it is positive.
-    best: Tensor
 
 
 @dataclass(frozen=True)
@@ -189,12 +172,9 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
     """
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
     tasks = stage.tasks()
-    tracker: SolveRateTracker | None = None
 
     def choose(wave: int) -> list[KernelTask]:
-        chosen = choose_tasks(
-            tasks, rollouts.tasks, seed=params.seed, step=wave, tracker=tracker, share=ppo.solve_rate_share
-        )
+        chosen = choose_tasks(tasks, rollouts.tasks, seed=params.seed, step=wave)
         return [task for task in chosen for _ in range(rollouts.samples)]
 
     # Advantages without a critic compare all samples of a task.
@@ -203,20 +183,14 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
     networks = load_networks(stage, ppo, policy, critic_folder)
     actor, critic = networks.actor, networks.critic
     state = resume(stage, networks.trained, rolls_back=True)
-    tracker = SolveRateTracker.before(stage.out, state.start) if ppo.solve_rate_share else None
 
     def ppo_step(step: int, record: StepRecord) -> None:
         policy.publish(actor, step)
         record.end_phase("publish")
-        sampled, figures = policy.sample(rollouts.tasks * rollouts.samples, step=step, steps=ppo.steps)
-        record.figures |= figures
-        trajectories = trainable(sampled)
-        if tracker is not None:
-            tracker.add(trajectories)
-        rewards = [trajectory_reward(trajectory, ppo.reward) for trajectory in trajectories]
-        batch = collate(trajectories, rewards)
-        record.figures |= reward_figures(trajectories)
-        record.figures |= {"dropped": len(sampled) - len(trajectories), "tokens": batch.tokens}
+        count = rollouts.tasks * rollouts.samples
+        trajectories, figures = policy.sample(count, step=step, steps=ppo.steps)
+        batch = collate(trajectories)
+        record.figures |= figures | reward_figures(trajectories) | {"tokens": batch.tokens}
         record.end_phase("rollout", batch.tokens)
         record.figures |= policy.sampler_figures()
 
@@ -227,7 +201,8 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
         # If all rewards are equal, the actor is not updated, because the advantages are then only errors of
         # the critic, which whitening would scale up. Without a critic, all advantages are 0 if the rewards
         # are equal within each task.
-        equal_rewards = len(set(rewards)) == 1 if critic else not experience.advantages.any()
+        is_equal = len({trajectory.reward for trajectory in trajectories}) == 1
+        equal_rewards = is_equal if critic else not experience.advantages.any()
         record.figures |= scores | {"equal_rewards": float(equal_rewards)}
         tokens = sum(batch.lengths)
         record.end_phase("score", tokens)
@@ -286,7 +261,7 @@ def score(
     if networks.reference is not None:
         reference_logprob = networks.reference(batch)
         figures["kl_start"] = float(kl_k3(old_logprob, reference_logprob).mean())
-    values = returns = nothing
+    returns = nothing
     if ppo.advantages == "critic":
         assert networks.critic is not None
         (values,) = evaluate(networks.critic.forward, actor.world, batch, limit)
@@ -295,20 +270,17 @@ def score(
         figures["explained_variance"] = explained_variance(values, returns)
         figures["value"] = float(values.mean())
     else:
-        by_row = token_advantages(trajectories, ppo.advantages, ppo.gamma, ppo.reward)
-        advantages = torch.from_numpy(np.concatenate(by_row))
         tasks = [trajectory.task_id for trajectory in trajectories]
-        figures["single_sample_tasks"] = float(tasks_with_one_sample(tasks))
+        by_row = torch.tensor(leave_one_out([trajectory.reward for trajectory in trajectories], tasks))
+        advantages = by_row.repeat_interleave(torch.from_numpy(np.diff(batch.offsets)))
+        figures["single_sample_tasks"] = float(sum(count == 1 for count in Counter(tasks).values()))
     importance = importance_weights(old_logprob, batch.sampler_logprob, own, ppo.importance_cap)
-    best = best_of_task(trajectories, batch.rewards.tolist())
     experience = Experience(
         old_logprob=old_logprob,
         reference_logprob=reference_logprob,
-        old_values=values,
         advantages=whiten(advantages, own) if ppo.whiten else advantages,
         returns=returns,
         importance=importance,
-        best=best.repeat_interleave(torch.from_numpy(np.diff(batch.offsets))),
     )
     return experience, figures | {"importance": float(importance.mean())}
 
@@ -324,8 +296,8 @@ def update_critic(
     def loss(network: nn.Module, packed: Packed, own: Experience) -> tuple[Tensor, dict[str, Tensor]]:
         (values,) = network(packed)
         every = torch.ones_like(values, dtype=torch.bool)
-        total, parts = value_loss_sum(values, own.old_values, own.returns, every, ppo.value_clip)
-        return total, parts | {"value_loss": total}
+        total, _ = value_loss_sum(values, values.detach(), own.returns, every, None)
+        return total, {"value_loss": total}
 
     figures = update(batch, experience, critic, loss, ppo, seed, ppo.critic_learning_rate)
     return figures | {"critic_gradient_norm": figures.pop("gradient_norm")}
@@ -355,8 +327,6 @@ def update_actor(
         total = surrogate
         if ppo.kl_coefficient > 0:
             total = total + ppo.kl_coefficient * kl_k2(logprob, own.reference_logprob).sum()
-        if ppo.replay_coefficient > 0:
-            total = total + ppo.replay_coefficient * likelihood_loss_sum(logprob, own.best)
         return total, parts | {"policy_loss": surrogate}
 
     figures = update(batch, experience, actor, loss, ppo, seed, learning_rate)
@@ -386,10 +356,3 @@ def update(
             norms.append(train_step(engine, batch, experience, rows, loss, sums, learning_rate=learning_rate))
     figures = sums.means(engine.world, batch.tokens * ppo.epochs)
     return figures | {"gradient_norm": sum(norms) / len(norms)}
-
-
-def best_of_task(trajectories: Sequence[Trajectory], rewards: Sequence[float]) -> Tensor:
-    """Return a mask [trajectories], True where the reward is positive and the highest of its task."""
-    pairs = [(trajectory.task_id, reward) for trajectory, reward in zip(trajectories, rewards, strict=True)]
-    highest = dict(sorted(pairs, key=itemgetter(1)))  # the last pair of a task has its highest reward
-    return torch.tensor([0 < reward == highest[task] for task, reward in pairs])

@@ -21,7 +21,7 @@ from components.core.ray_cluster import RUN, bundle, connect
 from components.judge.open_pool import open_pool
 from components.judge.pool import with_any_duration
 from components.training.launcher import ERROR_FILE, clear_errors, error_file, raise_first_error
-from components.training.metrics_file import METRICS
+from components.training.metrics import METRICS
 from components.training.run_stage import run_stage
 from components.training.stage import Stage, StageResult, load_result, load_unfinished
 

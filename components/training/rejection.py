@@ -3,39 +3,37 @@
 The policy samples in the agent loop. A trajectory is kept if its reward is above rejection.min_reward and it
 has no redundant or invalid calls (CUDA Agent paper, section 4.2). Only the best rejection.per_task
 trajectories of each task are kept, because easy tasks would dominate otherwise. rejection.replay_share sets
-the share of cold-start demonstrations in each batch (`demonstration_replay`). Without them, a small policy
-memorises the tasks that it is tuned on and can no longer solve others. Rejected trajectories are stored too,
-because value pretraining learns from all trajectories.
+the share of cold-start demonstrations in each batch. Without them, a small policy memorises the tasks that it
+is tuned on and can no longer solve others. Rejected trajectories are stored too, because value pretraining
+learns from all trajectories.
 """
 
+import itertools
 import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from components.agent.trajectory import Trajectory
+from components.bootstrap.demonstrations import make_demonstration
+from components.bootstrap.tokenizer import encode_conversations
 from components.core.files import digest_json
+from components.core.params import Params
 from components.core.stage_params import Rejection
-from components.core.task import KernelTask
+from components.policy.checkpoint import load_tokenizer
+from components.synthesis.compose import compose_training_tasks
 from components.training.batches import Packed, Streams, make_batch
 from components.training.engine import DeepSpeedEngine
+from components.training.metrics import reward_figures
 from components.training.microbatching import MetricSums, train_step
 from components.training.networks import Actor
-from components.training.resumable_state import resume
-from components.training.rollout_metrics import reward_figures
-from components.training.rollouts import (
-    RunEpisode,
-    TrainedPolicy,
-    choose_tasks,
-    derived_seed,
-    sampling,
-    trainable,
-)
-from components.training.stage import Stage, StageResult, replayed_rows
-from components.training.training_loop import StepRecord, finish, fit
+from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks, sampling
+from components.training.stage import Stage, StageResult, derived_seed
+from components.training.training_loop import StepRecord, finish, fit, resume
 
 # Token ids and action mask of a trajectory or demonstration.
 Row = tuple[Sequence[int], Sequence[int]]
@@ -43,11 +41,11 @@ Row = tuple[Sequence[int], Sequence[int]]
 MAX_TASKS_AFTER = 32
 
 
-def run(stage: Stage, episode: RunEpisode, replay: Callable[[int], list[Row]] | None = None) -> StageResult:
+def run(stage: Stage, episode: RunEpisode) -> StageResult:
     """Sample trajectories with the policy of the checkpoint `stage.actor`, and fine-tune it on a selection.
 
-    `select` chooses the trajectories. `episode` samples one trajectory. `replay` takes a count and returns
-    that many cold-start demonstrations, the same ones at every call.
+    `select` chooses the trajectories. `episode` samples one trajectory. After the fine-tuning, the policy is
+    sampled again on some of the tasks, to measure its effect.
     """
     started, params, rejection = time.monotonic(), stage.params, stage.params.rejection
     rollouts = rejection.rollouts
@@ -56,51 +54,36 @@ def run(stage: Stage, episode: RunEpisode, replay: Callable[[int], list[Row]] | 
     waves = ([task for task in chosen for _ in range(rollouts.samples)], chosen[:MAX_TASKS_AFTER])
     policy = TrainedPolicy(stage, rollouts, episode, lambda wave: waves[wave])
     with sampling(policy):
-        return tune(stage, policy, waves, replay, started=started)
+        actor = DeepSpeedEngine(
+            Actor(policy.model, rollouts.temperature),
+            params.engine,
+            device=params.device,
+            gradient_clip=params.warmup.gradient_clip,
+        )
+        policy.publish(actor, 0)
+        sampled, _ = policy.sample(len(waves[0]), step=0, steps=1)
+        kept, reasons = select(sampled, rejection)
+        batches = schedule(
+            kept, rejection, lambda count: demonstrations(params, stage.actor, count), seed=params.seed
+        )
 
+        def tuning_step(step: int, record: StepRecord) -> None:
+            batch, sums = make_batch(batches[step]), MetricSums()
+            rate = rejection.learning_rate * (1 - step / len(batches))
+            rows = range(len(batch.ids))
+            norm = train_step(actor, batch, Streams(), rows, likelihood_loss, sums, learning_rate=rate)
+            record.figures |= sums.means(actor.world, batch.tokens)
+            record.figures |= {"gradient_norm": norm, "learning_rate": rate}
 
-def tune(
-    stage: Stage,
-    policy: TrainedPolicy,
-    waves: Sequence[Sequence[KernelTask]],
-    replay: Callable[[int], list[Row]] | None,
-    *,
-    started: float,
-) -> StageResult:
-    """Sample trajectories, fine-tune the policy on a selection of them, and sample again.
+        state = resume(stage, {"actor": actor})
+        save_every = len(batches) // rejection.epochs
+        end = fit(state, len(batches), tuning_step, shown=("loss",), save_every=save_every)
 
-    `waves` has the tasks of the attempts before the fine-tuning, and those of the attempts after it, which
-    measure its effect. `started` is the time.monotonic() at which this process began the stage. `replay`
-    takes a count and returns that many cold-start demonstrations.
-    """
-    params, rejection = stage.params, stage.params.rejection
-    actor = DeepSpeedEngine(
-        Actor(policy.model, rejection.rollouts.temperature),
-        params.engine,
-        device=params.device,
-        gradient_clip=params.warmup.gradient_clip,
-    )
-
-    policy.publish(actor, 0)
-    sampled = trainable(policy.sample(len(waves[0]), step=0, steps=1)[0])
-    kept, reasons = select(sampled, rejection)
-    batches = schedule(kept, rejection, replay, seed=params.seed)
-
-    def tuning_step(step: int, record: StepRecord) -> None:
-        batch, sums = make_batch(batches[step]), MetricSums()
-        learning_rate = rejection.learning_rate * (1 - step / len(batches))
-        rows = range(len(batch.ids))
-        norm = train_step(actor, batch, Streams(), rows, likelihood_loss, sums, learning_rate=learning_rate)
-        record.figures |= sums.means(actor.world, batch.tokens)
-        record.figures |= {"gradient_norm": norm, "learning_rate": learning_rate}
-
-    state = resume(stage, {"actor": actor})
-    end = fit(state, len(batches), tuning_step, shown=("loss",), save_every=len(batches) // rejection.epochs)
-
-    before = after = reward_figures(sampled)
-    if batches and not end.progress:
-        policy.publish(actor, len(batches))
-        after = reward_figures(trainable(policy.sample(len(waves[1]), step=1, steps=2)[0]))
+        before = after = reward_figures(sampled)
+        if batches and not end.progress:
+            policy.publish(actor, len(batches))
+            after = reward_figures(policy.sample(len(waves[1]), step=1, steps=2)[0])
+    nothing_kept = "no trajectory passed the filters; the weights are those the stage started from"
     return finish(
         state,
         policy.model,
@@ -112,9 +95,7 @@ def tune(
         | {f"after_{name}": value for name, value in after.items()}
         | {"steps": float(len(batches)), "loss": state.metrics.mean("loss", slice(-1, None))},
         end=end,
-        stopped=""
-        if batches
-        else "no trajectory passed the filters; the weights are those the stage started from",
+        stopped="" if batches else nothing_kept,
     )
 
 
@@ -191,14 +172,14 @@ def _speedup(trajectory: Trajectory) -> float:
 
 
 def schedule(
-    kept: Sequence[Trajectory], rejection: Rejection, replay: Callable[[int], list[Row]] | None, *, seed: int
+    kept: Sequence[Trajectory], rejection: Rejection, replay: Callable[[int], list[Row]], *, seed: int
 ) -> list[list[Row]]:
     """Return the rows of every optimizer step, made by `rejection.epochs` shuffled passes over `kept`.
 
-    rejection.replay_share sets the share of demonstrations that are added to each batch. `replay`, which
-    makes them, may be None only if that share gives no demonstrations; `check_stages` enforces this.
+    rejection.replay_share sets the share of demonstrations that are added to each batch. `replay` takes a
+    count and makes that many.
     """
-    replayed = replayed_rows(rejection)
+    replayed = rejection.replayed
     kept_rows = max(1, rejection.batch - replayed)
     batches: list[list[Row]] = []
     for epoch in range(rejection.epochs):
@@ -207,11 +188,24 @@ def schedule(
         batches += [list(order[first : first + kept_rows]) for first in range(0, len(order), kept_rows)]
     if not replayed:
         return batches
-    assert replay is not None, "check_stages refuses the parameters before"
     # A smaller last batch of a pass gets fewer demonstrations, so that their share stays the same.
     counts = [math.ceil(replayed * len(batch) / kept_rows) for batch in batches]
-    demonstrations = iter(replay(sum(counts)))
-    return [
-        batch + [next(demonstrations) for _ in range(count)]
-        for batch, count in zip(batches, counts, strict=True)
-    ]
+    made = iter(replay(sum(counts)))
+    return [batch + list(itertools.islice(made, count)) for batch, count in zip(batches, counts, strict=True)]
+
+
+def demonstrations(params: Params, policy: Path, count: int) -> list[Row]:
+    """Return `count` demonstrations of the kind on which the cold start trains a policy from scratch.
+
+    A demonstration is a conversation in which a kernel for a composed task is written by rules. Equal counts
+    give equal demonstrations. Their tasks are not those of the cold start. `policy` is the folder of the
+    checkpoint whose tokenizer encodes them.
+    """
+    tokenizer, rng = load_tokenizer(policy), random.Random(params.coldstart.seed)
+    # With another seed the tasks differ from the tasks of the cold start.
+    tasks = compose_training_tasks(params.coldstart.seed + 1, params.data, params.device)
+    conversations = (
+        make_demonstration(task, rng, params.coldstart, params.device)
+        for task in itertools.islice(tasks, count)
+    )
+    return list(encode_conversations(tokenizer, conversations))

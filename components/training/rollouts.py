@@ -5,21 +5,20 @@ is repeated after a kill does not sample them again.
 """
 
 import contextlib
-import itertools
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from components.agent.episode import RolloutRequest
+from components.agent.in_flight import BusyMeter
+from components.agent.rewards import load_reward
 from components.agent.trajectory import Trajectory, load_trajectories
 from components.core import stage_params
-from components.core.errors import UserError
-from components.core.files import atomic_folder, digest_json
+from components.core.files import atomic_folder
 from components.core.task import KernelTask
 from components.policy.adapter import add_adapter
 from components.policy.checkpoint import (
@@ -34,12 +33,11 @@ from components.policy.transformers_sampler import TransformersSampler
 from components.policy.vllm_sampler import VllmSampler, open_vllm_sampler
 from components.policy.weight_stream import weight_buckets
 from components.training.engine import DTYPES, DeepSpeedEngine
-from components.training.metrics_file import Figures
+from components.training.metrics import Figures, ages
 from components.training.networks import load_policy
 from components.training.ranks import join_world, sharded_loading
-from components.training.rollout_metrics import IdleTimes, ages
-from components.training.stage import Stage
-from components.training.trajectory_queue import TrajectoryQueue
+from components.training.stage import Stage, derived_seed
+from components.training.trajectory_queue import TrajectoryQueue, is_trainable
 
 # Type of functions such as `components.agent.token_rollout.run_episode`, the agent loop. From a request, the
 # index of a task in it, a sampler and the tokenizer, they return one trajectory of this task.
@@ -48,72 +46,12 @@ RunEpisode = Callable[
 ]
 
 
-def derived_seed(*parts: object) -> int:
-    """Return a seed that depends only on `parts`, so that a repeated step draws the same random numbers."""
-    return int(digest_json([str(part) for part in parts])[:15], 16)
-
-
-@dataclass
-class SolveRateTracker:
-    """Record of how often the policy solved each task when this stage last sampled the task."""
-
-    # By task id: for each trajectory of the task's latest step, whether its reward was positive.
-    solved: dict[str, list[bool]] = field(default_factory=dict)
-
-    @classmethod
-    def before(cls, out: Path, step: int) -> Self:
-        """Return the tracker of a stage that will run `step` next, made from its stored trajectories."""
-        tracker = cls()
-        for earlier in range(step):
-            tracker.add(trainable(load_trajectories(step_folder(out, earlier))))
-        return tracker
-
-    def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Add the results of one step's trajectories, which replace the earlier results of the same tasks.
-
-        The results of tasks that the step did not sample are kept.
-        """
-        latest: dict[str, list[bool]] = {}
-        for trajectory in trajectories:
-            latest.setdefault(trajectory.task_id, []).append(trajectory.reward > 0)
-        self.solved |= latest
-
-    def weight(self, task: KernelTask) -> float:
-        """Return p (1 - p), where p is the task's solve rate with one success and one failure added.
-
-        The weight is largest for tasks that are solved half the time and for tasks that were never sampled.
-        """
-        solved = self.solved.get(task.task_id, [])
-        p = (sum(solved) + 1) / (len(solved) + 2)
-        return p * (1 - p)
-
-
-def choose_tasks(
-    tasks: Sequence[KernelTask],
-    count: int,
-    *,
-    seed: int,
-    step: int,
-    tracker: SolveRateTracker | None = None,
-    share: float = 0.0,
-) -> list[KernelTask]:
+def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: int) -> list[KernelTask]:
     """Return the `count` tasks of a step.
 
     They are the next tasks in repeated passes over all tasks, each in an order that depends only on `seed`.
-    If `tracker` is given, the share `share` (0 to 1) of them is drawn with the tracker's weights instead.
     """
-    drawn = round(count * share) if tracker is not None else 0
-    chosen = _tasks_in_passes(tasks, count - drawn, seed, step)
-    if tracker is not None and drawn:
-        rng = random.Random(derived_seed(seed, "solved", step))
-        # Weighted sampling without replacement (Efraimidis and Spirakis, 2006). The order is repeated if
-        # there are fewer tasks than draws.
-        order = sorted(tasks, key=lambda task: rng.random() ** (1 / tracker.weight(task)), reverse=True)
-        chosen += itertools.islice(itertools.cycle(order), drawn)
-    return chosen
 
-
-def _tasks_in_passes(tasks: Sequence[KernelTask], count: int, seed: int, step: int) -> list[KernelTask]:
     def order(number: int) -> list[int]:
         shuffled = list(range(len(tasks)))
         random.Random(derived_seed(seed, "pass", number)).shuffle(shuffled)
@@ -122,6 +60,41 @@ def _tasks_in_passes(tasks: Sequence[KernelTask], count: int, seed: int, step: i
     positions = [divmod(position, len(tasks)) for position in range(step * count, (step + 1) * count)]
     orders = {number: order(number) for number, _ in positions}
     return [tasks[orders[number][index]] for number, index in positions]
+
+
+class IdleTimes:
+    """Meter of the seconds in which the sampler, and in which the judge, is idle.
+
+    The sampler is idle while no completion is waited for or while it is paused, and the judge while no
+    verdict is waited for. `sampling` and `judging` measure the seconds in which at least one completion, or
+    one verdict, is waited for.
+    """
+
+    def __init__(self, sampling: BusyMeter, judging: BusyMeter):
+        self.sampling, self.judging = sampling, judging
+        self.last = time.monotonic()
+        self.last_judging = self.last_sampling = self.sampled = 0.0
+
+    def pause(self) -> None:
+        self.sampled += self.sampling.seconds() - self.last_sampling
+
+    def resume(self) -> None:
+        self.last_sampling = self.sampling.seconds()
+
+    def since_last(self) -> Figures:
+        """Return the idle seconds since the last call, or since this object was made if this is the first.
+
+        The keys are `idle_sampler` and `idle_judge`.
+        """
+        self.pause()
+        self.resume()
+        now, judging = time.monotonic(), self.judging.seconds()
+        figures = {
+            "idle_sampler": now - self.last - self.sampled,
+            "idle_judge": now - self.last - (judging - self.last_judging),
+        }
+        self.last, self.last_judging, self.sampled = now, judging, 0.0
+        return figures
 
 
 class TrainedPolicy:
@@ -156,6 +129,7 @@ class TrainedPolicy:
         self.is_cut = False
         self.digest = verify_checkpoint(stage.actor, device).digest
         self.stage, self.rollouts, self.choose = stage, rollouts, choose
+        self.reward = load_reward(params.reward)
         self.world = join_world(device, settings)
         self.tokenizer = load_tokenizer(stage.actor)
         with sharded_loading(settings, device):
@@ -204,6 +178,7 @@ class TrainedPolicy:
             max_turns=rollouts.max_turns,
             max_new_tokens=rollouts.max_new_tokens,
             temperature=rollouts.temperature,
+            reward=self.reward,
         )
 
     def _show(self, finished: int) -> None:
@@ -276,24 +251,25 @@ class TrainedPolicy:
             self.sampler.resume()
 
     def sample(self, count: int, *, step: int, steps: int) -> tuple[list[Trajectory], Figures]:
-        """Return the `count` trajectories of step `step` of `steps`, with metrics; every rank must call this.
+        """Return the trajectories of step `step` of `steps`, with metrics; every rank must call this.
 
-        If the step's trajectories are not on disk yet, rank 0 waits for them and stores them. Raises
-        UserError, and stores nothing, if no trajectory can be trained on (`trainable`); the next run then
-        samples the step again.
+        If the step's trajectories are not on disk yet, rank 0 waits for `count` of them and stores them.
+        Those that cannot be trained on (`is_trainable`) are left out of the result. Raises UserError, and
+        stores nothing, if these are all; the next run then samples the step again.
 
-        The metrics are the mean and the largest age of the own tokens in steps (`age`, `age_max`). If rank 0
-        waited, it also returns the seconds of this wait (`idle_trainer`), the seconds since the last step in
-        which sampler and judge were idle (`idle_sampler`, `idle_judge`), and the share of trajectories that
-        were dropped for their age since then (`dropped_for_age`). A sampler that uses the trained weights
-        themselves computes nothing from the return until the next `publish`.
+        The metrics are the number of trajectories that were left out (`dropped`), and the mean and the
+        largest age of the own tokens in steps (`age`, `age_max`). If rank 0 waited, it also returns the
+        seconds of this wait (`idle_trainer`), the seconds since the last step in which sampler and judge were
+        idle (`idle_sampler`, `idle_judge`), and the share of trajectories that were dropped for their age
+        since then (`dropped_for_age`). A sampler that uses the trained weights themselves computes nothing
+        from the return until the next `publish`.
         """
         folder, figures = step_folder(self.stage.out, step), Figures()
         if self.queue is not None and not folder.is_dir():
             self.shown = (step, steps, count)
             dropped, started = self.queue.dropped, time.monotonic()
             self.queue.begin(step, count, steps)
-            self.queue.take(folder, count, trainable)
+            self.queue.take(folder, count)
             dropped = self.queue.dropped - dropped
             figures |= self.idle.since_last()
             figures["idle_trainer"] = time.monotonic() - started
@@ -306,8 +282,10 @@ class TrainedPolicy:
             self._pause()
         # Read them from disk even if they were just written, so that a resumed step computes from the same
         # values as a fresh one.
-        trajectories = load_trajectories(folder)
-        return trajectories, figures | ages(trajectories, step)
+        sampled = load_trajectories(folder)
+        trajectories = [trajectory for trajectory in sampled if is_trainable(trajectory)]
+        figures["dropped"] = len(sampled) - len(trajectories)
+        return trajectories, figures | ages(sampled, step)
 
     def close(self, *, is_complete: bool) -> None:
         """End the sampling, and remove the trajectories that no step has taken if `is_complete` is true."""
@@ -334,21 +312,3 @@ def sampling(policy: TrainedPolicy) -> Iterator[None]:
 def step_folder(out: Path, step: int) -> Path:
     """Return the folder of the trajectories of a step; `out` is the stage's folder."""
     return out / "trajectories" / f"step-{step:04d}"
-
-
-def trainable(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Return the trajectories that contain tokens of the policy and on which the judge did not fail.
-
-    Raises UserError if there is no such trajectory.
-    """
-    kept = [
-        trajectory
-        for trajectory in trajectories
-        if any(trajectory.action_mask) and trajectory.final.status != "infrastructure"
-    ]
-    if not kept:
-        reason = trajectories[0].final.reason if trajectories else "none was sampled"
-        raise UserError(
-            f"sandbox: the judge failed on every trajectory of a step ({reason}); run cuda-agent doctor."
-        )
-    return kept

@@ -3,8 +3,8 @@
 Attempts are numbered by wave and index; a wave is the list of attempts for which one choice of tasks was
 made. A trajectory is a folder `sampling/WWWW-IIIII` of the stage as soon as it ends. The trainer takes the
 oldest complete ones of which every token was sampled with weights that are at most `staleness` steps old, and
-older ones are dropped. The folder of a step has the trajectories that it has taken and the file `taken.json`
-with their numbers. It appears atomically, so a trajectory is trained on by one step or by none, also if the
+older ones are dropped. The folders of the trajectories that a step takes are moved into the folder of the
+step, which appears atomically. So each is written once, and is trained on by one step or by none, also if the
 process is killed at any moment.
 
 The number of attempts that run or wait to be taken is at most (staleness + 1) times the trajectories of a
@@ -25,19 +25,24 @@ from typing import Any
 
 from components.agent.episode import RolloutRequest
 from components.agent.in_flight import BusyMeter, keep_in_flight
-from components.agent.trajectory import Trajectory, load_tokens, load_trajectories, save_trajectories
-from components.core.files import read_json
+from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories, updates_of
+from components.core.errors import UserError
+from components.core.files import sync
 from components.judge.pool import JudgePool
 
-TAKEN = "taken.json"
 # Wave and index of an attempt.
 Attempt = tuple[int, int]
 
 
-def updates_of(version: str) -> int:
-    """Return the number of steps that the weights named `version` were trained, such as 3 for 0123+3."""
-    number = version.rpartition("+")[2]
-    return int(number) if number.isdigit() else 0
+def judge_failure(trajectory: Trajectory) -> str:
+    """Return why the judge failed on the final files of a trajectory, or "" if it did not fail."""
+    final = trajectory.final
+    return (final.reason or final.status) if final.status == "infrastructure" else ""
+
+
+def is_trainable(trajectory: Trajectory) -> bool:
+    """Return whether a trajectory has tokens of the policy and the judge did not fail on it."""
+    return any(trajectory.action_mask) and not judge_failure(trajectory)
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,8 @@ class _Finished:
     task_id: str
     # The number of updates of the oldest weights that sampled a token of it.
     oldest: int
-    # The trajectory itself if the judge failed on it; it is not stored then, so that a later run repeats it.
-    unstored: Trajectory | None
+    is_trainable: bool
+    failure: str
 
 
 @dataclass
@@ -73,7 +78,7 @@ class TrajectoryQueue:
         group: int,
         on_finished: Callable[[int], None],
     ):
-        """Read the trajectories that an earlier process left in the folder of the stage, `out`.
+        """Read the trajectories that an earlier process left in the folder `out` of the stage.
 
         `request_of(wave)` makes the request of a wave, and `run(request, index)` samples a trajectory of it;
         at most `capacity()` run at a time. A trajectory is dropped when the oldest weights that sampled a
@@ -92,7 +97,7 @@ class TrajectoryQueue:
         self.running: dict[Attempt, _Running] = {}
         self.finished: dict[Attempt, _Finished] = {}
         self.dropped_groups: set[Attempt] = set()
-        self.taken = set(_taken(out))
+        self.taken = {_attempt(place) for place in out.glob("trajectories/step-*/*")}
         # All requests share this event and these two meters.
         self.stopped, self.sampling, self.judging = threading.Event(), BusyMeter(), BusyMeter()
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -134,11 +139,11 @@ class TrajectoryQueue:
         elif self.loop is not None:
             self.loop.call_soon_threadsafe(self.changed.set)
 
-    def take(self, folder: Path, count: int, check: Callable[[list[Trajectory]], object]) -> None:
-        """Wait until `count` trajectories are complete, and move the `count` oldest ones to `folder`.
+    def take(self, folder: Path, count: int) -> None:
+        """Wait until `count` trajectories are complete, and move the `count` oldest ones into `folder`.
 
-        `check` is called with them before they are written and may raise an error. Raises the error of a
-        trajectory whose sampling failed.
+        `folder` appears when all of them are in it. Raises the error of a trajectory whose sampling failed,
+        and UserError if no trajectory can be trained on; nothing is moved then.
         """
         with self.condition:
             while len(chosen := self._ready()) < count:
@@ -147,16 +152,20 @@ class TrajectoryQueue:
                 self.condition.wait()
             self.is_waiting = False
             chosen = sorted(chosen[:count])
-            taken = {attempt: self.finished.pop(attempt) for attempt in chosen}
+            taken = [self.finished.pop(attempt) for attempt in chosen]
             self.taken |= set(chosen)
-        trajectories = [
-            one.unstored if one.unstored is not None else load_trajectories(self._path(attempt))[0]
-            for attempt, one in taken.items()
-        ]
-        check(trajectories)
-        save_trajectories(folder, trajectories, {TAKEN: chosen})
+        if not any(one.is_trainable for one in taken):
+            reason = taken[0].failure or "none has a token of the policy"
+            raise UserError(
+                f"sandbox: the judge failed on every trajectory of a step ({reason}); run cuda-agent doctor."
+            )
+        moving = folder.with_name(f".{folder.name}")
+        moving.mkdir(parents=True)
         for attempt in chosen:
-            shutil.rmtree(self._path(attempt), ignore_errors=True)
+            self._path(attempt).rename(moving / self._path(attempt).name)
+        sync(moving)
+        moving.rename(folder)
+        sync(folder.parent)
 
     def close(self, *, is_complete: bool) -> None:
         """End the sampling, and remove the trajectories that no step has taken if `is_complete` is true."""
@@ -182,22 +191,30 @@ class TrajectoryQueue:
         return [attempt for members in complete for attempt in members]
 
     def _read_finished(self) -> None:
-        """Read the trajectories that an earlier process finished, and remove those that a step has taken.
+        """Read the trajectories that an earlier process finished and no step has taken.
 
-        Folders that were not written completely are removed too.
+        Those on which the judge failed are removed, so that they are sampled again, and so are folders that
+        were not written completely.
         """
+        for moving in self.out.glob("trajectories/.step-*"):
+            for folder in moving.iterdir():
+                folder.rename(self.folder / folder.name)
+            moving.rmdir()
         for folder in sorted(self.folder.glob("*")):
-            wave, _, index = folder.name.partition("-")
-            attempt = (int(wave), int(index)) if wave.isdigit() and index.isdigit() else None
-            if attempt is None or attempt in self.taken:
-                shutil.rmtree(folder)  # It was taken by a step, or not written completely.
+            attempt = _attempt(folder)
+            trajectory = load_trajectories(folder)[0] if attempt is not None else None
+            if attempt is None or trajectory is None or judge_failure(trajectory):
+                shutil.rmtree(folder)
             else:
-                self._add(attempt, load_trajectories(folder)[0], is_stored=True)
+                self._add(attempt, trajectory)
 
-    def _add(self, attempt: Attempt, trajectory: Trajectory, *, is_stored: bool) -> None:
+    def _add(self, attempt: Attempt, trajectory: Trajectory) -> None:
         names = [name for name, _ in trajectory.versions] or [trajectory.policy_version]
         self.finished[attempt] = _Finished(
-            trajectory.task_id, min(map(updates_of, names)), None if is_stored else trajectory
+            trajectory.task_id,
+            min(map(updates_of, names)),
+            is_trainable(trajectory),
+            judge_failure(trajectory),
         )
 
     def _attempts(self) -> Iterator[tuple[Attempt, RolloutRequest]]:
@@ -232,20 +249,24 @@ class TrajectoryQueue:
             return self._sample(attempt, request)
 
     async def _sample(self, attempt: Attempt, request: RolloutRequest) -> None:
-        """Sample one trajectory, and store it unless the judge failed on it."""
+        """Sample one trajectory and store it."""
         with self.condition:
             if attempt not in self.running:
                 return
             self.running[attempt].task = asyncio.current_task()
-        trajectory = await self.run(request, attempt[1])
-        is_stored = trajectory.final.status != "infrastructure"
-        if is_stored:
+        try:
+            trajectory = await self.run(request, attempt[1])
             await asyncio.to_thread(save_trajectories, self._path(attempt), [trajectory])
+        except asyncio.CancelledError:
+            with self.condition:
+                if attempt in self.running:
+                    raise
+                return  # `begin` has dropped it.
         with self.condition:
             if self.running.pop(attempt, None) is None:  # It was dropped meanwhile.
                 shutil.rmtree(self._path(attempt), ignore_errors=True)
                 return
-            self._add(attempt, trajectory, is_stored=is_stored)
+            self._add(attempt, trajectory)
             if self.is_waiting:
                 self.on_finished(len(self.finished))
             self.condition.notify_all()
@@ -270,14 +291,7 @@ class TrajectoryQueue:
                 self.condition.notify_all()
 
 
-def _taken(out: Path) -> Iterator[Attempt]:
-    """Yield the attempts that the finished steps of the stage with the folder `out` have taken.
-
-    If a step's folder has no taken.json, the step has taken the whole wave of its number.
-    """
-    for folder in (out / "trajectories").glob("step-*"):
-        if (folder / TAKEN).is_file():
-            yield from ((wave, index) for wave, index in read_json(folder / TAKEN))
-        else:
-            step = int(folder.name.removeprefix("step-"))
-            yield from ((step, index) for index in range(len(load_tokens(folder).offsets) - 1))
+def _attempt(folder: Path) -> Attempt | None:
+    """Return the attempt whose trajectory the folder holds, or None if it is no complete folder of one."""
+    wave, _, index = folder.name.partition("-")
+    return (int(wave), int(index)) if wave.isdigit() and index.isdigit() else None

@@ -17,6 +17,7 @@ each with its own CUDA_VISIBLE_DEVICES and, by taskset, its own cores.
 """
 
 import argparse
+import math
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from experiment_tables import ATTAINABLE, FULL, TEMPERATURES, at, difference_tab
 from schedule_search import search
 
 from components.agent.policies import checkpoint_policy
+from components.agent.trajectory import Trajectory
 from components.bootstrap.cold_start import coldstart
 from components.core.config import PROJECT, resolve
 from components.core.files import MANIFEST
@@ -35,9 +37,9 @@ from components.evaluation.evaluate import evaluate
 from components.evaluation.suites import load_suite
 from components.judge.open_pool import open_pool
 from components.judge.pool import LocalPool
-from components.training.demonstration_replay import training_sources
-from components.training.run_stage import run_stage
-from components.training.stage import CHECKPOINT, Stage, StageName, stages_of_run
+from components.synthesis.compose import compose_training_tasks
+from components.training.run_stage import run_stage, stages_of_run
+from components.training.stage import CHECKPOINT, Stage, StageName
 
 TASKS = "tasks"
 
@@ -55,13 +57,16 @@ VARIANTS = {
     "without-stage-2": Variant(without=("rejection",)),
     "without-stage-3": Variant(without=("critic",)),
     "one-turn": Variant(("agentic.rollouts.max_turns=1",)),
-    "speedup": Variant(("agentic.reward=speedup",)),
-    "log-speedup": Variant(("agentic.reward=log_speedup",)),
-    "solve-rate": Variant(("agentic.solve_rate_share=0.5",)),
+    "log-speedup": Variant(("reward=experiment.log_speedup",)),
     "group": Variant(("agentic.advantages=group",)),
-    "turns": Variant(("agentic.advantages=turns",)),
     "staleness": Variant(("agentic.staleness=2",)),
 }
+
+
+def log_speedup(trajectory: Trajectory) -> float:
+    """Return log2(1 + s) of the speed-up s over eager mode, or -1 if the final kernel is not correct."""
+    speedup = trajectory.final.speedup.eager if trajectory.final.status == "correct" else None
+    return -1.0 if speedup is None else math.log2(1 + speedup.estimate)
 
 
 class Lines:
@@ -138,9 +143,8 @@ class Experiment:
     def cold(self, seed: int) -> Path:
         params, out = self.params(seed), self.out / f"{seed} cold start"
         if self.part != "evaluation" and not (out / MANIFEST).is_file():
-            coldstart(
-                params, training_sources(params, seed), out, dataset="", code="experiment", progress=Lines()
-            )
+            tasks = compose_training_tasks(seed, params.data, params.device)
+            coldstart(params, tasks, out, dataset="", code="experiment", progress=Lines())
         return out
 
     def run(self, seed: int, name: str) -> None:

@@ -163,7 +163,7 @@ def test_a_redo_of_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_redo_of_a_stage_that_the_run_does_not_have_is_refused(tmp_path: Path) -> None:
-    sets = ("--set", "agentic.advantages=turns")
+    sets = ("--set", "agentic.advantages=group")
     assert "this run trains no critic; give agentic" in one_sentence(
         command("run", "--home", str(tmp_path / "new"), "--from", "critic", *sets)
     )

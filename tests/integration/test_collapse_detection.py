@@ -18,9 +18,10 @@ from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.core.errors import StageFailed, UserError
 from components.core.files import digest_file, digest_json, read_json, write_json
-from components.training.collapse_detection import Terminated, collapse
 from components.training.launcher import TERMINATED, launch
+from components.training.metrics import collapse
 from components.training.run_stage import run_stage
+from components.training.training_loop import Terminated
 
 GOOD = {"entropy": 0.5, "truncated": 0.0, "effective_share": 1.0, "explained_variance": 0.4}
 AT_ONCE = ("warmup.critic_warmup_steps=0",)

@@ -17,7 +17,7 @@ from flows.stage_keys import READS
 # Read only to refuse bad parameters before a stage begins.
 CHECKED = {
     *("warmup.steps", "warmup.rollouts.tasks", "rejection.rollouts.tasks", "agentic.advantages"),
-    *("sandbox.rules", "sandbox.weights", "sandbox.tolerance"),
+    *("sandbox.rules", "sandbox.weights", "sandbox.tolerance", "reward"),
 }
 
 
@@ -50,7 +50,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Reading:
 
 def test_every_stage_reads_only_parameters_of_its_key(reading: Reading, tmp_path: Path) -> None:
     for name in STAGES:
-        made = stage(tmp_path, name, "critic.min_explained_variance=-100", "warmup.solve_rate_share=0.5")
+        made = stage(tmp_path, name, "critic.min_explained_variance=-100")
         if name == "critic":
             sampled = (tmp_path / "warmup" / "trajectories", tmp_path / "rejection" / "trajectories")
             made = dataclasses.replace(made, trajectories=sampled)

@@ -88,7 +88,6 @@ def test_a_killed_stage_resumes_to_equal_weights_and_samples_no_step_twice(tmp_p
         "warmup.steps=4",
         "warmup.learning_rate=0.003",
         "warmup.checkpoint_every=2",
-        "warmup.solve_rate_share=0.5",
     )
     whole = run_stage(stage(tmp_path / "whole", "warmup", *short), episode)
     killed = stage(tmp_path / "killed", "warmup", *short)
@@ -170,21 +169,16 @@ def test_a_step_on_which_the_judge_failed_altogether_is_not_stored(tmp_path: Pat
     assert run_stage(made, episode).stopped == ""
 
 
-def test_a_kl_penalty_keeps_the_policy_near_its_start_and_replay_sharpens_it(tmp_path: Path) -> None:
+def test_a_kl_penalty_keeps_the_policy_near_its_start(tmp_path: Path) -> None:
     fast = (
         "warmup.steps=4",
         "warmup.learning_rate=0.01",
         "warmup.critic_warmup_steps=0",
-        "warmup.value_clip=0.5",
         "warmup.epochs=2",
     )
     free = run_stage(stage(tmp_path / "free", "warmup", *fast), episode)
     held = run_stage(stage(tmp_path / "held", "warmup", *fast, "warmup.kl_coefficient=5"), episode)
-    replayed = run_stage(
-        stage(tmp_path / "replayed", "warmup", *fast, "warmup.replay_coefficient=1"), episode
-    )
     assert held.figures["kl_start"] < 0.5 * free.figures["kl_start"]
-    assert replayed.figures["entropy"] < free.figures["entropy"]
 
 
 def test_adapters_train_in_place_of_the_weights_through_all_stages(tmp_path: Path) -> None:
@@ -326,12 +320,12 @@ def test_a_critic_that_explains_too_little_fails_its_stage(tmp_path: Path) -> No
 
 def test_a_trajectory_whose_mask_does_not_fit_is_named(tmp_path: Path) -> None:
     run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), episode)
-    folder = tmp_path / "warmup/trajectories/step-0000"
+    folder = tmp_path / "warmup/trajectories/step-0000/0000-00003"
     tensors = load_file(folder / "tokens.safetensors")
-    tensors["action_mask"][tensors["offsets"][3]] = 1
+    tensors["action_mask"][0] = 1
     save_file(tensors, folder / "tokens.safetensors")
     made = dataclasses.replace(stage(tmp_path, "critic"), trajectories=(tmp_path / "warmup/trajectories",))
-    with pytest.raises(UserError, match=r"step-0000: action_mask .* of trajectory 3 does not fit"):
+    with pytest.raises(UserError, match=r"step-0000/0000-00003: action_mask .* of trajectory 0 does not"):
         critic.run(made)
     assert not made.out.exists()
 

@@ -1,6 +1,7 @@
 """Sampling while the policy is trained: what a step takes, what is dropped, and what the figures say."""
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import json
 import time
@@ -11,13 +12,12 @@ import pytest
 from training_fixtures import NoPool, episode, params, stage
 
 from components.agent.episode import RolloutRequest
-from components.agent.trajectory import Trajectory, load_trajectories
-from components.core.errors import UserError
-from components.core.files import read_json
+from components.agent.trajectory import Trajectory, load_trajectories, updates_of
+from components.core.errors import StageFailed, UserError
 from components.core.task import KernelTask
 from components.judge.verdict import Verdict
 from components.training.run_stage import run_stage
-from components.training.trajectory_queue import TrajectoryQueue, updates_of
+from components.training.trajectory_queue import TrajectoryQueue
 
 STALE = (
     "warmup.staleness=1",
@@ -92,9 +92,8 @@ class Line:
         self.version = f"0123+{step}"
         self.queue.begin(step, 4, steps)
         folder = out / "trajectories" / f"step-{step:04d}"
-        self.queue.take(folder, 4, lambda trajectories: None)
-        taken: list[list[int]] = read_json(folder / "taken.json")
-        return taken
+        self.queue.take(folder, 4)
+        return sorted([int(part) for part in place.name.split("-")] for place in folder.iterdir())
 
 
 def test_the_trainer_does_not_wait_for_a_slow_trajectory_and_one_that_is_too_old_is_dropped(
@@ -158,6 +157,40 @@ def test_the_last_step_samples_again_what_was_stored_for_another_choice_of_tasks
     assert others.step(0, tmp_path, steps=1) == [[0, index] for index in range(4)]
     assert len(others.begun) == 4
     others.queue.close(is_complete=True)
+
+
+@pytest.mark.timeout(60)
+def test_a_trajectory_that_is_cancelled_by_its_judge_ends_the_step_instead_of_being_waited_for(
+    tmp_path: Path,
+) -> None:
+    class Cancelled(Line):
+        async def run(self, request: RolloutRequest, index: int) -> Trajectory:
+            if index == 2:
+                # As an episode whose waiting job the judge pool has cancelled.
+                await asyncio.to_thread(concurrent.futures.Future.result, cancelled)
+            return await super().run(request, index)
+
+    cancelled: concurrent.futures.Future[None] = concurrent.futures.Future()
+    cancelled.cancel()
+    line = Cancelled(tmp_path, staleness=0)
+    with pytest.raises(StageFailed, match="a trajectory was cancelled before its end; run again"):
+        line.step(0, tmp_path)
+    line.queue.close(is_complete=False)
+    again = Line(tmp_path, staleness=0)
+    assert again.step(0, tmp_path) == [[0, index] for index in range(4)]
+    assert "t/0/2" in again.begun
+
+
+def test_trajectories_that_a_killed_step_was_moving_are_taken_by_the_next_one(tmp_path: Path) -> None:
+    first = Line(tmp_path, staleness=0)
+    first.step(0, tmp_path)
+    first.queue.close(is_complete=False)
+    step = tmp_path / "trajectories" / "step-0000"
+    step.rename(step.with_name(".step-0000"))
+    (step.with_name(".step-0000") / "0000-00001").rename(tmp_path / "sampling" / "0000-00001")
+    again = Line(tmp_path, staleness=0)
+    assert again.step(0, tmp_path) == [[0, index] for index in range(4)] and again.begun == []
+    assert [place.name for place in (tmp_path / "trajectories").iterdir()] == ["step-0000"]
 
 
 def test_an_error_of_one_trajectory_is_raised_by_the_step_and_keeps_the_finished_ones(tmp_path: Path) -> None:

@@ -1,25 +1,15 @@
 """Which tasks a step samples, and which trajectories the stages learn from."""
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 from training_fixtures import params, stage
 
-from components.agent.trajectory import ToolCall, Trajectory, Turn, save_trajectories
+from components.agent.trajectory import ToolCall, Trajectory, Turn
 from components.judge.verdict import Verdict
-from components.training.critic import split_by_task
-from components.training.ppo import best_of_task
+from components.training.critic import StoredRow, split_by_task
 from components.training.rejection import has_loop, schedule, select
-from components.training.rollouts import SolveRateTracker, choose_tasks, step_folder
-
-
-def test_replay_takes_the_best_of_each_task_and_never_a_failure() -> None:
-    rewards = [("a", 1), ("a", 3), ("a", 3), ("b", -1), ("b", -1), ("c", 2)]
-    chosen = best_of_task(
-        [example(task, reward) for task, reward in rewards], [float(reward) for _, reward in rewards]
-    )
-    assert chosen.tolist() == [False, True, True, False, False, True]
+from components.training.rollouts import choose_tasks
 
 
 def call(text: str, valid: bool = True) -> ToolCall:
@@ -85,8 +75,8 @@ def test_every_batch_holds_its_share_of_demonstrations() -> None:
 
 
 def test_no_task_is_on_both_sides_of_the_critics_split() -> None:
-    trajectories = [example(f"task-{i % 10}", 1) for i in range(40)]
-    taught, held_out = split_by_task(trajectories, 0.2, seed=1)
+    rows = [StoredRow(Path("step"), i, f"task-{i % 10}", 1.0, 3, 2) for i in range(40)]
+    taught, held_out = split_by_task(rows, 0.2, seed=1)
     assert {t.task_id for t in taught}.isdisjoint({t.task_id for t in held_out})
     assert (len(taught), len(held_out)) == (32, 8)
 
@@ -99,30 +89,3 @@ def test_tasks_come_in_shuffled_passes_that_depend_on_seed_and_step_alone(tmp_pa
         assert len(set(names[first : first + 12])) == 12
     assert names[:12] != names[12:24]
     assert choose_tasks(tasks, 5, seed=3, step=7) == steps[7]
-
-
-def test_a_share_of_a_step_is_drawn_by_how_often_the_policy_solves_the_tasks(tmp_path: Path) -> None:
-    tasks = stage(tmp_path, "warmup").tasks()
-    never, sometimes = (task.task_id for task in tasks[:2])
-    for step, rewards in enumerate(
-        [{never: [1] * 8, sometimes: [-1] * 8}, {never: [-1] * 8, sometimes: [1, -1] * 4}]
-    ):
-        save_trajectories(
-            step_folder(tmp_path, step),
-            [example(name, reward) for name in rewards for reward in rewards[name]],
-        )
-    solved = SolveRateTracker.before(tmp_path, 2)
-    assert solved.weight(tasks[1]) == solved.weight(tasks[2]) == 0.25 > 2 * solved.weight(tasks[0]), (
-        "the policy of step 0 is not the present one"
-    )
-    drawn = Counter(
-        task.task_id
-        for step in range(200)
-        for task in choose_tasks(tasks, 8, seed=3, step=step, tracker=solved, share=0.5)[4:]
-    )
-    assert drawn[never] < 0.6 * drawn[sometimes] and len(drawn) == 12 and drawn.total() == 800
-    once, again = (
-        choose_tasks(tasks, 8, seed=3, step=2, tracker=known, share=0.5)
-        for known in (solved, SolveRateTracker.before(tmp_path, 2))
-    )
-    assert once == again and once[:4] == choose_tasks(tasks, 4, seed=3, step=2)

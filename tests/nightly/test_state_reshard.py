@@ -8,7 +8,7 @@ import torch
 from rank_processes import two_ranks
 from safetensors.torch import load_file
 
-from components.training.resumable_state import StateStore
+from components.training.training_loop import StateStore
 
 
 @pytest.mark.parametrize("writers", [2, 1])

@@ -8,7 +8,7 @@ import pytest
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import digest_tree, write_json
-from components.training.stage import check_stages
+from components.training.run_stage import check_stages
 from flows.night import Night, carry_over, line_of, may_begin, training_deadline
 from flows.run_context import PipelineRun, open_run
 from flows.steps import EvaluationRecord

@@ -23,7 +23,7 @@ from components.training import document_attention, output_head
 from components.training.engine import DTYPES
 from components.training.networks import tile_mlps
 from components.training.ranks import deepspeed_config
-from components.training.stage import check_stages
+from components.training.run_stage import check_stages
 
 
 # DeepSpeed's ZeRO divides states as in the first figure of its paper (arXiv 1910.02054), there for 2 bytes a
@@ -295,7 +295,7 @@ def planned(profile: str, *sets: str, gpu: str = "h20", model: str = "") -> dict
 
 def test_without_a_critic_the_plan_is_smaller_by_the_critics_states() -> None:
     sets = ("engine.cpu_offload=false", "pool.trainers=6")
-    groups = planned("hf", *sets, "warmup.advantages=group", "agentic.advantages=turns")
+    groups = planned("hf", *sets, "warmup.advantages=group", "agentic.advantages=group")
     critic = planned("hf", *sets)["memory_bytes_per_gpu"]
     for stage, ranks in (("zero-3", 6), ("zero-2", None)):
         saved = critic[stage]["training"] - groups["memory_bytes_per_gpu"][stage]["training"]

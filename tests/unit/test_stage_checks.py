@@ -13,7 +13,8 @@ from components.core.config import check_policy_source, resolve
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.progress import Quiet
-from components.training.stage import Stage, check_critic_given, check_stages, stages_of_run
+from components.training.run_stage import check_critic_given, check_stages, stages_of_run
+from components.training.stage import Stage
 from flows import nightly
 from flows.run_context import check_training
 
@@ -40,7 +41,7 @@ def params(folder: Path, *sets: str) -> Params:
         (
             (
                 *("rejection.replay_share=0", "rejection.rollouts.tasks=1"),
-                *("warmup.steps=1", "warmup.rollouts.tasks=1", "warmup.solve_rate_share=0"),
+                *("warmup.steps=1", "warmup.rollouts.tasks=1"),
             ),
             r"warmup\.rollouts\.tasks: .* raise it to 2",
         ),
@@ -48,13 +49,22 @@ def params(folder: Path, *sets: str) -> Params:
             ("rejection.replay_share=0", "policy.backend=vllm", "agentic.staleness=1"),
             r"agentic\.staleness: .* policy\.backend to vllm-server",
         ),
+        (
+            ("reward=no_such_module.reward",),
+            r"params\.yaml: reward: no_such_module\.reward cannot be imp",
+        ),
+        (
+            ("reward=components.agent.rewards.mileston",),
+            r"reward: .*mileston cannot be .*; give module\.function, such as components\.agent\.re",
+        ),
+        (("reward=components.agent.rewards.math",), r"reward: .* is no function; give one that takes a tr"),
         (("sandbox.rules=any",), r"sandbox\.rules: any is not for training.*sandbox\.rules=kernel-only"),
         *(
             (
                 ("rejection.replay_share=0", f"{stage}.advantages={mode}", f"{stage}.rollouts.samples=1"),
                 rf"{stage}\.advantages: {mode} compares .*{stage}\.rollouts\.samples is 1; raise it to 2",
             )
-            for stage, mode in (("warmup", "group"), ("agentic", "group"), ("agentic", "turns"))
+            for stage, mode in (("warmup", "group"), ("agentic", "group"))
         ),
     ],
 )
@@ -90,12 +100,11 @@ def test_without_a_critic_a_run_has_three_stages_and_needs_no_held_out_task(tmp_
     for mode, stages in (
         ("critic", ("warmup", "rejection", "critic", "agentic")),
         ("group", ("warmup", "rejection", "agentic")),
-        ("turns", ("warmup", "rejection", "agentic")),
     ):
         single_task = params(
             tmp_path,
             *("rejection.replay_share=0", "rejection.rollouts.tasks=1", "warmup.rollouts.tasks=1"),
-            *("warmup.steps=1", "warmup.solve_rate_share=0", f"agentic.advantages={mode}"),
+            *("warmup.steps=1", f"agentic.advantages={mode}"),
         )
         assert stages_of_run(single_task) == stages
         if mode != "critic":
@@ -105,9 +114,8 @@ def test_without_a_critic_a_run_has_three_stages_and_needs_no_held_out_task(tmp_
 @pytest.mark.parametrize(
     ("mode", "given", "sentence"),
     [
-        ("critic", False, r"needs the critic of stage 3; .* or set agentic\.advantages to group or turns\."),
+        ("critic", False, r"needs the critic of stage 3; .* or set agentic\.advantages to group\."),
         ("group", True, r"agentic\.advantages: group uses no critic, but .*values was given; leave"),
-        ("turns", True, r"agentic\.advantages: turns uses no critic"),
         ("critic", True, ""),
         ("group", False, ""),
     ],

@@ -22,7 +22,6 @@ from components.training.losses import (
     importance_weights,
     kl_k2,
     kl_k3,
-    likelihood_loss_sum,
     policy_loss_sum,
     value_loss_sum,
 )
@@ -169,10 +168,6 @@ def test_importance_weights_are_truncated_and_scale_the_loss() -> None:
     doubled, _ = policy_loss_sum(ACTOR, OLD, ADVANTAGES, FIRST, 0.2, 0.28, torch.full_like(ACTOR, 2.0))
     single, _ = policy_loss_sum(ACTOR, OLD, ADVANTAGES, FIRST, 0.2, 0.28)
     assert float(doubled) == pytest.approx(2 * float(single))
-
-
-def test_likelihood_counts_own_tokens_only() -> None:
-    assert float(likelihood_loss_sum(ACTOR, FIRST)) == pytest.approx(0.2 + 0.4 + 0.1 + 0.7)
 
 
 def trajectory(mask: list[int], reward: float) -> Trajectory:

@@ -12,7 +12,7 @@ from components.agent import trajectory_viewer
 from components.agent.episode import RolloutRequest
 from components.agent.replay import replay
 from components.agent.token_rollout import run_episodes
-from components.agent.trajectory import Trajectory, save_trajectories
+from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core.errors import UserError
 
 TOKENIZER = tokenizer()
@@ -87,7 +87,7 @@ def test_turns_know_their_verdicts_and_their_changes(trajectory: Trajectory) -> 
 def test_the_best_is_chosen_unless_one_is_named(trajectory: Trajectory, tmp_path: Path) -> None:
     worse = dataclasses.replace(trajectory, reward=-1.0)
     save_trajectories(tmp_path / "trajectories", [worse, trajectory])
-    found = trajectory_viewer.find(tmp_path)
+    found = load_trajectories(tmp_path)
     assert (
         trajectory_viewer.choose(found, 0, tmp_path)[0] == 2
         and trajectory_viewer.choose(found, 1, tmp_path)[0] == 1
@@ -101,9 +101,9 @@ def test_a_stages_folder_is_all_of_its_steps_in_order(trajectory: Trajectory, tm
         save_trajectories(
             tmp_path / "trajectories" / f"step-{step:04d}", [dataclasses.replace(trajectory, reward=reward)]
         )
-    assert [found.reward for found in trajectory_viewer.find(tmp_path)] == [1.0, 3.0]
+    assert [found.reward for found in load_trajectories(tmp_path)] == [1.0, 3.0]
     with pytest.raises(UserError, match="not a folder of trajectories"):
-        trajectory_viewer.find(tmp_path / "nothing")
+        load_trajectories(tmp_path / "nothing")
 
 
 def test_a_replay_comes_to_the_same_observations(trajectory: Trajectory) -> None:

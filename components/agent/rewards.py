@@ -1,0 +1,53 @@
+"""The reward of a trajectory, which training maximises; it is decided here and nowhere else.
+
+The parameter `reward` names the function by its import path, such as `components.agent.rewards.milestone`. A
+function of one's own takes a finished trajectory, with all of its turns and verdicts, and returns a number.
+Its value is stored in the trajectory, and PPO, rejection fine-tuning and the critic learn from that.
+"""
+
+import importlib
+import math
+from collections.abc import Callable
+
+from components.agent.trajectory import Trajectory
+from components.core.errors import UserError
+from components.judge import verdict
+
+Reward = Callable[[Trajectory], float]
+
+
+def milestone(trajectory: Trajectory) -> float:
+    """Return the milestone of the final verdict: -1, 1, 2 or 3 (CUDA Agent paper, equation 1)."""
+    return float(verdict.milestone(trajectory.final))
+
+
+def load_reward(path: str) -> Reward:
+    """Import the function whose import path is `path`, the value of the parameter `reward`.
+
+    Raises UserError if the module cannot be imported or has no such function.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        function: Reward = getattr(importlib.import_module(module), name)
+    except Exception as error:  # the import of a module of the user may raise anything
+        raise UserError(
+            f"params.yaml: reward: {path} cannot be imported ({error}); give module.function, such as "
+            "components.agent.rewards.milestone, with the module's folder in PYTHONPATH."
+        ) from error
+    if not callable(function):
+        raise UserError(f"params.yaml: reward: {path} is no function; give one that takes a trajectory.")
+    return function
+
+
+def reward_of(trajectory: Trajectory, function: Reward) -> float:
+    """Return the reward that `function` gives to a trajectory.
+
+    Raises UserError if the function returns anything but a finite number.
+    """
+    value = function(trajectory)
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(
+            f"params.yaml: reward: {function.__module__}.{function.__qualname__} returned {value!r} for a "
+            "trajectory; let it return a finite number."
+        )
+    return float(value)

@@ -1,0 +1,153 @@
+"""The metrics of a step: those of its trajectories, the signs of a collapsed policy, and their file.
+
+The file metrics.jsonl of a stage has one JSON object per step and is readable while the stage runs. The
+metrics of a step show a collapse before the step's updates are made (CUDA Agent paper, Fig. 5). This module
+does not import torch.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from components.agent.trajectory import Trajectory, updates_of
+from components.core.files import atomic_write
+from components.core.stage_params import Ppo
+from components.judge.verdict import milestone
+
+# Metrics of a step or of a whole stage, by name.
+Figures = dict[str, float]
+METRICS = "metrics.jsonl"
+# Number of successive steps with a low explained variance that make a collapse. It is more than 1 because the
+# explained variance of a single batch is noisy.
+PATIENCE = 3
+
+
+class MetricsFile:
+    """Metrics of the finished steps of a stage, in memory and in its file metrics.jsonl.
+
+    A resumed stage drops the metrics of the steps that it repeats.
+    """
+
+    def __init__(self, stage_folder: Path, *, start: int, writes: bool):
+        """Read the records of the steps before `start`; `writes` must be True only on rank 0."""
+        self.path = stage_folder / METRICS
+        self.writes = writes
+        lines = self.path.read_text().splitlines() if self.path.is_file() else []
+        self.records: list[dict[str, float | None]] = [
+            record for record in map(json.loads, lines) if record["step"] < start
+        ]
+
+    def write(self, step: int, figures: Figures) -> None:
+        """Append the record of a step, and write the file if `writes` is true.
+
+        A figure that is NaN or infinite becomes null.
+        """
+        self.records.append(
+            {"step": step}
+            | {name: float(value) if math.isfinite(value) else None for name, value in figures.items()}
+        )
+        if self.writes:
+            atomic_write(self.path, "".join(json.dumps(record) + "\n" for record in self.records))
+
+    def mean(self, name: str, records: slice) -> float:
+        """Return the mean of the figure `name` over a slice of the records; NaN if no record has it."""
+        values = [value for record in self.records[records] if (value := record.get(name)) is not None]
+        return math.fsum(values) / len(values) if values else math.nan
+
+
+def newest_figures(home: Path, stage: str) -> Figures:
+    """Return the last record of the most recently written metrics file of a stage named `stage` below `home`.
+
+    The step's number is included under `step`, and null figures are left out. Returns an empty dictionary if
+    there is no record.
+    """
+    files = sorted(home.glob(f"stages/{stage}-*/{METRICS}"), key=lambda path: path.stat().st_mtime)
+    lines = files[-1].read_text().splitlines() if files else []
+    record = json.loads(lines[-1]) if lines else {}
+    return {name: float(value) for name, value in record.items() if isinstance(value, int | float)}
+
+
+def ages(trajectories: Sequence[Trajectory], step: int) -> Figures:
+    """Return the mean age (`age`) and the largest age (`age_max`) of the own tokens of the trajectories.
+
+    The age of a token is the number of steps, up to `step`, that the policy was trained after the weights
+    that sampled the token. The result is empty if the trajectories have no own tokens.
+    """
+    spans = [
+        (step - updates_of(version), tokens)
+        for trajectory in trajectories
+        for version, tokens in trajectory.versions
+    ]
+    total = sum(tokens for _, tokens in spans)
+    if not total:
+        return {}
+    return {
+        "age": sum(age * tokens for age, tokens in spans) / total,
+        "age_max": float(max(age for age, _ in spans)),
+    }
+
+
+def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
+    """Return metrics of the trajectories of a step.
+
+    They are the mean reward (`reward`), the share of each milestone (`m_-1` to `m_3`), the share of
+    trajectories cut off at the length limit (`truncated`), the share of tasks whose trajectories all have the
+    same reward (`equal_reward_tasks`), and the mean number of turns (`turns`).
+    """
+    count, milestones = len(trajectories), [milestone(trajectory.final) for trajectory in trajectories]
+    by_task: dict[str, set[float]] = {}
+    for trajectory in trajectories:
+        by_task.setdefault(trajectory.task_id, set()).add(trajectory.reward)
+    return {
+        "reward": sum(trajectory.reward for trajectory in trajectories) / count,
+        **{f"m_{value}": milestones.count(value) / count for value in (-1, 1, 2, 3)},
+        "truncated": sum(trajectory.finish_reason == "length" for trajectory in trajectories) / count,
+        "equal_reward_tasks": sum(len(rewards) == 1 for rewards in by_task.values()) / len(by_task),
+        "turns": sum(len(trajectory.turns) for trajectory in trajectories) / count,
+    }
+
+
+class Collapsed(Exception):
+    """Error raised if the policy that sampled a step's trajectories has collapsed.
+
+    The message is a clause, such as "entropy is not a number", which the training loop puts into a sentence.
+    """
+
+
+def collapse(ppo: Ppo, figures: Figures, earlier: Sequence[Mapping[str, float | None]]) -> str:
+    """Return a clause that states how the policy has collapsed, such as "entropy is not a number", or "".
+
+    `figures` are the metrics of the step whose trajectories the policy sampled, and `earlier` are the metrics
+    of the steps before it. Steps without a critic have no explained variance. The result is "" if the policy
+    has not collapsed.
+    """
+    entropy, truncated, share = (figures[name] for name in ("entropy", "truncated", "effective_share"))
+    limit = ppo.min_explained_variance
+    explained = [*(record.get("explained_variance") for record in earlier), figures.get("explained_variance")]
+    last = [value for value in explained[-PATIENCE:] if value is not None and math.isfinite(value)]
+    signs = [
+        (not math.isfinite(entropy), "entropy is not a number"),
+        (
+            entropy > ppo.max_entropy,
+            f"entropy {entropy:.2f} nats is above max_entropy {ppo.max_entropy:g}",
+        ),
+        (
+            entropy < ppo.min_entropy,
+            f"entropy {entropy:.4f} nats is below min_entropy {ppo.min_entropy:g}",
+        ),
+        (
+            truncated > ppo.max_truncated,
+            f"length-clipped share {truncated:.2f} is above max_truncated {ppo.max_truncated:g}",
+        ),
+        (
+            share < ppo.min_effective_share,
+            "importance weights between sampler and trainer leave an effective share of "
+            f"{share:.2f} of the tokens, below min_effective_share {ppo.min_effective_share:g}",
+        ),
+        (
+            limit is not None and len(last) == PATIENCE and max(last) < limit,
+            f"explained variance was below min_explained_variance {limit} on {PATIENCE} steps in a row",
+        ),
+    ]
+    return next((clause for collapsed, clause in signs if collapsed), "")
