@@ -16,11 +16,11 @@ from components.core.params import GateThresholds, Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
-from components.evaluation.exploits import Sample, try_exploits
 from components.evaluation.metrics import Evaluation, load_evaluation
 from components.judge.pool import JudgePool
 from components.judge.verdict import Labels
 from components.registry import gates, models
+from components.registry.exploits import Sample, try_exploits
 from components.registry.gates import Decision, Gate
 
 # Prefix of a version's tags about the champion with which the gates compared it. The tags are

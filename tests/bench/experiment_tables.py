@@ -11,10 +11,10 @@ from captured_share import (
     share_rows,
     share_text,
 )
+from matplotlib.figure import Figure
 from seed_differences import POOLED, pooled_text
 
 from components.core.files import read_json
-from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 from components.evaluation.metrics import RESULTS, Evaluation, load_evaluation
 
 ATTAINABLE = "attainable"
@@ -23,18 +23,6 @@ FULL = "stage 4"
 ROWS = ("cold start", "stage 1", "stage 2", FULL)
 NUMBERS = (0, 1, 2, 4)
 TEMPERATURES = (0, 1)
-COLOURS = {"first": "#2563eb", "second": "#d97706", "third": "#059669"}
-STYLE = (
-    "text { font: 11px sans-serif; fill: #444 } .middle { text-anchor: middle } .end { text-anchor: end }"
-    " .grid { stroke: #ddd } .axis { stroke: #444 } "
-    + (
-        ".line { fill: none; stroke-width: 2 } .dashed { stroke-dasharray: 5 4 } .band { opacity: .16 }"
-        + "".join(
-            f" .line.{name} {{ stroke: {code} }} .dot.{name}, .band.{name} {{ fill: {code} }}"
-            for name, code in COLOURS.items()
-        )
-    )
-)
 
 
 def at(name: str, temperature: int) -> str:
@@ -114,54 +102,24 @@ def difference_table(out: Path, seeds: list[int], variants: Iterable[str], tempe
 
 def plot(out: Path, seeds: list[int], file: Path) -> None:
     """Draw mean reward with intervals, pass rate (dashed) and share faster than torch.compile, by stage."""
-    reward, rates = [], []
-    for seed, colour in zip(seeds, COLOURS, strict=False):
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    reward, rates = figure.subplots(2)
+    for index, seed in enumerate(seeds):
         found = found_evaluations(out, [seed], ROWS, TEMPERATURES[0])
         figures = {
             number: found[f"{seed} {stage}"].overall
             for number, stage in zip(NUMBERS, ROWS, strict=True)
             if f"{seed} {stage}" in found
         }
-        bounds = [each.intervals["mean_reward"] for each in figures.values()]
-        reward.append(
-            Series(
-                "",
-                colour,
-                list(figures),
-                [each.mean_reward for each in figures.values()],
-                [(bound.low, bound.high) for bound in bounds],
-            )
-        )
-        rates.append(
-            Series("", colour, list(figures), [each.pass_rate for each in figures.values()], dashed=True)
-        )
-        rates.append(
-            Series("", colour, list(figures), [each.faster_rate.compile or 0.0 for each in figures.values()])
-        )
+        numbers, every, colour = list(figures), figures.values(), f"C{index}"
+        bounds = [each.intervals["mean_reward"] for each in every]
+        low, high = [bound.low for bound in bounds], [bound.high for bound in bounds]
+        reward.fill_between(numbers, low, high, color=colour, alpha=0.16, linewidth=0)
+        reward.plot(numbers, [each.mean_reward for each in every], "o-", color=colour, label=f"seed {seed}")
+        rates.plot(numbers, [each.pass_rate for each in every], "o--", color=colour)
+        rates.plot(numbers, [each.faster_rate.compile or 0.0 for each in every], "o-", color=colour)
     stages = "stage (0: the cold start)"
-    charts = [
-        line_chart(reward, x_label=stages, y_label="mean reward", y_range=(-1, 3), whole_x=True),
-        line_chart(
-            rates,
-            x_label=stages,
-            y_label="passed (dashed), faster than compile",
-            y_range=(0, 1),
-            whole_x=True,
-        ),
-    ]
-    height = HEIGHT + 12
-    drawn = "".join(
-        '<g transform="translate(0'
-        f' {place * height})">{chart[chart.index(">") + 1 : chart.index("</svg>")]}</g>'
-        for place, chart in enumerate(charts)
-    )
-    named = "".join(
-        f'<circle class="dot {colour}" cx="{60 + 80 * place}" cy="{2 * height + 6}" r="4"/><text'
-        f' x="{70 + 80 * place}" y="{2 * height + 10}">seed {seed}</text>'
-        for place, (seed, colour) in enumerate(zip(seeds, COLOURS, strict=False))
-    )
-    frame = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH}'
-        f' {2 * height + 20}"><style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>'
-    )
-    file.write_text(f"{frame}{drawn}{named}</svg>\n")
+    reward.set(xlabel=stages, ylabel="mean reward", ylim=(-1, 3), xticks=NUMBERS)
+    rates.set(xlabel=stages, ylabel="passed (dashed), faster than compile", ylim=(0, 1), xticks=NUMBERS)
+    reward.legend()
+    figure.savefig(file)

@@ -19,23 +19,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
 from components.core.config import PROJECT
 from components.core.files import atomic_write
 from components.core.task import read_tasks, write_tasks
-from components.evaluation.charts import HEIGHT, WIDTH, Series, line_chart
 
 SUITE = "suite.parquet"
 REFUSED = 4
-COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed")
-STYLE = (
-    "text { font: 11px sans-serif; fill: #444 } .middle { text-anchor: middle } .end { text-anchor: end }"
-    " .grid { stroke: #ddd } .axis { stroke: #444 } .line { fill: none; stroke-width: 2 }"
-    + "".join(
-        f" .line.c{place} {{ stroke: {colour} }} .dot.c{place} {{ fill: {colour} }}"
-        for place, colour in enumerate(COLOURS)
-    )
-    + " .line.promoted { stroke: none } .dot.promoted { fill: none; stroke: #111; r: 5 }"
-)
 FIGURES = {
     "reward": lambda found: found["mean_reward"],
     "pass rate": lambda found: found["pass_rate"],
@@ -122,29 +114,22 @@ def write_table(out: Path, rows: list[dict[str, Any]]) -> str:
     return text
 
 
-def series(label: str, colour: str, name: str, rows: list[dict[str, Any]]) -> Series:
-    return Series(label, colour, [row["night"] for row in rows], [row[name] for row in rows])
-
-
 def write_plot(out: Path, rows: list[dict[str, Any]]) -> None:
     """Draw each figure by night, one line for each seed, to nights.svg, with rings on champions."""
-    seeds = sorted({row["seed"] for row in rows})
-    drawn = ""
-    for place, name in enumerate(FIGURES):
+    figure = Figure(figsize=(8, 3 * len(FIGURES)), layout="constrained")
+    for axes, name in zip(figure.subplots(len(FIGURES)), FIGURES, strict=True):
         measured = [row for row in rows if row[name] is not None]
-        by_seed = {seed: [row for row in measured if row["seed"] == seed] for seed in seeds}
-        lines = [
-            series(f"seed {seed}", f"c{index % len(COLOURS)}", name, by_seed[seed])
-            for index, seed in enumerate(seeds)
-        ]
+        for seed in sorted({row["seed"] for row in rows}):
+            own = [row for row in measured if row["seed"] == seed]
+            nights = [row["night"] for row in own]
+            axes.plot(nights, [row[name] for row in own], "o-", markersize=3, label=f"seed {seed}")
         promoted = [row for row in measured if row["verdict"] == "promoted"]
-        lines.append(series("promoted", "promoted", name, promoted))
-        chart = str(line_chart(lines, x_label="night", y_label=name, whole_x=True))
-        inner = chart[chart.index(">") + 1 : chart.rindex("</svg>")] if chart else ""
-        drawn += f'<g transform="translate(0 {place * HEIGHT})">{inner}</g>'
-    frame = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {len(FIGURES) * HEIGHT}">'
-    white = '<rect width="100%" height="100%" fill="#fff"/>'
-    (out / "nights.svg").write_text(f"{frame}<style>{STYLE}</style>{white}{drawn}</svg>\n")
+        nights = [row["night"] for row in promoted]
+        axes.plot(nights, [row[name] for row in promoted], "ko", fillstyle="none", label="promoted")
+        axes.set(xlabel="night", ylabel=name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.legend()
+    figure.savefig(out / "nights.svg")
 
 
 def main() -> None:

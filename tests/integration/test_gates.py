@@ -14,11 +14,11 @@ from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_file, write_json
 from components.core.params import Params
 from components.core.progress import Quiet
-from components.evaluation.exploits import Sample, candidates, try_exploits
 from components.evaluation.metrics import TaskResult, summarise
 from components.judge.pool import Candidate, Job
 from components.judge.verdict import Verdict
 from components.registry import gate_runner, gates, models
+from components.registry.exploits import Sample, candidates, try_exploits
 from components.registry.gates import Decision
 from components.registry.promotion import Promotion
 
