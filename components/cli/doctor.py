@@ -210,7 +210,7 @@ def samplers(params: Params) -> list[Finding]:
     if params.policy.backend != "vllm-server":
         return []
     from components.core.errors import UserError
-    from components.policy.vllm_server import server_addresses
+    from components.policy.vllm.server import server_addresses
 
     try:
         urls, answers = server_addresses(params.policy.servers), []

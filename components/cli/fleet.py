@@ -36,7 +36,7 @@ def fleet(
     written to the folder vllm of the home.
     """
     from components.core.errors import UserError
-    from components.policy.vllm_start import launches, running
+    from components.policy.vllm.start import launches, running
 
     resolved = options.resolve()
     if not (model / "config.json").is_file():

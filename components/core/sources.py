@@ -1,7 +1,7 @@
 """Find the source files on which the result of a stage depends, and compute digests of their meaning.
 
 The files of a stage are found from the modules that the caller names by following imports, also those inside
-functions. A string that names a module, such as "components.policy.vllm_worker.Fingerprint", counts as an
+functions. A string that names a module, such as "components.policy.vllm.worker.Fingerprint", counts as an
 import. A string that is the name of a file in the module's own folder counts as a use of that file, and the
 name of a folder there, or of the template of workspaces `agent_workdir`, as a use of all files in it. Code
 that runs in a sandbox imports modules of its own folder by their bare names; these imports are followed too.

@@ -22,7 +22,7 @@ JOINING = 0.5
 # States of a trajectory.
 WAITING, GENERATING, TOOL, QUEUED, JUDGED, DONE = range(6)
 # Bounds of the cache's use and factors by which a fleet changes the number of trajectories in flight, and
-# the seconds between two readings; see `policy/vllm_replica.py` and `policy/vllm_fleet.py`.
+# the seconds between two readings; see `policy/vllm/replica.py` and `policy/vllm/fleet.py`.
 ROOM, FULL, GROWTH, CUT, READ_SECONDS = 0.6, 0.9, 1.25, 0.8, 2.0
 
 

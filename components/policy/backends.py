@@ -12,7 +12,7 @@ from components.core.params import Params
 from components.policy.checkpoint import BUCKET_BYTES, load_model
 from components.policy.sampler import Sampler
 from components.policy.transformers_sampler import TransformersSampler
-from components.policy.vllm_sampler import open_vllm_sampler
+from components.policy.vllm.sampler import open_vllm_sampler
 from components.policy.weight_stream import weight_buckets
 
 

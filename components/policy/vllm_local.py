@@ -12,9 +12,9 @@ from typing import Any
 from components.core.errors import UserError
 from components.core.params import Policy
 from components.policy.sampler import Completion
-from components.policy.vllm_protocol import Request, checked
+from components.policy.vllm.protocol import Request, checked
 
-WORKER_EXTENSION = "components.policy.vllm_worker.Fingerprint"
+WORKER_EXTENSION = "components.policy.vllm.worker.Fingerprint"
 # Largest number of sequences that are sampled together. Sequences for which vLLM's cache has no room wait.
 SEQUENCES = 256
 

@@ -1,6 +1,6 @@
 """Prepare weights for a transfer to vLLM's workers, and check that they have arrived.
 
-The process that receives the weights imports this file too (`components.policy.vllm_worker`), so the file
+The process that receives the weights imports this file too (`components.policy.vllm.worker`), so the file
 needs only torch.
 """
 
@@ -55,7 +55,7 @@ class Sent:
     def fault(self, reports: Sequence[Mapping[str, Any]]) -> str:
         """Return a phrase that says how one server's weights differ from those sent, or "" if they do not.
 
-        `reports` has one report of each worker of the server (`components.policy.vllm_worker`). Every worker
+        `reports` has one report of each worker of the server (`components.policy.vllm.worker`). Every worker
         must have received all weights. The parameters of all workers together must also have the values that
         were sent: a parameter that is equal in all workers counts once, and of any other parameter, each
         worker has a part. This is not checked if several workers have copies of the same key and value heads.

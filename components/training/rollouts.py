@@ -30,7 +30,7 @@ from components.policy.checkpoint import (
 )
 from components.policy.sampler import Sampler
 from components.policy.transformers_sampler import TransformersSampler
-from components.policy.vllm_sampler import VllmSampler, open_vllm_sampler
+from components.policy.vllm.sampler import VllmSampler, open_vllm_sampler
 from components.policy.weight_stream import weight_buckets
 from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.metrics import Figures, ages

@@ -44,8 +44,8 @@ from components.core.params import Params
 from components.policy.backends import open_sampler
 from components.policy.checkpoint import BUCKET_BYTES, load_model, load_tokenizer
 from components.policy.sampler import Completion, Sampler, complete_all
+from components.policy.vllm.sampler import VllmSampler
 from components.policy.vllm_local import WORKER_EXTENSION
-from components.policy.vllm_sampler import VllmSampler
 from components.policy.weight_stream import weight_buckets
 
 CASES = ("transformers", "vllm ipc", "vllm disk", "vllm-server ipc", "vllm-server disk")

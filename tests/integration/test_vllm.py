@@ -19,8 +19,8 @@ from components.policy.backends import open_sampler
 from components.policy.checkpoint import save_checkpoint
 from components.policy.sampler import complete_all
 from components.policy.transformers_sampler import TransformersSampler
-from components.policy.vllm_fleet import Fleet
-from components.policy.vllm_sampler import VllmSampler
+from components.policy.vllm.fleet import Fleet
+from components.policy.vllm.sampler import VllmSampler
 from components.policy.weight_stream import weight_buckets
 from components.policy.weights import MODULUS, fingerprint
 from components.training.run_stage import run_stage

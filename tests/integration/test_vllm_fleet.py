@@ -17,8 +17,8 @@ from vllm_double import Engine, serving
 from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.policy.sampler import Completion
-from components.policy.vllm_fleet import Fleet
-from components.policy.vllm_sampler import VllmSampler
+from components.policy.vllm.fleet import Fleet
+from components.policy.vllm.sampler import VllmSampler
 from components.policy.weight_stream import weight_buckets
 
 CONTEXT = 128

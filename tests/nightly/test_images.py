@@ -27,7 +27,7 @@ def test_every_start_command_is_accepted_by_its_program(capsys: pytest.CaptureFi
         ("orchestrator", "python infra/swift/none.py --port=1", "--help fails"),
         (
             "vllm",
-            "vllm serve --worker-extension-cls components.policy.vllm_worker.Nobody",
+            "vllm serve --worker-extension-cls components.policy.vllm.worker.Nobody",
             "has no attribute",
         ),
         # The image has only components/policy, so what that does not hold cannot be imported.
@@ -42,7 +42,7 @@ def test_a_wrong_start_command_is_found(image: str, command: str, why: str) -> N
 
 def test_the_vllm_image_copies_what_the_extension_of_its_workers_imports() -> None:
     assert check_images.missing_files() == []
-    name = "components.policy.vllm_worker.Fingerprint"
+    name = "components.policy.vllm.worker.Fingerprint"
     assert check_images.import_problem("cuda-agent/vllm", name) == ""
     text = (Path(PROJECT) / "infra" / "containers" / "vllm.Containerfile").read_text()
     assert "VLLM_SERVER_DEV_MODE=1" in text and '"ray>=' in text and "HEALTHCHECK" in text

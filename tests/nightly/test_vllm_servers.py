@@ -21,9 +21,9 @@ from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.ray_cluster import announced
 from components.policy.sampler import Completion
-from components.policy.vllm_fleet import Fleet
-from components.policy.vllm_sampler import VllmSampler
-from components.policy.vllm_server import server_addresses
+from components.policy.vllm.fleet import Fleet
+from components.policy.vllm.sampler import VllmSampler
+from components.policy.vllm.server import server_addresses
 from components.policy.weight_stream import weight_buckets
 
 CONTEXT = 128
@@ -109,7 +109,7 @@ def test_a_fleet_is_started_from_vllm_s_own_executable_found_on_ray_and_ends_as_
 import os, sys
 options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 assert sys.argv[1] == "serve" and options["--max-model-len"] == "128", sys.argv
-assert options["--worker-extension-cls"] == "components.policy.vllm_worker.Fingerprint"
+assert options["--worker-extension-cls"] == "components.policy.vllm.worker.Fingerprint"
 workers = str(len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
 os.environ["PYTHONPATH"] += ":{PROJECT}/tests/fixtures"
 script = "{PROJECT}/tests/fixtures/vllm_double.py"

@@ -89,7 +89,7 @@ def test_the_sources_of_a_stage_are_what_its_code_can_reach() -> None:
         "components/sandbox/runner.py",
         "components/sandbox/runner_roles.py",
         "components/sandbox/result_channel.cpp",
-        "components/policy/vllm_worker.py",
+        "components/policy/vllm/worker.py",
         "agent_workdir/SKILL.md",
     } <= warmup.keys()
     assert not {"components/training/critic.py", "components/training/rejection.py"} & warmup.keys()

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from components.core.errors import UserError
-from components.policy.vllm_fleet import EXAMINATION_SECONDS, Fleet
-from components.policy.vllm_replica import Replica
-from components.policy.vllm_server import ServerUnavailable
+from components.policy.vllm.fleet import EXAMINATION_SECONDS, Fleet
+from components.policy.vllm.replica import Replica
+from components.policy.vllm.server import ServerUnavailable
 
 # Longest time for which a refused call is repeated, and the pause between two attempts, in seconds.
 REFUSED_SECONDS, PAUSE_SECONDS = 60.0, 0.5
@@ -35,7 +35,7 @@ class FleetWeights:
         """Pause all servers that answer, and return what `expect_weights` of each of their workers returned.
 
         `pause` is the parameter `policy.push_pause`, which says whether running requests are kept, aborted or
-        awaited. Raises UserError if a server's workers lack the extension `vllm_worker.Fingerprint`, or if a
+        awaited. Raises UserError if a server's workers lack the extension `worker.Fingerprint`, or if a
         server divides its requests among several engines.
         """
         # The fleet asks doubted servers again and again, so they are left out here unless all are doubted.

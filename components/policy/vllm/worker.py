@@ -1,6 +1,6 @@
 """An extension of vLLM's workers that reports which weights they received and which they hold.
 
-It is loaded with `--worker-extension-cls components.policy.vllm_worker.Fingerprint`. This file is imported in
+It is loaded with `--worker-extension-cls components.policy.vllm.worker.Fingerprint`. This file is imported in
 vLLM's Python environment and needs only torch.
 """
 

@@ -14,7 +14,7 @@ import httpx
 
 from components.core.errors import UserError
 from components.policy.sampler import Completion
-from components.policy.vllm_protocol import Load, Request, VllmProtocol, read_load
+from components.policy.vllm.protocol import Load, Request, VllmProtocol, read_load
 
 # Longest wait for one answer, in seconds. It is long, because a turn of 32,768 tokens in a full batch takes
 # minutes.

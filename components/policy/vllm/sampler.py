@@ -18,11 +18,11 @@ from components.core.errors import UserError
 from components.core.params import Params, Policy
 from components.policy.checkpoint import load_generation_config
 from components.policy.sampler import Completion, stop_ids
-from components.policy.vllm_fleet import Fleet
+from components.policy.vllm.fleet import Fleet
+from components.policy.vllm.protocol import Request
+from components.policy.vllm.server import server_addresses
+from components.policy.vllm.weights import FleetWeights
 from components.policy.vllm_local import LocalVllm
-from components.policy.vllm_protocol import Request
-from components.policy.vllm_server import server_addresses
-from components.policy.vllm_weights import FleetWeights
 from components.policy.weights import Sent, device_name, ipc_handles, update_info
 
 
