@@ -19,12 +19,10 @@ import typer
 from components.cli.common import ExitCode
 from components.cli.data import data_app
 from components.cli.doctor import doctor
-from components.cli.environment import environment
 from components.cli.evaluation import evaluate, runs_app
-from components.cli.export import export_app
 from components.cli.fleet import fleet
 from components.cli.judge import judge, serve
-from components.cli.mcp import mcp, skill_app
+from components.cli.mcp import mcp
 from components.cli.models import models_app
 from components.cli.optimize import optimize
 from components.cli.params import params, plan
@@ -51,7 +49,6 @@ for command in (
     judge,
     serve,
     mcp,
-    environment,
     optimize,
     evaluate,
     train,
@@ -64,10 +61,8 @@ for command in (
     app.command()(command)
 for name, group in (
     ("data", data_app),
-    ("export", export_app),
     ("models", models_app),
     ("runs", runs_app),
-    ("skill", skill_app),
     ("store", store_app),
     ("token", token_app),
     ("trajectory", trajectory_app),

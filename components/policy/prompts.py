@@ -29,7 +29,12 @@ def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -
     if policy.prompt == "compact":
         return code + IN_TURNS if in_turns else code
     ending = IN_TURNS if in_turns else "\nAnswer with the final files in one turn.\n"
+    return task_message(code, device) + ending
+
+
+def task_message(code: str, device: Device) -> str:
+    """Return SKILL.md, the device and the source of a task."""
     return (
         f"{skill()}\n\nThe device is {KERNELS[device]}. "
-        f"The task, model.py:\n```python\n{code.rstrip()}\n```\n{ending}"
+        f"The task, model.py:\n```python\n{code.rstrip()}\n```\n"
     )

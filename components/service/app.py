@@ -6,7 +6,6 @@ itself could not make is answered with the status 503, and never with a verdict.
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import math
 from collections.abc import AsyncIterator
@@ -25,10 +24,10 @@ from components.core import telemetry
 from components.core.param_kinds import result_values
 from components.core.text import readable
 from components.judge.version import VERSION, protocol_digest
+from components.policy.prompts import task_message
 from components.service.body_limit import BodyLimit
 from components.service.errors import ServiceError
 from components.service.jobs import JobService
-from components.service.kernelgym import add_kernelgym_routes
 from components.service.requests import AdmissionBody, JobView, JudgementBody, TaskSummary, TaskView
 from components.service.tokens import LOCAL, Token, TokenFile
 from components.service.waiting import changes, ended
@@ -59,21 +58,10 @@ def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
             raise ServiceError(401, "Authorization: give a token, as in Authorization: Bearer TOKEN.")
         return tokens.find(secret)
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if importlib.util.find_spec("mcp") is None:  # the extra serve is not installed
-            yield
-            return
-        from components.service.mcp_route import serving_mcp
-
-        async with serving_mcp(app, authenticate):
-            yield
-
     app = FastAPI(
         title="CUDA Agent judge",
         version=VERSION,
         description="Judges CUDA and C++ kernels: secret inputs, a clock outside, an interval.",
-        lifespan=lifespan,
     )
     app.add_middleware(BodyLimit, limit=BODY_BYTES)
     if tokens is None:
@@ -132,9 +120,10 @@ def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
 
     @app.get("/v1/tasks/{task_id}", responses=RESPONSES)
     def task(task_id: str, token: Caller) -> TaskView:
-        """Return a task with its source."""
+        """Return a task with its source and the message that asks a policy for a kernel."""
         found = service.listed_task(task_id)
-        return TaskView(**TaskSummary.of(found).model_dump(), code=found.code)
+        prompt = task_message(found.code, service.params.device)
+        return TaskView(**TaskSummary.of(found).model_dump(), code=found.code, prompt=prompt)
 
     @app.get("/v1/settings")
     def settings(token: Caller) -> dict[str, Any]:
@@ -156,7 +145,6 @@ def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
         telemetry.SERVICE_JOBS.set(service.store.active())
         return Response(generate_latest(telemetry.REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
-    add_kernelgym_routes(app, service, caller)
     return app
 
 

@@ -16,9 +16,6 @@ State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["judgement", "admission"]
 # Jobs that are deleted at a time.
 BATCH = 100
-# Number of names of jobs that are kept for a token, the newest ones. It is as large as the number of jobs of
-# all tokens that may wait (jobs.CAPACITY).
-NAMES = 20_000
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs (
@@ -37,11 +34,6 @@ CREATE TABLE IF NOT EXISTS jobs (
     attempts INTEGER NOT NULL DEFAULT 0
 );
 CREATE TABLE IF NOT EXISTS submissions (token TEXT NOT NULL, created REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS names (
-    token TEXT NOT NULL, name TEXT NOT NULL, job TEXT NOT NULL, PRIMARY KEY (token, name)
-);
-CREATE INDEX IF NOT EXISTS owners ON names (token);
-CREATE INDEX IF NOT EXISTS named ON names (job);
 CREATE INDEX IF NOT EXISTS days ON submissions (token, created);
 CREATE INDEX IF NOT EXISTS queued ON jobs (token, seq) WHERE state = 'queued';
 CREATE INDEX IF NOT EXISTS active ON jobs (token) WHERE state IN ('queued', 'running');
@@ -120,25 +112,6 @@ class JobStore:
         if job.state == "queued":
             self._rows("INSERT INTO submissions VALUES (?, ?)", job.token, job.changed)
 
-    def name(self, token: str, name: str, job_id: str) -> None:
-        """Give the job `job_id` a name, which is valid for one token.
-
-        If the token used the name for another job before, the name is moved. Of more than NAMES names of the
-        token, those that were given longest ago are deleted.
-        """
-        self._rows("INSERT OR REPLACE INTO names VALUES (?, ?, ?)", token, name, job_id)
-        self._rows(
-            "DELETE FROM names WHERE token = ?1 AND rowid <= "
-            "(SELECT rowid FROM names WHERE token = ?1 ORDER BY rowid DESC LIMIT 1 OFFSET ?2)",
-            token,
-            NAMES,
-        )
-
-    def named(self, token: str, name: str) -> str | None:
-        """Return the id of the job to which the token has given `name`, or None if there is none."""
-        rows = self._rows("SELECT job FROM names WHERE token = ? AND name = ?", token, name)
-        return str(rows[0]["job"]) if rows else None
-
     def waiting(self) -> dict[str, StoredJob]:
         """Return the first queued job of each token that has one, by the token's name."""
         rows = self._rows(
@@ -177,7 +150,7 @@ class JobStore:
     def delete_ended(self, moment: float) -> list[str]:
         """Delete up to BATCH jobs that ended before `moment`, a time.time(), and return their ids.
 
-        Their names are deleted too. Their measurements are no longer counted.
+        Their measurements are no longer counted.
         """
         rows = self._rows(
             "DELETE FROM jobs WHERE seq IN (SELECT seq FROM jobs "
@@ -185,10 +158,7 @@ class JobStore:
             moment,
             BATCH,
         )
-        deleted = [str(row["id"]) for row in rows]
-        with self.lock:
-            self.database.executemany("DELETE FROM names WHERE job = ?", [(job,) for job in deleted])
-        return deleted
+        return [str(row["id"]) for row in rows]
 
     def active(self, token: str | None = None) -> int:
         """Return the number of jobs of a token, or of all tokens, that are queued or running."""

@@ -1,8 +1,8 @@
 """Tools for coding agents by the Model Context Protocol, which send requests to the HTTP service.
 
-They are served on standard input and output (`cuda-agent mcp`) and over HTTP (`mcp_route.py`). No call takes
-longer than `CALL_SECONDS`, because clients end calls after 60 seconds: `judge` answers with a verdict or with
-the id of a job, for which `wait` waits further.
+They are served on standard input and output (`cuda-agent mcp`). No call takes longer than `CALL_SECONDS`,
+because clients end calls after 60 seconds: `judge` answers with a verdict or with the id of a job, for which
+`wait` waits further.
 """
 
 import re
@@ -23,7 +23,10 @@ from components.judge.candidate_folder import read_candidate
 CALL_SECONDS, PROGRESS_SECONDS = 45.0, 5.0
 INSTRUCTIONS = (
     "Judges CUDA and C++ kernels for PyTorch modules: builds them, checks outputs on secret inputs, and "
-    "times them against eager PyTorch and torch.compile. Figures are measured; nothing printed counts."
+    "times them against eager PyTorch and torch.compile. Figures are measured; nothing printed counts. For "
+    "each kernel make a workspace: a folder with the module as model.py (class Model, get_inputs, "
+    "get_init_inputs), model_new.py and kernels/. Where the skill names commands of utils/, call judge with "
+    "the absolute path of this folder instead; explain says what a reason means."
 )
 # Row of the table of reasons in SKILL.md: statuses with reasons, and what to do.
 REASON_ROW = re.compile(r"^\| (`\w+: .*?) \| (.*) \|$", re.MULTILINE)
@@ -45,19 +48,13 @@ class Answer(BaseModel):
     next: str = Field(default="", description="what to call next")
 
 
-def make_mcp_server(client: httpx.AsyncClient, *, is_remote: bool = False) -> MCPServer[Any]:
-    """Return an MCP server, whose tools send requests to the judge's HTTP service by `client`.
-
-    The tool `judge` takes the folder of a workspace on this machine, or the texts of the files if `is_remote`
-    is true. If an agent's request has a token, the requests to the service have the same token.
-    """
+def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
+    """Return an MCP server, whose tools send requests to the judge's HTTP service by `client`."""
     server: MCPServer[Any] = MCPServer("cuda-agent-judge", instructions=INSTRUCTIONS, log_level="ERROR")
 
-    async def ask(context: Context[Any, Any], method: str, path: str, **options: Any) -> Any:
-        token = (context.headers or {}).get("authorization")
-        headers = {} if token is None else {"Authorization": token}
+    async def ask(method: str, path: str, **options: Any) -> Any:
         try:
-            answer = await client.request(method, path, headers=headers, timeout=CALL_SECONDS, **options)
+            answer = await client.request(method, path, timeout=CALL_SECONDS, **options)
         except httpx.HTTPError as error:
             raise ToolError(
                 f"no judge answers at {client.base_url} ({error}); start one: cuda-agent serve --http 8470"
@@ -76,29 +73,27 @@ def make_mcp_server(client: httpx.AsyncClient, *, is_remote: bool = False) -> MC
             await context.report_progress(elapsed, CALL_SECONDS, job["progress"] or job["state"])
             path = f"/v1/jobs/{job['id']}"
             asked = time.monotonic()
-            job = await ask(context, "GET", path, params={"wait": PROGRESS_SECONDS})
+            job = await ask("GET", path, params={"wait": PROGRESS_SECONDS})
             if time.monotonic() - asked < PROGRESS_SECONDS / 2:  # it has ended, or the service is ending
                 break
         return _short(job)
 
-    async def submitted(context: Context[Any, Any], **body: Any) -> Answer:
-        return await ended(await ask(context, "POST", "/v1/judgements", json=body), context)
-
     @server.tool()
-    async def tasks(context: Context[Any, Any]) -> list[dict[str, Any]]:
+    async def tasks() -> list[dict[str, Any]]:
         """List the tasks of the judge: task_id, name, level."""
         return [
             {name: task[name] for name in ("task_id", "name", "level")}
-            for task in await ask(context, "GET", "/v1/tasks")
+            for task in await ask("GET", "/v1/tasks")
         ]
 
     @server.tool()
-    async def task(task_id: str, context: Context[Any, Any]) -> dict[str, Any]:
+    async def task(task_id: str) -> dict[str, Any]:
         """Return the source of a task, the PyTorch module to make faster."""
-        record: dict[str, Any] = await ask(context, "GET", f"/v1/tasks/{_plain(task_id)}")
-        return record
+        record: dict[str, Any] = await ask("GET", f"/v1/tasks/{_plain(task_id)}")
+        return {name: text for name, text in record.items() if name != "prompt"}
 
-    async def judge_workspace(
+    @server.tool()
+    async def judge(
         workspace: str, context: Context[Any, Any], task_id: str = "", measurement: int = 1
     ) -> Answer:
         """Judge a workspace's candidate (model_new.py, kernels/) on its model.py or on a listed task.
@@ -111,28 +106,13 @@ def make_mcp_server(client: httpx.AsyncClient, *, is_remote: bool = False) -> MC
             code = "" if task_id else (folder / "model.py").read_text()
         except (UserError, OSError, UnicodeDecodeError) as error:
             raise ToolError(str(error)) from error
-        return await submitted(context, files=files, task=task_id, code=code, measurement=measurement)
-
-    async def judge_files(
-        files: dict[str, str],
-        context: Context[Any, Any],
-        task_id: str = "",
-        code: str = "",
-        measurement: int = 1,
-    ) -> Answer:
-        """Judge a candidate on a listed task, or on the task whose source is `code`.
-
-        `files` has the text of model_new.py and of each kernels/NAME. Equal files get the verdict that is
-        known; `measurement` 2 measures anew.
-        """
-        return await submitted(context, files=files, task=task_id, code=code, measurement=measurement)
-
-    server.add_tool(judge_files if is_remote else judge_workspace, name="judge")
+        body = {"files": files, "task": task_id, "code": code, "measurement": measurement}
+        return await ended(await ask("POST", "/v1/judgements", json=body), context)
 
     @server.tool()
     async def wait(job: str, context: Context[Any, Any]) -> Answer:
         """Wait for a job of `judge`, up to 45 seconds."""
-        return await ended(await ask(context, "GET", f"/v1/jobs/{_plain(job)}"), context)
+        return await ended(await ask("GET", f"/v1/jobs/{_plain(job)}"), context)
 
     @server.tool()
     def explain(reason: str) -> str:

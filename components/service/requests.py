@@ -135,6 +135,7 @@ class TaskView(TaskSummary):
     """A task with its source."""
 
     code: str
+    prompt: str = Field(description="how kernels are written (SKILL.md), the device and the source")
 
 
 def public_verdict(verdict: Verdict) -> Verdict:

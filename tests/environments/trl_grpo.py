@@ -1,9 +1,9 @@
-"""Two GRPO steps of TRL on the environment that `cuda-agent environment` serves.
+"""Two GRPO steps of TRL, rewarded by the judge that `cuda-agent serve --http 8470` serves.
 
-    CUDA_AGENT_URL=http://127.0.0.1:8471 python tests/environments/trl_grpo.py
+    CUDA_AGENT_JUDGE=http://127.0.0.1:8470 python tests/environments/trl_grpo.py
 
-The policy is an untrained Qwen3 of 0.2 million parameters with a tokenizer of bytes, made from scratch. It
-makes no tool call, so every reward is -1. Needs trl, torch and the package in components/service/client.
+The policy is an untrained Qwen3 of 0.2 million parameters with a tokenizer of bytes, made from scratch. Its
+answers have no files, so every reward is -1. Needs trl, torch and the package in components/service/client.
 """
 
 import json
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "components" / "service" / "client"))
-from cuda_agent_env import KernelEnv
+from cuda_agent_reward import ANSWER_FORMAT, ask, kernel_reward
 
 SPECIAL = (
     "<|endoftext|> <|im_start|> <|im_end|> <tool_call> </tool_call> <tool_response> </tool_response> "
@@ -63,20 +63,21 @@ def main() -> None:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
-    row = {"prompt": [{"role": "user", "content": "Make this module faster."}], "max_turns": 4}
+    task = ask(f"/v1/tasks/{ask('/v1/tasks')[0]['task_id']}")
+    prompt = [{"role": "user", "content": task["code"] + ANSWER_FORMAT}]
+    row = {"prompt": prompt, "task": task["task_id"]}
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
             model=model,
             processing_class=tokenizer,
             train_dataset=Dataset.from_list([row] * 8),
-            environment_factory=KernelEnv,
+            reward_funcs=kernel_reward,
             args=GRPOConfig(
                 output_dir=folder,
                 max_steps=2,
                 per_device_train_batch_size=4,
                 num_generations=4,
                 max_completion_length=64,
-                max_tool_calling_iterations=2,
                 logging_steps=1,
                 report_to="none",
                 use_cpu=True,

@@ -47,15 +47,14 @@ def verdicts(folder: Path) -> int:
     return len(list((folder / "verdicts").rglob("*.json")))
 
 
-def test_old_jobs_are_deleted_with_verdict_and_name_and_judged_anew_later(tmp_path: Path) -> None:
+def test_old_jobs_are_deleted_with_their_verdicts_and_judged_anew_later(tmp_path: Path) -> None:
     judges = TextJudges()
     with service(tmp_path, judges) as jobs:
         old, failed = judged(jobs, "old"), judged(jobs, "fail")
-        jobs.store.name("bob", "mine", old)
         make_older(tmp_path / "jobs.sqlite", 10)
         new = judged(jobs, "new")
         assert (delete_old_jobs(jobs, time.time() - 5), verdicts(tmp_path)) == (2, 1)
-        assert jobs.store.named("bob", "mine") is None and jobs.view(BOB, new).state == "done"
+        assert jobs.view(BOB, new).state == "done"
         for gone in (old, failed):
             with pytest.raises(ServiceError, match="no job"):
                 jobs.view(BOB, gone)

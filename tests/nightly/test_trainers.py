@@ -1,4 +1,4 @@
-"""The taskset for verifiers v1: `vf-eval` with a small policy behind `transformers serve`."""
+"""Trainers of others on the HTTP service: TRL with the reward function, verifiers with the taskset."""
 
 import json
 import os
@@ -8,12 +8,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-import judge_fixtures as corpus
 import pytest
 from agent_fixtures import params
-from environment_fixtures import environment_of
+from judge_fixtures import TASK
 from library_environments import python_with
 from served_policy import learn, served, with_closed_streams
+from service_fixtures import service_of
 
 from components.core.config import PROJECT
 from components.core.params import Params
@@ -66,9 +66,8 @@ def conversation(task: KernelTask) -> list[dict[str, Any]]:
         {"type": "function", "function": {"name": "write", "arguments": {"file_path": path, "content": text}}}
         for path, text in FILES.items()
     ]
-    message = f"{task.code}\nWork in turns: measure, repair, make it faster.\n"
     return [
-        {"role": "user", "content": message},
+        {"role": "user", "content": task.code},
         {"role": "assistant", "content": "", "tool_calls": calls},
     ]
 
@@ -92,11 +91,12 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
 
 
-@pytest.mark.parametrize("claim", ["turns_are_counted_over_sessions", "failed_calls_leave_no_session_open"])
-def test_in_rollouts_of_the_tool_server(claim: str, python: str, ci_params: Params, tmp_path: Path) -> None:
-    script = PROJECT / "tests" / "environments" / "verifiers_rollouts.py"
-    with environment_of([corpus.TASK], ci_params, tmp_path / "judge") as address:
-        done = subprocess.run([python, script, address, claim], capture_output=True, text=True, timeout=60)
+def test_trl_makes_two_grpo_steps(ci_params: Params, tmp_path: Path) -> None:
+    python = python_with(tmp_path / "trl", "torch==2.13.0", "trl==1.16.0", "jmespath")
+    script = str(PROJECT / "tests" / "environments" / "trl_grpo.py")
+    with service_of([TASK], ci_params, tmp_path / "judge") as judge:
+        environment = os.environ | {"CUDA_AGENT_JUDGE": judge}
+        done = subprocess.run([python, script], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -110,14 +110,13 @@ def test_vf_eval_rewards_eight_rollouts_with_their_milestones(
         params(prompt="compact", context=2048, hidden=64, feed_forward=128, head_dim=16),
     )
     with (
-        environment_of(TASKS, ci_params, tmp_path / "judge") as environment,
+        service_of(TASKS, ci_params, tmp_path / "judge") as judge,
         served(policy) as server,
         with_closed_streams(server) as streams,
     ):
         wait_for(server)
         settings = {
-            "env.taskset.environment": environment,
-            "env.taskset.message": "compact",
+            "env.taskset.message": "code",
             "env.agent.harness.id": "null",
             "env.agent.runtime.type": "subprocess",
             "env.agent.max-turns": "2",
@@ -140,14 +139,15 @@ def test_vf_eval_rewards_eight_rollouts_with_their_milestones(
             text=True,
             # The program of the harness is a script that uv installs.
             env=os.environ
-            | {"PATH": f"{Path(python).parent}:{PROJECT / '.venv' / 'bin'}:{os.environ['PATH']}"},
+            | {"PATH": f"{Path(python).parent}:{PROJECT / '.venv' / 'bin'}:{os.environ['PATH']}"}
+            | {"CUDA_AGENT_JUDGE": judge},
         )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     [traces] = (tmp_path / "outputs").glob("**/traces.jsonl")
     rollouts = [json.loads(line)["traces"][0] for line in traces.read_text().splitlines()]
     assert len(rollouts) == 8 and not any(rollout["errors"] for rollout in rollouts), rollouts[0]["errors"]
     rewards = {
-        rollout["task"]["data"]["task_id"]: rollout["rewards"]["milestone"]["score"] for rollout in rollouts
+        rollout["task"]["data"]["id"]: rollout["rewards"]["milestone"]["score"] for rollout in rollouts
     }
     assert rewards.keys() == {task.task_id for task in TASKS} and set(rewards.values()) <= {-1, 1, 2, 3}
     assert all(rewards[task.task_id] >= 1 for task in LEARNT), rewards

@@ -1,0 +1,121 @@
+"""Environment for verifiers: a taskset over the tasks that the judge's HTTP service lists.
+
+`vf-eval cuda-agent-kernels` runs it. The policy writes files with the tool `write` and has them measured with
+the tool `judge`. One tool server serves all rollouts of a worker. The reward is the milestone of the files at
+the end of a rollout. The service is found as `cuda_agent_reward` finds it.
+"""
+
+import asyncio
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Literal
+
+import verifiers.v1 as vf
+from cuda_agent_reward import PATH, ask, verdict_on
+from mcp.server.mcpserver import MCPServer
+from pydantic import Field
+
+# End of a prompt, because the instructions for writing kernels name commands where there are tools here.
+TOOLS = """
+There is no shell. The tool write(file_path, content) writes a file, and the tool judge() does what the
+commands of utils/ do: it builds the files, checks their outputs and measures them.
+"""
+
+
+class KernelState(vf.State):
+    """State of a rollout: its task, its files so far, and at its end the verdict on them."""
+
+    task_id: str = ""
+    files: dict[str, str] = Field(default_factory=dict)
+    status: str = ""
+    milestone: float = -1.0
+
+
+class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
+    """Tool server of all rollouts, whose calls do not wait for each other."""
+
+    TOOL_PREFIX = None
+
+    async def setup(self) -> None:
+        self.locks: defaultdict[str | None, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def register(self, mcp: MCPServer) -> None:
+        for tool in (self.write, self.judge):
+            mcp.add_tool(self._in_order(self._with_state(tool)), name=tool.__name__, description=tool.__doc__)
+
+    def _in_order(self, call: Callable[..., Awaitable[str]]) -> Callable[..., Awaitable[str]]:
+        """Wrap a tool so that the calls of one rollout, which change the rollout's state, do not overlap."""
+
+        @functools.wraps(call)
+        async def ordered(**arguments: str) -> str:
+            async with self.locks[self._state_channel()[2]]:
+                return await call(**arguments)
+
+        return ordered
+
+    async def write(self, file_path: str, content: str) -> str:
+        """Write a whole file of the candidate: model_new.py or kernels/NAME."""
+        if not re.fullmatch(PATH, file_path):
+            return f"{file_path}: only model_new.py and kernels/NAME can be written"
+        self.state.files[file_path] = content.encode(errors="replace").decode()
+        return f"wrote {file_path}"
+
+    async def judge(self) -> str:
+        """Build, check and measure the files that were written; equal files are measured once."""
+        verdict = await asyncio.to_thread(verdict_on, self.state.task_id, self.state.files)
+        lines = [f"{verdict['status']} {verdict['reason']}".strip(), verdict["log"]]
+        for baseline, ratio in verdict["speedup"].items():
+            if ratio is not None:
+                lines.append(f"{ratio['estimate']:.3f} times as fast as {baseline}")
+        return "\n".join(filter(None, lines))
+
+
+class KernelTask(vf.Task[vf.TaskData, KernelState]):
+    """A task of verifiers: to make one module faster. Its id is the judge's task_id."""
+
+    async def setup(self, trace: vf.Trace) -> None:
+        trace.state.task_id = self.data.id
+
+    async def finalize(self, trace: vf.Trace) -> None:
+        """Have the rollout's files judged; a rollout whose judge fails has an error and no reward."""
+        if trace.state.files:
+            verdict = await asyncio.to_thread(verdict_on, self.data.id, trace.state.files)
+            trace.state.status, trace.state.milestone = verdict["status"], float(verdict["milestone"])
+
+    @vf.reward(weight=1.0)
+    async def milestone(self, trace: vf.Trace) -> float:
+        return trace.state.milestone
+
+    @vf.metric
+    async def correct(self, trace: vf.Trace) -> float:
+        return float(trace.state.status == "correct")
+
+
+class KernelConfig(vf.TasksetConfig):
+    """Settings of the taskset."""
+
+    message: Literal["prompt", "code"] = "prompt"
+    """The policy's first message: how kernels are written and the task's source, or the source alone."""
+
+
+class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
+    """Taskset of verifiers with all tasks that the service lists."""
+
+    @classmethod
+    def toolsets(cls, config: KernelConfig) -> list[vf.Toolset[Any, Any]]:
+        return [KernelToolset(vf.SharedToolsetConfig())]
+
+    def load(self) -> Iterator[KernelTask]:
+        for listed in ask("/v1/tasks"):
+            task = ask(f"/v1/tasks/{listed['task_id']}")
+            prompt = task["code"] if self.config.message == "code" else task["prompt"] + TOOLS
+            data = vf.TaskData(id=task["task_id"], name=task["name"], prompt=prompt)
+            yield KernelTask(data, self.config.task)
+
+
+__all__ = ["KernelTaskset"]
+
+if __name__ == "__main__":
+    KernelToolset.run()

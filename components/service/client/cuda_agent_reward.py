@@ -1,0 +1,127 @@
+"""Reward functions for trainers: the milestone of each answer, measured by the judge's HTTP service.
+
+`kernel_reward` has the signature of TRL, `compute_score` that of verl, and `reward_func` that of OpenRLHF.
+The environment variable CUDA_AGENT_JUDGE is the service's address and CUDA_AGENT_TOKEN the caller's token. A
+task is the task_id of a task that the service lists, or the source of a task. Nothing but Python is needed.
+"""
+
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+DEFAULT_ADDRESS = "http://127.0.0.1:8470"
+# Text for the end of a prompt, which describes the form of answers that `files_of` reads.
+ANSWER_FORMAT = """
+Answer with one fenced code block for each file. Its first line is a comment with the file's path:
+# model_new.py, or for a kernel // kernels/NAME. The last block of a path counts.
+"""
+PATH = r"model_new\.py|kernels/\w[\w.-]*"
+BLOCK = re.compile(rf"^```[^\n`]*\n(?:(?:#|//)[ \t]*({PATH})[ \t]*\n)?(.*?)^```", re.MULTILINE | re.DOTALL)
+# Seconds that one request waits for a verdict, for which a request is repeated while no service answers, and
+# between two attempts.
+WAIT_SECONDS, RESTART_SECONDS, RETRY_SECONDS = 50, 60.0, 1.0
+# Requests to the service at a time.
+CONCURRENT = 64
+# HTTP statuses of a service that is busy or restarts, after which a request is repeated.
+UNAVAILABLE = (429, 502, 504)
+
+
+class JudgeFailed(RuntimeError):
+    """Error raised if the service gives no verdict, through no fault of the candidate."""
+
+
+def files_of(answer: str) -> dict[str, str]:
+    """Return the files of an answer, by path: its fenced blocks, as ANSWER_FORMAT describes them.
+
+    A block without a path is model_new.py.
+    """
+    text = answer.encode(errors="replace").decode()  # lone surrogates are no text
+    return {path or "model_new.py": source for path, source in BLOCK.findall(text)}
+
+
+def ask(path: str, request: dict[str, Any] | None = None) -> Any:
+    """Return the answer of the service to a request: GET, or POST with a JSON body.
+
+    A request with a body is repeated until its job has ended. Raises JudgeFailed if the service refuses the
+    request, if its judge fails, or if no service answers for RESTART_SECONDS.
+    """
+    address = os.environ.get("CUDA_AGENT_JUDGE", DEFAULT_ADDRESS).rstrip("/")
+    headers = {"Authorization": f"Bearer {os.environ.get('CUDA_AGENT_TOKEN', '')}"}
+    if request is not None:
+        headers["Content-Type"] = "application/json"
+    body = None if request is None else json.dumps(request).encode()
+    silent_since = time.monotonic()
+    while True:
+        try:
+            message = urllib.request.Request(address + path, body, headers)
+            with urllib.request.urlopen(message, timeout=2 * WAIT_SECONDS) as reply:
+                if reply.status == 200:
+                    return json.load(reply)
+        except urllib.error.HTTPError as error:
+            if error.code not in UNAVAILABLE:
+                raise JudgeFailed(f"{address}: {error.read(2000).decode(errors='replace')}") from error
+            time.sleep(float(error.headers.get("Retry-After", RETRY_SECONDS)))
+        except OSError as error:
+            if time.monotonic() - silent_since > RESTART_SECONDS:
+                raise JudgeFailed(f"{address} does not answer: {error}") from error
+            time.sleep(RETRY_SECONDS)
+            continue
+        silent_since = time.monotonic()
+
+
+def verdict_on(task: str, files: dict[str, str]) -> dict[str, Any]:
+    """Return the judge's verdict on a candidate, whose `files` have texts by path (docs/environments.md)."""
+    request = {"code" if "\n" in task else "task": task, "files": files}
+    job: dict[str, Any] = ask(f"/v1/judgements?wait={WAIT_SECONDS}", request)
+    verdict: dict[str, Any] = job["verdict"]
+    return verdict
+
+
+def milestones(tasks: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Return the milestone of each answer: -1, 1, 2 or 3. An answer without files gets -1.
+
+    Raises JudgeFailed if there is no verdict on one of them, because no number would be true.
+    """
+
+    def milestone(task: str, answer: str) -> float:
+        files = files_of(answer)
+        return float(verdict_on(task, files)["milestone"]) if files else -1.0
+
+    with ThreadPoolExecutor(CONCURRENT) as threads:
+        return list(threads.map(milestone, tasks, answers))
+
+
+def kernel_reward(
+    prompts: Sequence[Any], completions: Sequence[Any], task: Sequence[str], **columns: Any
+) -> list[float]:
+    """Return the milestones of TRL's completions, for a data set whose column `task` has the tasks."""
+    answers = [
+        completion if isinstance(completion, str) else "\n".join(str(turn["content"]) for turn in completion)
+        for completion in completions
+    ]
+    return milestones(task, answers)
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Return the milestone of an answer to verl, in whose data set `ground_truth` is the task."""
+    return milestones([ground_truth], [solution_str])[0]
+
+
+def reward_func(
+    queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **options: Any
+) -> dict[str, Any]:
+    """Return the milestones of OpenRLHF's queries (a prompt and its answer), whose labels are the tasks.
+
+    The tensors have the shape [queries]. `scores` is 1 for a correct candidate and 0 for any other.
+    """
+    import torch
+
+    answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+    rewards = torch.tensor(milestones(labels, answers))
+    return {"rewards": rewards, "scores": (rewards > 0).float(), "extra_logs": {"milestone": rewards}}
