@@ -22,7 +22,7 @@ from components.core.errors import UserError
 from components.core.progress import Progress
 from components.evaluation.evaluate import evaluate
 from components.evaluation.suites import load_suite
-from components.judge.open_pool import open_pool
+from components.judge.pool.open_pool import open_pool
 from components.registry import models
 from components.registry.tracking import connect, flatten
 from flows import process_reaper, run_context

@@ -9,7 +9,7 @@ from components.core.files import digest_file, digest_json
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import RESULTS, Evaluation, Summary, TaskResult, load_evaluation
 from components.evaluation.suites import load_suite
-from components.judge.pool import LocalPool
+from components.judge.pool.local_pool import LocalPool
 from flows.progress import RenamedProgress
 from flows.steps import Context, EvaluationRecord
 

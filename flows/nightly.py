@@ -21,8 +21,8 @@ from components.core.signals import sigterm_outside_of_locks
 from components.core.sources import project_digests
 from components.core.task import read_tasks
 from components.evaluation.compare import SETTINGS
-from components.judge.open_pool import open_pool
-from components.judge.pool import with_any_duration
+from components.judge.pool.local_pool import with_any_duration
+from components.judge.pool.open_pool import open_pool
 from components.registry.gates import Decision
 from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint

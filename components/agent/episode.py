@@ -23,7 +23,7 @@ from components.agent.workspace import Workspace
 from components.bootstrap.canonicalize import canonicalize
 from components.core.params import Params
 from components.core.task import KernelTask
-from components.judge.pool import Candidate, Job, JudgePool
+from components.judge.pool.local_pool import Candidate, Job, JudgePool
 from components.judge.verdict import Verdict
 from components.policy.prompts import user_message
 

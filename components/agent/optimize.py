@@ -20,7 +20,7 @@ from components.core.files import digest_json
 from components.core.params import Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
-from components.judge.pool import Candidate, Job, JudgePool
+from components.judge.pool.local_pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Verdict
 
 # Largest number of kernels that are measured a second time.

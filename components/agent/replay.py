@@ -15,7 +15,7 @@ from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.task import KernelTask
-from components.judge.pool import JudgePool
+from components.judge.pool.local_pool import JudgePool
 
 # Pattern of the lines of an observation that hold measured times.
 MEASURED = re.compile(r"^(?:Torch Baseline: .*|Speed-up: .*)$", re.MULTILINE)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from components.core.config import Resolved
     from components.core.params import Params
     from components.core.progress_view import ProgressView
-    from components.judge.pool import LocalPool
+    from components.judge.pool.local_pool import LocalPool
 
 Profile = Annotated[
     str, typer.Option("--profile", help="overlay of params.yaml, for instance smoke or h20-pool")
@@ -199,7 +199,7 @@ def judge_session(
     With `use_resident`, the judge that `cuda-agent serve` keeps ready for this home is used if it runs.
     """
     from components.core.progress_view import ProgressView
-    from components.judge.open_pool import open_pool
+    from components.judge.pool.open_pool import open_pool
 
     with (
         contextlib.closing(open_pool(params, home / "verdicts", use_resident=use_resident)) as pool,

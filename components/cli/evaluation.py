@@ -74,7 +74,7 @@ def evaluate(
     from components.evaluation.evaluate import evaluate as evaluate_policy
     from components.evaluation.report import write_evaluation_report
     from components.evaluation.suites import load_suite
-    from components.judge.pool import with_any_duration
+    from components.judge.pool.local_pool import with_any_duration
 
     tasks = load_suite(resolved.params, dataset or newest_dataset(home))
     examined = find_policy(policy, model, resolved)

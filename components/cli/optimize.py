@@ -67,7 +67,7 @@ def optimize(
     from components.agent.optimize import search_budget
     from components.agent.user_module import user_task
     from components.cli.policies import find_policy
-    from components.judge.pool import with_any_duration
+    from components.judge.pool.local_pool import with_any_duration
 
     task = user_task(module, class_name, inputs, init)
     folder = out_folder or Path(f"optimized-{module.stem}")

@@ -75,7 +75,7 @@ def train(
     from components.core.progress import Quiet
     from components.core.progress_view import ProgressView
     from components.core.sources import project_digests
-    from components.judge.open_pool import open_pool
+    from components.judge.pool.open_pool import open_pool
     from components.training.launcher import LAUNCHED
     from components.training.run_stage import run_stage
     from components.training.stage import CHECKPOINT, Stage

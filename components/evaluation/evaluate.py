@@ -40,7 +40,7 @@ from components.evaluation.metrics import (
     load_evaluation,
     summarise,
 )
-from components.judge.pool import Candidate, Job, JudgePool
+from components.judge.pool.local_pool import Candidate, Job, JudgePool
 from components.judge.verdict import Admission, Labels, Verdict
 
 # Seconds to wait before final answers on which the judge failed are measured again, for each retry. Tasks on

@@ -11,8 +11,8 @@ from components.judge.role_processes import OneProcess
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import TaskReference
 from components.judge.timed_runner import TimedRunner
+from components.sandbox.inside.runner_protocol import ZygoteKind
 from components.sandbox.runner_factory import RunnerFactory
-from components.sandbox.runner_protocol import ZygoteKind
 
 # Number of calls and bytes in a round of an admission on a GPU, as a share of the usual number. The rounds
 # are short, because nothing else runs on the GPU during a round, and small, because the GPU's memory limits

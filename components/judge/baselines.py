@@ -11,8 +11,8 @@ from components.judge.compile_cache import start_compiled
 from components.judge.role_processes import OneProcess, ProcessPerRole
 from components.judge.task_reference import TaskReference
 from components.judge.timed_runner import BASELINE_LIMITS, TimedRunner
+from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_process import RunnerError
-from components.sandbox.runner_protocol import RoleHeader
 
 # Wall-time limit of a baseline's runner in seconds; each of its rounds also has a shorter limit.
 BASELINE_SECONDS = 24 * 3600

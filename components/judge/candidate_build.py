@@ -21,7 +21,7 @@ from components.judge.rejection import Rejected
 from components.judge.screen import screen_files, screen_python, screen_symbols
 from components.sandbox.build import HEADER_SUFFIXES, SOURCE_SUFFIXES, Builder, BuildResult
 from components.sandbox.compiler_flags import refused_flag
-from components.sandbox.inline_extension import BuiltExtension, Extension, extension_digest
+from components.sandbox.inside.inline_extension import BuiltExtension, Extension, extension_digest
 
 # Errors of Python's parser and of functions on syntax trees; deep nesting raises the last two.
 SYNTAX_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)

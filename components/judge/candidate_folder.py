@@ -80,7 +80,7 @@ def judge_workdir(
         raise UserError(f"{workdir}: a single file has no task; give its task file with --task.")
     kernel_task = load_task(task if task is not None else workdir / "model.py")
     if params.pool.service:
-        from components.judge.http_pool import HttpJudge
+        from components.judge.pool.http_pool import HttpJudge
 
         with contextlib.closing(HttpJudge(params)) as service:
             return service.verdict(kernel_task, files, compare_compile=True)

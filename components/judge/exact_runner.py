@@ -25,10 +25,10 @@ from components.judge.correctness import (
 from components.judge.input_mixing import InputMix
 from components.judge.role_processes import ProcessPerRole
 from components.judge.task_reference import TaskReference, first_mismatch
-from components.sandbox import shared_memory
+from components.sandbox.inside import shared_memory
+from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
+from components.sandbox.inside.shared_memory import Buffer
 from components.sandbox.runner_process import Runner, RunnerError
-from components.sandbox.runner_protocol import RegionName, RoleHeader
-from components.sandbox.shared_memory import Buffer
 
 # Largest error that is accepted in a timed call, as a multiple of the limit for a correctness set. It exceeds
 # 1 for two reasons. An output that departs little from eager's is not compared with float64 (`departures`).

@@ -10,7 +10,12 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from components.sandbox.inline_extension import FUNCTIONS, INLINE_PARAMETERS, Extension, inline_extension
+from components.sandbox.inside.inline_extension import (
+    FUNCTIONS,
+    INLINE_PARAMETERS,
+    Extension,
+    inline_extension,
+)
 
 # Arguments of load_inline that do not change the extension.
 IGNORED = frozenset(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS, PERIOD
+from components.sandbox.inside.input_distributions import INPUT_DISTRIBUTIONS, PERIOD
 
 # Largest size in bytes of an input that is stored twice in a row, so that a rotated copy of it is a view.
 MAX_DOUBLED_BYTES = 1 << 28

@@ -48,8 +48,8 @@ from components.judge.verdict import (
 )
 from components.judge.version import VERSION
 from components.sandbox.build import EXTENSION_SUFFIX, Builder, open_factory
+from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_factory import RunnerFactory
-from components.sandbox.runner_protocol import RoleHeader
 
 # Number of file descriptors that are assumed to be open for one task bench. They belong to the shared memory
 # of its reference and of each runner, and to each runner's connection and pidfd.

@@ -12,11 +12,11 @@ import torch
 
 from components.core.param_types import Device
 from components.judge.task_layout import TaskLayout
-from components.sandbox import shared_memory
+from components.sandbox.inside import shared_memory
+from components.sandbox.inside.runner_protocol import RegionName, Role, RoleHeader, ZygoteKind
+from components.sandbox.inside.shared_memory import Buffer
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner
-from components.sandbox.runner_protocol import RegionName, Role, RoleHeader, ZygoteKind
-from components.sandbox.shared_memory import Buffer
 
 
 @dataclass

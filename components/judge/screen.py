@@ -3,7 +3,7 @@
 The rules for policies are in agent_workdir/SKILL.md. `screen_python` compares the syntax tree of model_new.py
 with lists of allowed names, and `screen_symbols` compares the symbols that the built library imports with a
 list of allowed symbols. The operators that a candidate calls are blocked later, in its runner
-(components/sandbox/op_blocker.py). A candidate that evades the screening is still verified and timed like any
+(sandbox/inside/op_blocker.py). A candidate that evades the screening is still verified and timed like any
 other candidate.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from components.core.python_source import parse_python
 from components.judge.extension_sources import called_function, uses_extensions
-from components.sandbox.inline_extension import FUNCTIONS
+from components.sandbox.inside.inline_extension import FUNCTIONS
 
 FILE_NAME = re.compile(r"model_new\.py|kernels/[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")
 MAX_MODEL_CHARACTERS = 64 << 10

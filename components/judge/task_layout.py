@@ -15,10 +15,10 @@ from pydantic import Field
 from components.core.param_types import Device
 from components.core.params import Sandbox
 from components.core.records import FrozenModel
-from components.sandbox import shared_memory
-from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
-from components.sandbox.runner_protocol import MemoryLayout, Region, RegionName
-from components.sandbox.shared_memory import Buffer, Slot
+from components.sandbox.inside import shared_memory
+from components.sandbox.inside.input_distributions import INPUT_DISTRIBUTIONS
+from components.sandbox.inside.runner_protocol import MemoryLayout, Region, RegionName
+from components.sandbox.inside.shared_memory import Buffer, Slot
 
 # Largest number of calls in one round, by device.
 MAX_CALLS = {"cpu": 32, "cuda": 256}

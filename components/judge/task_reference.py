@@ -22,10 +22,10 @@ from components.judge.input_mixing import InputBank, InputMix
 from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
 from components.judge.role_processes import OneProcess, ProcessPerRole, switch_role
 from components.judge.task_layout import Description, Sizing, input_distributions
-from components.sandbox import shared_memory
+from components.sandbox.inside import shared_memory
+from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
+from components.sandbox.inside.shared_memory import Buffer
 from components.sandbox.runner_process import Runner, RunnerError
-from components.sandbox.runner_protocol import RegionName, RoleHeader
-from components.sandbox.shared_memory import Buffer
 
 
 @contextlib.contextmanager
@@ -239,7 +239,7 @@ class TaskReference:
         """Yield the task's outputs for changed versions of the first input set, one list for each change.
 
         Each item of `changes` has the entries to replace in the order with which the runner makes the set
-        (`components.sandbox.reference.ReferenceModel.fill`), for example so that one input comes from another
+        (`sandbox.inside.reference.ReferenceModel.fill`), for example so that one input comes from another
         seed. The outputs are at the task's precision, and the next ones overwrite them. Raises TaskError if
         the task's source fails.
         """

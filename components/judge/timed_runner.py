@@ -15,9 +15,9 @@ import torch
 from components.judge.input_mixing import InputMix, as_bits
 from components.judge.role_processes import OneProcess, ProcessPerRole
 from components.judge.task_reference import TaskReference
-from components.sandbox import shared_memory
+from components.sandbox.inside import shared_memory
+from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_process import Runner, RunnerError
-from components.sandbox.runner_protocol import RoleHeader
 
 # Time limit of a baseline's warm-up or round, as a multiple of `sandbox.run_seconds`. The limit is long,
 # because torch.compile compiles in the warm-up.

@@ -8,7 +8,7 @@ from components.core.params import Params
 SOURCES = sorted(
     path
     for package in ("judge", "sandbox")
-    for path in (PROJECT / "components" / package).iterdir()
+    for path in (PROJECT / "components" / package).rglob("*")
     if path.suffix in (".py", ".cpp")
 )
 # Digest of the judge's own sources, which is stored in the evidence of every verdict.

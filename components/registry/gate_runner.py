@@ -17,7 +17,7 @@ from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import Evaluation, load_evaluation
-from components.judge.pool import JudgePool
+from components.judge.pool.local_pool import JudgePool
 from components.judge.verdict import Labels
 from components.registry import gates, models
 from components.registry.exploits import Sample, try_exploits

@@ -4,6 +4,6 @@ Code of candidates and tasks runs in runners. These are processes that a zygote,
 torch already, forks on demand.
 
 This package imports only `core`. Other packages use `runner_factory.RunnerFactory`, `build.Builder`,
-`isolation` and `preflight.check_isolation`. The code that runs inside the sandbox is in `zygote.py`,
-`runner.py`, `runner_roles.py` and the modules that they import. Start reading with `runner_factory.py`.
+`isolation` and `preflight.check_isolation`. The code that runs inside the sandbox is in `inside/`. Start
+reading with `runner_factory.py`.
 """

@@ -30,9 +30,9 @@ from components.sandbox.compiler_flags import (
     library_flags,
     processor_features,
 )
-from components.sandbox.inline_extension import Extension
+from components.sandbox.inside.inline_extension import Extension
 from components.sandbox.preflight import check_isolation
-from components.sandbox.runner_factory import CACHE_SECONDS, RunnerFactory
+from components.sandbox.runner_factory import CACHE_SECONDS, INSIDE_FOLDER, RunnerFactory
 
 TEMPLATE = PROJECT / "agent_workdir"
 EXTENSION_SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
@@ -71,7 +71,7 @@ def build_result_channel() -> Path:
 
     The module is compiled if the user's cache does not contain it. Raises InfrastructureError if that fails.
     """
-    source = Path(__file__).with_name("result_channel.cpp")
+    source = INSIDE_FOLDER / "result_channel.cpp"
     flags = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-shared"]
     includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
     command = [compiler("cpu"), *flags, *includes]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from components.core.errors import UserError
 from components.core.param_types import Device
-from components.sandbox.inline_extension import Extension
+from components.sandbox.inside.inline_extension import Extension
 from components.sandbox.isolation import PathMap
 
 CPU_FLAGS = (

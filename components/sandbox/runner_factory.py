@@ -20,6 +20,7 @@ from components.core.files import digest_json, remove_stale, user_cache
 from components.core.param_types import Device
 from components.core.params import Sandbox
 from components.sandbox import isolation, seccomp_filter
+from components.sandbox.inside.runner_protocol import Confinement, Role, RoleHeader, ZygoteKind
 from components.sandbox.runner_process import (
     EXIT_SECONDS,
     MESSAGE_BYTES,
@@ -28,7 +29,6 @@ from components.sandbox.runner_process import (
     has_ended,
     send,
 )
-from components.sandbox.runner_protocol import Confinement, Role, RoleHeader, ZygoteKind
 
 # Maximum length of a message to a zygote. By default a packet on a local socket can have at most 208 KiB
 # (net.core.wmem_default).
@@ -43,7 +43,7 @@ CACHE_SECONDS = 14 * 24 * 3600
 TEMPORARY_BYTES = 1 << 29
 # The same for a runner that compiles for a GPU, where max-autotune compiles hundreds of kernels to time them.
 AUTOTUNE_BYTES = 1 << 32
-SANDBOX_FOLDER = Path(__file__).resolve().parent
+INSIDE_FOLDER = Path(__file__).resolve().parent / "inside"
 WARM_KINDS: tuple[ZygoteKind, ...] = ("plain", "compile")
 
 
@@ -208,7 +208,7 @@ class RunnerFactory:
         isolated = self.sandbox.isolation == "bubblewrap"
         environment = dict(isolation.BUBBLEWRAP_ENVIRONMENT)
         if isolated:
-            paths = isolation.python_paths() | {SANDBOX_FOLDER: "/sandbox", self.result_channel: "/native"}
+            paths = isolation.python_paths() | {INSIDE_FOLDER: "/sandbox", self.result_channel: "/native"}
             # The base interpreter, to which that of a virtual environment links, has the same path inside.
             base_interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
             interpreter = [base_interpreter, "-I", "-S"]
@@ -226,7 +226,7 @@ class RunnerFactory:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command += [
             *interpreter,
-            paths.inside(SANDBOX_FOLDER / "zygote.py"),
+            paths.inside(INSIDE_FOLDER / "zygote.py"),
             str(theirs.fileno()),
             self.device,
             kind,

@@ -21,7 +21,7 @@ from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
 from components.core.params import Params
 from components.core.task import KernelTask, check_contract
-from components.judge.pool import (
+from components.judge.pool.local_pool import (
     Candidate,
     Job,
     admission_key,

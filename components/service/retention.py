@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from components.judge.pool import journal_path
+from components.judge.pool.local_pool import journal_path
 from components.service.jobs import DAY, JobService
 
 # Days for which a job is kept after its end, and seconds between two searches for older ones.

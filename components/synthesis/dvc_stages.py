@@ -63,7 +63,7 @@ def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
 
     `seeds` is the folder with the table of mined operators, and `verdicts` that of the journal of verdicts.
     """
-    from components.judge.open_pool import open_pool
+    from components.judge.pool.open_pool import open_pool
     from components.synthesis.dataset import build_dataset
 
     pool = open_pool(params, verdicts)

@@ -24,7 +24,7 @@ from components.core.params import Params
 from components.core.progress import Progress
 from components.core.records import FrozenModel
 from components.core.task import KernelTask, dataset_version, read_tasks
-from components.judge.pool import JudgePool
+from components.judge.pool.local_pool import JudgePool
 from components.policy.checkpoint import Manifest, verify_checkpoint
 from components.synthesis.headroom import repeat_by_headroom
 from components.training.metrics import Figures

@@ -28,7 +28,7 @@ from components.agent.in_flight import BusyMeter, keep_in_flight
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories, updates_of
 from components.core.errors import UserError
 from components.core.files import sync
-from components.judge.pool import JudgePool
+from components.judge.pool.local_pool import JudgePool
 
 # Wave and index of an attempt.
 Attempt = tuple[int, int]

@@ -29,7 +29,7 @@ import judge_fixtures as corpus
 from components.core.config import resolve
 from components.core.params import Params
 from components.judge.judge import Judge
-from components.judge.pool import Candidate, Job, LocalPool
+from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.resident import Judges
 from components.judge.verdict import Verdict
 from components.service.http_server import bind, serving

@@ -25,8 +25,8 @@ from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.task import KernelTask
-from components.judge.open_pool import open_pool
-from components.judge.pool import Candidate, Job
+from components.judge.pool.local_pool import Candidate, Job
+from components.judge.pool.open_pool import open_pool
 from components.judge.verdict import Labels, Verdict
 
 FIELDS = ("level_id", "task_id", "ref_code", "custom_code", "score_default")

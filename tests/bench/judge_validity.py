@@ -30,7 +30,7 @@ from components.judge.timed_rounds import speedup, timed_rounds
 from components.judge.timed_runner import StagedInputs, TimedRunner
 from components.judge.verdict import MARGIN, Ratio
 from components.sandbox.build import EXTENSION_SUFFIX
-from components.sandbox.runner_protocol import RoleHeader
+from components.sandbox.inside.runner_protocol import RoleHeader
 
 RUNNER_SECONDS = 300
 REPEATS_PER_RUNNER = 5

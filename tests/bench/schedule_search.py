@@ -37,7 +37,7 @@ from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.evaluate import add_cost, claim
 from components.evaluation.metrics import RESULTS, Measurement
-from components.judge.pool import Candidate, Job, JudgePool
+from components.judge.pool.local_pool import Candidate, Job, JudgePool
 from components.judge.verdict import Verdict
 
 # Name of the search in progress reports, and of its device-seconds in cost.json.

@@ -23,7 +23,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "components" / "sandbox"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "components" / "sandbox" / "inside"))
 
 import torch
 import transformers

@@ -77,7 +77,7 @@ class ThreadRunner(Runner):
 @pytest.fixture
 def runner_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Import the code of a runner as its process does."""
-    for folder in (Path(runner_factory.__file__).parent, build_result_channel()):
+    for folder in (runner_factory.INSIDE_FOLDER, build_result_channel()):
         monkeypatch.syspath_prepend(str(folder))
     before = set(sys.modules)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -15,7 +15,7 @@ from components.core.files import digest_file, write_json
 from components.core.params import Params
 from components.core.progress import Quiet
 from components.evaluation.metrics import TaskResult, summarise
-from components.judge.pool import Candidate, Job
+from components.judge.pool.local_pool import Candidate, Job
 from components.judge.verdict import Verdict
 from components.registry import gate_runner, gates, models
 from components.registry.exploits import Sample, candidates, try_exploits

@@ -30,10 +30,10 @@ from components.judge.correctness import ReferenceOutput
 from components.judge.exact_runner import ExactRunner
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
-from components.judge.pool import Candidate, Job, LocalPool
+from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.verdict import MARGIN, Verdict
-from components.sandbox import shared_memory
 from components.sandbox.build import Builder, build_result_channel
+from components.sandbox.inside import shared_memory
 from components.sandbox.runner_factory import RunnerFactory
 
 SIMD = corpus.files("honest", "simd")

@@ -15,13 +15,14 @@ from components.judge.input_mixing import InputBank
 from components.judge.judge import Judge
 from components.judge.timed_runner import Operation, TimedRunner
 from components.judge.verdict import Verdict
-from components.sandbox import runner_factory, seccomp_filter, shared_memory
+from components.sandbox import runner_factory, seccomp_filter
 from components.sandbox.build import EXTENSION_SUFFIX
+from components.sandbox.inside import shared_memory
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner
 
 pytestmark = pytest.mark.usefixtures("no_compile_baseline")
-SANDBOX = Path(runner_factory.__file__).parent
+SANDBOX = runner_factory.INSIDE_FOLDER
 INSIDE = (
     "zygote.py",
     "runner.py",
@@ -207,7 +208,7 @@ def mutated(
         text = (tmp_path / file).read_text()
         assert text.count(old) == 1, f"{file} has changed: {old}"
         (tmp_path / file).write_text(text.replace(old, new))
-        monkeypatch.setattr(runner_factory, "SANDBOX_FOLDER", tmp_path)
+        monkeypatch.setattr(runner_factory, "INSIDE_FOLDER", tmp_path)
         nurseries.append(
             RunnerFactory(
                 cold_judge.params.sandbox,

@@ -39,9 +39,9 @@ from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.core.task import KernelTask, load_task
-from components.judge import open_pool as pool_module
 from components.judge.judge import Judge
-from components.judge.pool import Job, LocalPool
+from components.judge.pool.local_pool import Job, LocalPool
+from components.judge.pool import open_pool as pool_module
 from components.judge.verdict import Admission, Verdict
 
 EXAMPLES = PROJECT / "docs" / "examples"

@@ -18,7 +18,7 @@ from judge_fixtures import CODE, HERE, MODEL_NEW, TASK
 from components.core.config import resolve
 from components.core.errors import InfrastructureError, UserError
 from components.judge import resident_client
-from components.judge.pool import Candidate, Job, LocalPool
+from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.resident_client import connect, socket_path
 
 SETTINGS = ("--profile", "ci", "--device", "cpu")

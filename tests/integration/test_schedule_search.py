@@ -18,7 +18,7 @@ from components.core.config import PROJECT, resolve
 from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.core.task import KernelTask, write_tasks
-from components.judge.pool import Job, LocalPool
+from components.judge.pool.local_pool import Job, LocalPool
 from components.judge.verdict import Ratio, Speedup, Status, Verdict
 from components.synthesis.compose import write_source
 
@@ -146,7 +146,7 @@ from components.core.config import resolve
 from components.core.progress import Quiet
 from components.core.task import read_tasks
 from schedule_search import search
-from components.judge.pool import LocalPool
+from components.judge.pool.local_pool import LocalPool
 
 folder = Path(sys.argv[1])
 params = resolve("ci").params

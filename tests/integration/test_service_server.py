@@ -13,8 +13,8 @@ from service_fixtures import PARAMS, TASK, TextJudges, body
 
 from components.core.errors import UserError
 from components.core.params import Params
-from components.judge.open_pool import open_pool
-from components.judge.pool import Candidate, Job
+from components.judge.pool.local_pool import Candidate, Job
+from components.judge.pool.open_pool import open_pool
 from components.service.app import BODY_BYTES
 from components.service.http_server import bind, serving
 

@@ -203,10 +203,10 @@ def test_a_zygote_that_cannot_start_is_told_with_its_log(
 ) -> None:
     """It was started again and again before, and only the clock told."""
     sources = tmp_path / "sources"
-    shutil.copytree(Path(runner_factory.__file__).parent, sources)
+    shutil.copytree(runner_factory.INSIDE_FOLDER, sources)
     with (sources / "runner.py").open("a") as file:
         file.write("\nraise RuntimeError('no compiler here')\n")
-    monkeypatch.setattr(runner_factory, "SANDBOX_FOLDER", sources)
+    monkeypatch.setattr(runner_factory, "INSIDE_FOLDER", sources)
     runners = RunnerFactory(ci_params.sandbox, "cpu", tmp_path / "home", build_result_channel())
     try:
         with pytest.raises(InfrastructureError, match="no compiler here"):

@@ -23,9 +23,9 @@ from components.core import ray_cluster
 from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.params import Params
-from components.judge.open_pool import open_pool
-from components.judge.pool import Candidate, Job, LocalPool
-from components.judge.ray_pool import RemoteJudges
+from components.judge.pool.local_pool import Candidate, Job, LocalPool
+from components.judge.pool.open_pool import open_pool
+from components.judge.pool.ray_pool import RemoteJudges
 from components.training import critic
 from components.training.ray_launcher import run_on_ray
 from components.training.run_stage import run_stage
@@ -181,7 +181,7 @@ def test_every_process_of_a_run_finds_the_judges_that_one_has_started(
 
         program = (
             "import sys, ray; from components.core.params import Params\n"
-            "from components.judge.ray_pool import RemoteJudges\n"
+            "from components.judge.pool.ray_pool import RemoteJudges\n"
             "judges = RemoteJudges(Params.model_validate_json(sys.argv[1])); assert judges.group is None\n"
             "print(*(ray.get(actor.incarnation.remote()) for actor in judges.actors))"
         )
@@ -227,7 +227,7 @@ def test_judges_end_with_the_run_also_if_it_is_killed(
     before = judges_there()
     program = (
         "import sys, time, os, ray; from components.core.params import Params\n"
-        "from components.judge.ray_pool import RemoteJudges\n"
+        "from components.judge.pool.ray_pool import RemoteJudges\n"
         "judges = RemoteJudges(Params.model_validate_json(sys.argv[1])); judges.prepare()\n"
         "print(ray.get(judges.actors[0].__ray_call__.remote(lambda _: os.getpid())), flush=True)\n"
         "time.sleep(600)"

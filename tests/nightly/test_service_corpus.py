@@ -21,7 +21,7 @@ import service_exploits
 
 from components.core.config import resolve
 from components.judge import judge as judge_module
-from components.judge.pool import journal_path
+from components.judge.pool.local_pool import journal_path
 from components.judge.resident import Judges
 from components.service.http_server import bind, serving
 

@@ -13,7 +13,7 @@ from components.evaluation.evaluate import evaluate
 from components.evaluation.report import write_evaluation_report
 from components.evaluation.suites import load_suite
 from components.judge.judge import Judge
-from components.judge.pool import LocalPool, with_any_duration
+from components.judge.pool.local_pool import LocalPool, with_any_duration
 from components.judge.verdict import Verdict
 from components.registry.gate_runner import is_complete
 

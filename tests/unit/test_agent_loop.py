@@ -33,7 +33,7 @@ from components.agent.trajectory import Trajectory, load_trajectories, save_traj
 from components.bootstrap.canonicalize import canonicalize
 from components.core.params import Params
 from components.core.task import KernelTask
-from components.judge.pool import LocalPool
+from components.judge.pool.local_pool import LocalPool
 from components.judge.verdict import Verdict
 from components.policy.chat_client import ChatClient, ServerFailed, ToolsUnsupported
 from components.policy.prompts import user_message

@@ -10,7 +10,7 @@ from components.core.params import Params
 from components.judge.correctness import FLOAT32_FLOOR, ReferenceOutput, smallest_limits
 from components.judge.exact_runner import TIMED_MULTIPLE, departures, suspicious_calls
 from components.judge.input_mixing import InputBank, InputMix
-from components.sandbox.float64_mode import computing_in_float64
+from components.sandbox.inside.float64_mode import computing_in_float64
 
 INF, NAN = math.inf, math.nan
 

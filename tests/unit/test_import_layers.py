@@ -32,7 +32,7 @@ FILES = sorted(
 
 
 def package_of(module: str) -> str:
-    """components.judge.pool -> components.judge; flows.nightly -> flows."""
+    """components.judge.pool.local_pool -> components.judge; flows.nightly -> flows."""
     parts = module.split(".")
     return parts[0] if parts[0] == "flows" else ".".join(parts[:2])
 

@@ -19,7 +19,7 @@ from components.judge.exact_runner import departures
 from components.judge.input_mixing import InputBank
 from components.judge.memory_plan import COMPARING_BYTES
 from components.judge.task_bench import TaskBench
-from components.sandbox.input_distributions import INPUT_DISTRIBUTIONS
+from components.sandbox.inside.input_distributions import INPUT_DISTRIBUTIONS
 
 BASE = resolve().params
 PART = 1 << 16

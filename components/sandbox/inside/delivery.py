@@ -18,7 +18,7 @@ import torch
 from runner_support import SharedTensors, flatten_outputs
 
 if TYPE_CHECKING:
-    from components.sandbox.runner_protocol import RoleHeader
+    from components.sandbox.inside.runner_protocol import RoleHeader
 
 # Modes of torch.compile that use CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from components.core.errors import UserError
 from components.core.params import Params
-from components.judge.http_pool import HttpPool
-from components.judge.pool import LocalPool
+from components.judge.pool.http_pool import HttpPool
+from components.judge.pool.local_pool import LocalPool
 from components.sandbox.preflight import check_isolation
 
 

@@ -28,7 +28,7 @@ from op_blocker import ForbiddenOperator, prepare_operator_block
 from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs
 
 if TYPE_CHECKING:
-    from components.sandbox.runner_protocol import RoleHeader
+    from components.sandbox.inside.runner_protocol import RoleHeader
 
 # Maximum length of an order of the judge, in bytes.
 ORDER_BYTES = 1 << 14

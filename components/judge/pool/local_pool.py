@@ -194,7 +194,7 @@ class LocalPool:
         nor a client.
         """
         if self.params.pool.judges:
-            from components.judge.ray_pool import RemoteJudges
+            from components.judge.pool.ray_pool import RemoteJudges
 
             return RemoteJudges(self.params)
         if self.use_resident:

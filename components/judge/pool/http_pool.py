@@ -14,7 +14,7 @@ from components.core.files import digest_json, read_json, write_json
 from components.core.param_kinds import result_values
 from components.core.params import Params
 from components.core.task import KernelTask
-from components.judge.pool import Job, LocalPool
+from components.judge.pool.local_pool import Job, LocalPool
 from components.judge.verdict import Admission, Verdict
 from components.judge.version import protocol_digest
 

@@ -22,7 +22,7 @@ from input_distributions import INPUT_DISTRIBUTIONS
 from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs
 
 if TYPE_CHECKING:
-    from components.sandbox.runner_protocol import RegionName, RoleHeader
+    from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
 
 # Time for which `describe` repeats the model's call to measure its duration.
 TIMING_SECONDS = 0.02

@@ -13,7 +13,7 @@ import shared_memory
 import torch
 
 if TYPE_CHECKING:
-    from components.sandbox.runner_protocol import RegionName, RoleHeader
+    from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
 
 # Names of the shared regions, in the order in which the judge sends the descriptors of their buffers.
 REGIONS: "tuple[RegionName, ...]" = (
