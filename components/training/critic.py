@@ -25,9 +25,8 @@ from components.core.errors import StageFailed, UserError
 from components.policy.checkpoint import load_tokenizer, verify_checkpoint
 from components.training.advantages import discounted_rewards, explained_variance, row_gae
 from components.training.batches import Batch, EarnedRows, Packed, Streams
-from components.training.engine import DTYPES, DeepSpeedEngine
+from components.training.engine import DTYPES, DeepSpeedEngine, MetricSums, evaluate, train_step
 from components.training.losses import value_loss_sum
-from components.training.microbatching import MetricSums, evaluate, train_step
 from components.training.networks import VALUE_HEAD, load_critic
 from components.training.ranks import sharded_loading
 from components.training.stage import Stage, StageResult, derived_seed

@@ -1,4 +1,6 @@
-"""The training engine: classes that wrap DeepSpeed and have the same methods on one core and on many GPUs.
+"""The training engine: DeepSpeed with the same functions on one core and on many GPUs.
+
+`train_step` and `evaluate` divide the rows of a batch into micro-batches, and these among the ranks.
 
 With sequence parallelism (DeepSpeed's Ulysses), groups of consecutive ranks share each forward pass: every
 rank has a slice of the tokens, but in attention it has all tokens for some of the heads.
@@ -10,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
@@ -18,8 +20,8 @@ from torch import Tensor, distributed, nn
 from components.core import param_types, stage_params
 from components.core.errors import UserError
 from components.training import document_attention, universal_checkpoint
-from components.training.batches import Microbatch, Packed
-from components.training.ranks import deepspeed_config, import_deepspeed, join_world
+from components.training.batches import Batch, Microbatch, Packed, Streams, pack, plan, stream, to_device
+from components.training.ranks import World, deepspeed_config, import_deepspeed, join_world
 from components.training.universal_checkpoint import SHARDS, UNIVERSAL
 
 # Betas of AdamW.
@@ -29,8 +31,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Least size of a tensor that engine.activation_offload moves to host memory.
 OFFLOADED_BYTES = 2**20
 
-# Function that returns a micro-batch's share of the loss from the network and the micro-batch.
-Loss = Callable[[nn.Module, Microbatch], Tensor]
+Values = TypeVar("Values", bound=Streams)
+# Function that takes a network, packed tokens and the values of its own tokens, and returns loss and metrics,
+# each summed over own tokens.
+Loss = Callable[[nn.Module, Packed, Values], tuple[Tensor, dict[str, Tensor]]]
 
 
 class NotFinite(Exception):
@@ -144,7 +148,13 @@ class DeepSpeedEngine:
             outputs: tuple[Tensor, ...] = self.engine(packed)
         return outputs
 
-    def step(self, microbatches: Sequence[Microbatch], loss: Loss, *, learning_rate: float) -> float:
+    def step(
+        self,
+        microbatches: Sequence[Microbatch],
+        loss: Callable[[nn.Module, Microbatch], Tensor],
+        *,
+        learning_rate: float,
+    ) -> float:
         """Take one optimizer step and return the gradient norm before clipping.
 
         `loss` must return a micro-batch's share of the step's loss: the sum over those tokens of the
@@ -302,3 +312,76 @@ def _move(module: nn.Module, device: torch.device) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         if not hasattr(tensor, "ds_id"):
             tensor.data = tensor.data.to(device)
+
+
+class MetricSums:
+    """Sums of metrics over the tokens that the policy sampled.
+
+    `add` adds the sums of one micro-batch of this rank, and `means` combines the sums of all ranks.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def add(self, parts: dict[str, Tensor]) -> None:
+        for name, value in parts.items():
+            self.values[name] = self.values.get(name, torch.zeros(())) + value.detach().float().cpu()
+
+    def means(self, world: World, tokens: int) -> dict[str, float]:
+        """Return each metric's sum over all ranks, divided by `tokens`, the number of tokens in the sums.
+
+        Raises NotFinite if a sum is NaN or infinite. Every rank must call this, after adding the same names.
+        """
+        total = world.sum(torch.stack(list(self.values.values())))
+        for name, value in zip(self.values, total, strict=True):
+            if not torch.isfinite(value):
+                raise NotFinite(f"{name} is not a number")
+        return {name: float(value) / tokens for name, value in zip(self.values, total, strict=True)}
+
+
+def train_step(
+    engine: DeepSpeedEngine,
+    batch: Batch,
+    values: Values,
+    index: Sequence[int],
+    loss: Loss[Values],
+    sums: MetricSums,
+    *,
+    learning_rate: float,
+) -> float:
+    """Take one optimizer step on the rows of `batch` with the indices `index`; return the gradient norm.
+
+    Every rank calls this with the same arguments. `values` are the streams over the own tokens of `batch`
+    that `loss` needs. The loss is divided by the number of own tokens in all of these rows. The metrics that
+    `loss` returns are added to `sums`.
+    """
+    world, tokens = engine.world, batch.own_tokens(index)
+
+    def share(network: nn.Module, microbatch: Microbatch) -> Tensor:
+        packed = to_device(pack(batch, microbatch.rows, world.part, world.sequence_parallel), world.device)
+        total, parts = loss(network, packed, values.at(packed.own, world.device))
+        sums.add(parts if microbatch.counted else {name: torch.zeros(()) for name in parts})
+        return total / tokens
+
+    limit = engine.settings.tokens_per_microbatch
+    microbatches = plan(batch.lengths, index, limit, world.group, world.groups)
+    return engine.step(microbatches, share, learning_rate=learning_rate)
+
+
+def evaluate(
+    forward: Callable[[Packed], tuple[Tensor, ...]], world: World, batch: Batch, tokens_per_microbatch: int
+) -> tuple[Tensor, ...]:
+    """Return the outputs of `forward` on the whole batch, each [own tokens].
+
+    Every rank computes some of the micro-batches, and every rank gets the complete outputs.
+    """
+    results: list[Tensor] = []
+    rows = range(len(batch.ids))
+    for microbatch in plan(batch.lengths, rows, tokens_per_microbatch, world.group, world.groups):
+        packed = pack(batch, microbatch.rows, world.part, world.sequence_parallel)
+        for position, output in enumerate(forward(to_device(packed, world.device))):
+            if position == len(results):
+                results.append(stream(batch.tokens))
+            if microbatch.counted:
+                results[position][packed.own] = output.float().cpu()
+    return tuple(world.sum(result) for result in results)

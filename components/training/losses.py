@@ -1,6 +1,6 @@
 """The losses of PPO and of supervised fine-tuning over own tokens, which are those that the policy sampled.
 
-The functions named *_sum return sums over own tokens. `microbatching.train_step` divides these sums by the
+The functions named *_sum return sums over own tokens. `engine.train_step` divides these sums by the
 number of own tokens in all micro-batches on all ranks, because a mean per micro-batch would give more weight
 to tokens of small micro-batches. All tensors are [batch, seq]. Values at masked positions do not influence
 any loss.

@@ -29,7 +29,15 @@ from components.policy.adapter import adapter_disabled
 from components.policy.checkpoint import verify_checkpoint
 from components.training.advantages import explained_variance, leave_one_out, row_gae, whiten
 from components.training.batches import Packed, Rollout, Streams, collate, stream
-from components.training.engine import DTYPES, DeepSpeedEngine, FrozenNetwork
+from components.training.engine import (
+    DTYPES,
+    DeepSpeedEngine,
+    FrozenNetwork,
+    Loss,
+    MetricSums,
+    evaluate,
+    train_step,
+)
 from components.training.expert_load import ExpertLoad
 from components.training.losses import (
     effective_sample_size,
@@ -40,7 +48,6 @@ from components.training.losses import (
     value_loss_sum,
 )
 from components.training.metrics import Collapsed, Figures, collapse, reward_figures
-from components.training.microbatching import Loss, MetricSums, evaluate, train_step
 from components.training.networks import Actor, Critic, check_critic, load_critic, load_policy
 from components.training.ranks import sharded_loading
 from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks, sampling

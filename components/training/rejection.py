@@ -27,9 +27,8 @@ from components.core.stage_params import Rejection
 from components.policy.checkpoint import load_tokenizer
 from components.synthesis.compose import compose_training_tasks
 from components.training.batches import Packed, Streams, make_batch
-from components.training.engine import DeepSpeedEngine
+from components.training.engine import DeepSpeedEngine, MetricSums, train_step
 from components.training.metrics import reward_figures
-from components.training.microbatching import MetricSums, train_step
 from components.training.networks import Actor
 from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks, sampling
 from components.training.stage import Stage, StageResult, derived_seed

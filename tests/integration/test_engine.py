@@ -25,8 +25,7 @@ from components.core import config
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.training.batches import Microbatch, Streams, pack
-from components.training.engine import DeepSpeedEngine
-from components.training.microbatching import MetricSums, evaluate, train_step
+from components.training.engine import DeepSpeedEngine, MetricSums, evaluate, train_step
 from components.training.networks import Actor, load_policy
 from components.training.ranks import sharded_loading
 from components.training.rejection import likelihood_loss

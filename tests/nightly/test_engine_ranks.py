@@ -11,7 +11,7 @@ from engine_fixtures import STAGES, engine_of, largest_difference, parameters, t
 from rank_processes import two_ranks
 from safetensors.torch import load_file
 
-from components.training.microbatching import evaluate
+from components.training.engine import evaluate
 
 
 def test_two_ranks_with_uneven_micro_batches_equal_one_process(tmp_path: Path) -> None:
