@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing import get_context
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from components.bootstrap.corpus import MICROBATCHES, Corpus, load_corpus, make_corpus, plan_batches
 from components.bootstrap.muon import Muon
+from components.core.errors import StageFailed
 from components.core.files import atomic_write, digest_json
 from components.core.params import Params
 from components.core.progress import Progress, Quiet
@@ -48,7 +49,7 @@ def coldstart(
     beside `out`. If an interrupted call with the same parameters of device, policy and cold start, `dataset`
     and `code` left this folder, the training continues from it. The folder is removed at the end. On a cpu
     with several cores, a second process that this function starts computes half of every step. Raises
-    RuntimeError if that process ends too early.
+    StageFailed if that process ends too early.
     """
     state = out.parent / "state"
     settings = params.model_dump(include={"device", "policy", "coldstart"})
@@ -75,14 +76,14 @@ def coldstart(
             other.join(5)  # If the error is that the other process ended, its exit code comes a little later.
         if other.exitcode is None:
             raise
-        raise RuntimeError(
-            f"the second process of the cold start died (exit code {other.exitcode}); run again to continue"
+        raise StageFailed(
+            f"cold start: its second process ended with exit code {other.exitcode}; run again to continue."
         ) from error
     finally:
+        torch.set_num_threads(threads)
         if count > 1:
             other.kill()
             other.join()
-    torch.set_num_threads(threads)
     manifest = save_checkpoint(
         out,
         model.cpu(),

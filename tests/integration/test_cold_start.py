@@ -57,10 +57,12 @@ def test_a_killed_cold_start_continues_to_the_same_weights(
 ) -> None:
     whole = run(params, tasks, tmp_path / "a/checkpoint", watch := Watch())
     assert watch.losses[8] < watch.losses[1]
+    torch.set_num_threads(3)
     with pytest.raises(KeyboardInterrupt):
         cold_start.coldstart(
             params, iter(tasks), tmp_path / "b/checkpoint", dataset="d", code="c", progress=Watch(die_at=5)
         )
+    assert torch.get_num_threads() == 3
     assert not (tmp_path / "b/checkpoint").exists()
     rest = run(params, [], tmp_path / "b/checkpoint", again := Watch())
     assert min(again.losses) == 5, "step 5 died after its update and before its state was kept"

@@ -11,6 +11,7 @@ from cold_start_fixtures import tasks as tasks
 from transformers import AutoModelForCausalLM
 
 from components.bootstrap import cold_start
+from components.core.errors import StageFailed
 from components.core.params import Params
 from components.core.progress import Quiet
 from components.core.task import KernelTask
@@ -39,7 +40,7 @@ def test_two_processes_learn_what_one_does(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("ends", "says"), [((), RuntimeError), ((KeyboardInterrupt(),), KeyboardInterrupt)])
+@pytest.mark.parametrize(("ends", "says"), [((), StageFailed), ((KeyboardInterrupt(),), KeyboardInterrupt)])
 def test_a_second_process_killed_while_it_waits_ends_the_first_at_once(
     params: Params,
     tasks: list[KernelTask],
@@ -61,9 +62,10 @@ def test_a_second_process_killed_while_it_waits_ends_the_first_at_once(
                 for error in ends:
                     raise error
 
+    threads = torch.get_num_threads()
     with pytest.raises(says):
         cold_start.coldstart(
             params, iter(tasks), tmp_path / "checkpoint", dataset="d", code="c", progress=Kill()
         )
-    assert not multiprocessing.active_children()
+    assert not multiprocessing.active_children() and torch.get_num_threads() == threads
     run(params, [], tmp_path / "checkpoint", Quiet())
