@@ -6,23 +6,23 @@ and the processes sum their gradients with gloo. The training state is stored on
 continues and gives the same numbers as an uninterrupted one.
 """
 
+import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing import get_context
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from components.bootstrap.corpus import MICROBATCHES, Corpus, load_corpus, make_corpus, plan_batches
-from components.bootstrap.muon import Muon
 from components.core.errors import StageFailed
 from components.core.files import atomic_write, digest_json
 from components.core.params import Params
@@ -38,6 +38,52 @@ WARMUP_SHARE = 0.05
 TIMEOUT = timedelta(minutes=10)
 # Longest time that the second process waits for the first one, which makes the corpus.
 CORPUS_TIMEOUT = timedelta(days=1)
+# Coefficients of the polynomial of an iteration of Muon, and number of iterations.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+MOMENTUM = 0.95
+EPSILON = 1e-7
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Return `matrix` with its singular values replaced by values of about 1 (0.7 to 1.2).
+
+    The result is computed with five quintic Newton-Schulz iterations.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=EPSILON)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """The optimizer Muon for matrices, computed in float32.
+
+    Its steps are the orthogonalised Nesterov momentum times a learning rate, which is larger for matrices
+    with more rows than columns. It uses the same formulas, constants and state as torch.optim.Muon (Jordan,
+    "Muon: an optimizer for hidden layers", 2024), without weight decay. torch's version is not used, because
+    it orthogonalises in bfloat16, which is many times slower than float32 on a CPU without bfloat16
+    instructions.
+    """
+
+    def __init__(self, matrices: Iterable[nn.Parameter], lr: float):
+        super().__init__(matrices, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the matrices with their gradients. `closure` must be None."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+                momentum.lerp_(parameter.grad, 1 - MOMENTUM)
+                rows, columns = parameter.shape
+                rate = group["lr"] * math.sqrt(max(1, rows / columns))
+                parameter.add_(orthogonal(parameter.grad.lerp(momentum, MOMENTUM)), alpha=-rate)
 
 
 def coldstart(

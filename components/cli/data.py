@@ -71,8 +71,7 @@ def data_import(
     The filters are those of `cuda-agent data check`.
     """
     resolved = options.resolve()
-    from components.synthesis.dataset import admit_tasks
-    from components.synthesis.task_import import read_public
+    from components.synthesis.dataset import admit_tasks, read_public
 
     params = _with_against(resolved.params, against)
     tasks = read_public(file, params.data.held_out_seed)
@@ -93,7 +92,7 @@ def data_check(options: CommonOptions, dataset: Dataset, against: Against = None
     applies the filters too, and also has the judge run the tasks.
     """
     from components.core.task import dataset_version, read_tasks
-    from components.synthesis.task_import import check_rows, read_public
+    from components.synthesis.dataset import check_rows, read_public
 
     data = _with_against(options.resolve().params, against).data
     path = _parquet(dataset)
@@ -171,7 +170,7 @@ def data_show(
     from rich.syntax import Syntax
 
     from components.core.task import read_tasks
-    from components.synthesis.task_import import nearest_tasks
+    from components.synthesis.dataset import nearest_tasks
 
     path = _parquet(dataset or newest_dataset(home_of(options.resolve())))
     tasks = read_tasks(path)

@@ -38,8 +38,7 @@ from components.evaluation.metrics import (
     load_evaluation,
     require_equal_labels,
 )
-from components.evaluation.report_text import figure, interval, pretty, signed
-from components.evaluation.tables import figure_of
+from components.evaluation.tables import figure, figure_of, interval, pretty, signed
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 SCRIPT = Path(__file__).with_name("report.js")

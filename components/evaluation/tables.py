@@ -1,10 +1,11 @@
-"""Tables of the report as plain values, from which both report.html and report.json are written.
+"""Tables and texts of the report, from which both report.html and report.json are written.
 
 The tables are Table 1 of the CUDA Agent paper together with the figures of this run, the best, worst and
 degenerate tasks, the environment, and the cost.
 """
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from pydantic import Field
 from components.core.files import read_json
 from components.core.records import FrozenModel
 from components.evaluation.intervals import Interval
-from components.evaluation.metrics import Evaluation, Summary, TaskResult, summarise
+from components.evaluation.metrics import SHARES, Evaluation, Summary, TaskResult, summarise
 
 FIGURES = ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile")
 NOTE = "reported, not measured here"
@@ -203,3 +204,59 @@ def as_json(
         "device_seconds": costs,
         "tasks": [row.model_dump(mode="json", include=short) for row in after.tasks],
     }
+
+
+def pretty(value: Any) -> str:
+    """Return the text of a value, with four significant digits for floats and without brackets or braces.
+
+    A missing value, an empty collection and a float that is not finite become a dash.
+    """
+    match value:
+        case None | "":
+            return "–"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.4g}" if math.isfinite(value) else "–"
+        case list() | tuple():
+            return ", ".join(map(pretty, value)) or "–"
+        case dict():
+            return ", ".join(f"{key} {pretty(item)}" for key, item in value.items()) or "–"
+        case _:
+            return str(value)
+
+
+def figure(value: float | None, name: str) -> str:
+    """Return the text of a value of the figure `name`, such as `pass_rate` or `geomean.eager`.
+
+    Rates are written as per cent, geometric means with a times sign, and rewards as plain numbers. A missing
+    value becomes a dash.
+    """
+    if value is None or not math.isfinite(value):
+        return "–"
+    name = name.removeprefix("change.")
+    if name.startswith("geomean"):
+        return f"{value:.2f}×"
+    if name.startswith(SHARES):
+        return f"{value:.0%}" if abs(value) in (0, 1) else f"{value:.1%}"
+    return f"{value:.2f}"
+
+
+def interval(bounds: Interval | None, name: str) -> str:
+    """Return the text of the interval of the figure `name`, or an empty string if there is no interval."""
+    if bounds is None or bounds.low is None or bounds.high is None:
+        return ""
+    return f"{figure(bounds.low, name)} to {figure(bounds.high, name)}"
+
+
+def signed(value: float | None, name: str) -> str:
+    """Return the text of `value`, which is a change of the figure `name`.
+
+    It is a signed number of percentage points for rates, a signed number for rewards, and a factor for
+    geometric means.
+    """
+    if value is None:
+        return "–"
+    if name.startswith("geomean"):
+        return f"×{value:.2f}"
+    return f"{value:+.2f}" if name.startswith("mean_reward") else f"{100 * value:+.1f} points"

@@ -7,21 +7,19 @@ in the journal, so that no candidate is judged again if a killed build is starte
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import atomic_folder
-from components.core.params import Params
+from components.core.params import Data, Params
 from components.core.progress import Progress
 from components.core.task import KernelTask, dataset_version, write_tasks
 from components.judge.verdict import Admission
 from components.synthesis.dataset_summary import DatasetSummary, Rejection, write_summary
-from components.synthesis.headroom import compute_headroom
-from components.synthesis.quotas import Quota
 from components.synthesis.task_filter import TaskFilter
 from components.synthesis.torch_composer import Draft, TorchComposer
 
@@ -74,6 +72,40 @@ class TaskCandidate:
         return not admission.admitted and (
             self.resized or self.draft is None or admission.reason != "eager_time"
         )
+
+
+# Type of a pair (split, kind). The split is `train` or `held_out`. The kind is a task's `data_source`, such as
+# torch#2 for a chain of two operators of torch, or transformers for a module of that library.
+Quota = tuple[str, str]
+
+
+def task_quotas(data: Data) -> Counter[Quota]:
+    """Return how many tasks of each split and kind a data set with these parameters is to have.
+
+    For tasks of the core operators, the empty kind "" stands for all kinds, because the number of operators
+    of each task is drawn at random.
+    """
+    wanted: Counter[Quota] = Counter()
+    for split, count in (("train", data.tasks), ("held_out", data.held_out)):
+        exact = {kind: count * share for kind, share in source_shares(data).items()}
+        # The numbers with the largest remainders are rounded up, so that the sum is correct.
+        by_remainder = sorted(exact, key=lambda kind: (int(exact[kind]) - exact[kind], kind))
+        rounded_up = by_remainder[: count - sum(map(int, exact.values()))]
+        wanted.update({(split, kind): int(number) + (kind in rounded_up) for kind, number in exact.items()})
+    return wanted
+
+
+def source_shares(data: Data) -> dict[str, float]:
+    """Return the share of the data set's tasks for each kind of task.
+
+    A kind is a value of the column data_source, such as torch#2 or transformers. For the core operators, the
+    result is {"": 1.0}.
+    """
+    if data.operators == "core":
+        return {"": 1.0}
+    modules = data.transformers_share if data.operators == "all" and not data.composer else 0.0
+    shares = {f"torch#{count}": share * (1 - modules) for count, share in data.operator_mix.items()}
+    return shares | ({"transformers": modules} if modules else {})
 
 
 class DatasetBuilder:
@@ -286,3 +318,25 @@ class DatasetBuilder:
             )
             write_summary(folder, self.params, summary)
         return summary
+
+
+def compute_headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str, Any]:
+    """Return the entries `headroom` and `operations` for the evidence of a task.
+
+    The headroom is the time of torch.compile divided by a lower bound of any kernel's time:
+
+        headroom = compile seconds / max(compulsory bytes / bandwidth, operations / rate)
+
+    Compulsory bytes are the bytes of inputs, parameters and outputs, each counted once. The bandwidth (bytes
+    per second) and the rate (operations per second) are measured on the present device. The headroom can be
+    below 1 if the data fit into a cache, and is only an upper bound if the operations are unknown.
+
+    `evidence` is that of the task's admission. `flops` is the number of floating-point operations of one
+    call, or None if it is unknown, and becomes `operations`. The result is empty if the time of torch.compile
+    was not measured.
+    """
+    if "compile_seconds" not in evidence:
+        return {}
+    rates = evidence["rates"]
+    floor = max(evidence["compulsory_bytes"] / rates["bandwidth"], (flops or 0) / rates["flops"])
+    return {"headroom": round(evidence["compile_seconds"] / floor, 4), "operations": flops}

@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from components.synthesis.mined_operators import TransformersModule
+from components.synthesis.mined_operators import FIXED, TransformersModule, write_module_source
 from components.synthesis.source_extraction import CannotExtract, LibraryFile
-from components.synthesis.transformers_source import FIXED, write_module_source
 
 # Folders of transformers.models that are mined. Most other folders contain copies of these modules.
 FAMILIES = tuple(

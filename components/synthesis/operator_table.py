@@ -24,7 +24,6 @@ RULES = (
     "mine_transformers.py",
     "source_extraction.py",
     "torch_rules.py",
-    "transformers_source.py",
 )
 
 

@@ -6,17 +6,20 @@ the task was executed in the sandbox. An admitted task is deterministic, its out
 trivial answers to it are found wrong, and its eager time lies within data.eager_seconds.
 """
 
+import ast
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.core.params import Data
+from components.core.python_source import parse_python
 from components.core.task import KernelTask, check_contract, normalise
 from components.judge.verdict import Admission
 from components.synthesis.contamination import EvaluationPrograms, graph_digest
-from components.synthesis.source_checks import find_forbidden, find_label_error
+from components.synthesis.core_operators import BY_NAME, canonical
 
 # Pattern of an admission's detail if the eager outputs of two runs on equal inputs differed.
 NOT_DETERMINISTIC = re.compile(r"eager: (max_error|rms_error|finite_mask|wrong_values)\b")
@@ -99,3 +102,76 @@ class TaskFilter:
             return {}
         similarity, program = self.nearest_programs[task.task_id]
         return {"nearest": {"similarity": round(similarity, 4), "program": program}}
+
+
+# Modules that a task may import, including their submodules.
+ALLOWED_MODULES = frozenset(
+    (
+        "torch math typing types collections functools itertools dataclasses enum abc numbers operator "
+        "copy warnings numpy einops"
+    ).split()
+)
+FORBIDDEN_NAMES = frozenset("eval exec compile open __import__ globals breakpoint".split())
+FORBIDDEN_ATTRIBUTES = frozenset(
+    (
+        "__globals__ __builtins__ __subclasses__ __code__ __class__ __bases__ __mro__ __dict__ __loader__ "
+        "__reduce__ __getattribute__"
+    ).split()
+)
+FORBIDDEN_TORCH = re.compile(
+    r"torch\.(load|save|hub|compile|ops|classes|_C|multiprocessing|distributed"
+    r"|utils\.cpp_extension|cuda\.(synchronize|Event|Stream))\b"
+)
+
+
+def find_forbidden(code: str) -> str:
+    """Return a description of the first forbidden import, name or attribute, or an empty string.
+
+    `code` must be valid Python.
+    """
+    for node in ast.walk(parse_python(code)):
+        match node:
+            case ast.Import(names=names):
+                foreign = [
+                    alias.name for alias in names if alias.name.partition(".")[0] not in ALLOWED_MODULES
+                ]
+                if foreign:
+                    return f"imports {foreign[0]}"
+            case ast.ImportFrom(module=module, level=level) if (
+                level or (module or "").partition(".")[0] not in ALLOWED_MODULES
+            ):
+                return f"imports {module}"
+            case ast.Name(id=name) if name in FORBIDDEN_NAMES:
+                return f"uses {name}"
+            case ast.Attribute(attr=name) if name in FORBIDDEN_ATTRIBUTES:
+                return f"uses {name}"
+            case ast.Attribute() if FORBIDDEN_TORCH.match(ast.unparse(node)):
+                return f"uses {ast.unparse(node)}"
+    return ""
+
+
+def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:
+    """Return a description of the first wrong label of a task, or an empty string.
+
+    A label is wrong if `ops` names an operator that is not in the source, if `data_source` is torch#N and the
+    number of operators is not N, or if it is torch#N or transformers and `ops` is empty.
+    """
+    number = re.fullmatch(r"torch#(\d+)", data_source)
+    if not ops and (number or data_source == "transformers"):
+        return "ops is empty"
+    if number and int(number[1]) != len(ops):
+        return f"{data_source} has {len(ops)} operators"
+    used = {
+        canonical(f".{node.id if isinstance(node, ast.Name) else node.attr}")
+        for node in ast.walk(parse_python(code))
+        if isinstance(node, ast.Name | ast.Attribute)
+    }
+    text = "".join(code.split())
+    for name in ops:
+        if name in BY_NAME:
+            line = re.escape("".join(BY_NAME[name].line.split()))
+            if re.search(re.sub(r"\\\{\d\\\}", r"[-\\d.e]+", line), text):
+                continue
+        if canonical(f".{name}") not in used:
+            return f"{name} is not in the source"
+    return ""

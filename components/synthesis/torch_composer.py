@@ -31,8 +31,8 @@ from components.synthesis.mined_operators import (
     TransformersModule,
     apply_template,
     fill_template,
+    write_module_source,
 )
-from components.synthesis.transformers_source import write_module_source
 
 # Probabilities of the ranks of a chain's input.
 RANKS = {2: 0.3, 3: 0.3, 4: 0.32, 5: 0.08}

@@ -12,6 +12,8 @@ checkpoint-NNNN/    the weights after update NNNN, at which a time budget ended 
 unfinished.json     the StageResult of such a stage; it continues from its states
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -26,7 +28,6 @@ from components.core.records import FrozenModel
 from components.core.task import KernelTask, dataset_version, read_tasks
 from components.judge.pool.local_pool import JudgePool
 from components.policy.checkpoint import Manifest, verify_checkpoint
-from components.synthesis.headroom import repeat_by_headroom
 from components.training.metrics import Figures
 
 StageName = TrainingStage
@@ -35,6 +36,8 @@ RESULT = "stage.json"
 UNFINISHED = "unfinished.json"
 CHECKPOINT = "checkpoint"
 TASKS = "tasks.parquet"
+# Largest number of times that a task occurs in one pass of training.
+MAX_REPEATS = 4
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,19 @@ class Stage:
         if not tasks:
             raise UserError(f"{path}: no training task in it; build a data set with cuda-agent data build.")
         return repeat_by_headroom(tasks) if self.params.data.weigh_by_headroom else tasks
+
+
+def repeat_by_headroom(tasks: Iterable[KernelTask]) -> list[KernelTask]:
+    """Return the tasks of one pass of training, with repetitions according to their headroom.
+
+    A task occurs once, and once more for each doubling of its headroom above 1, but at most MAX_REPEATS
+    times. A task with unknown headroom occurs once.
+    """
+    return [
+        task
+        for task in tasks
+        for _ in range(min(MAX_REPEATS, 1 + int(math.log2(max(task.evidence.get("headroom", 1.0), 1.0)))))
+    ]
 
 
 class StageResult(FrozenModel):

@@ -10,8 +10,8 @@ from cold_start_fixtures import tasks as tasks
 from transformers import AutoModelForCausalLM
 
 from components.bootstrap import cold_start
+from components.bootstrap.cold_start import Muon
 from components.bootstrap.corpus import plan_batches
-from components.bootstrap.muon import Muon
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.progress import Quiet

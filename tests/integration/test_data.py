@@ -24,8 +24,14 @@ from components.core.errors import IsolationUnavailable, StageFailed, UserError
 from components.core.progress import Quiet
 from components.core.task import KernelTask, read_tasks
 from components.judge.judge import Judge
-from components.synthesis.dataset import admit_tasks, build_dataset
-from components.synthesis.task_import import check_rows, nearest_tasks, parse_operators, read_public
+from components.synthesis.dataset import (
+    admit_tasks,
+    build_dataset,
+    check_rows,
+    nearest_tasks,
+    parse_operators,
+    read_public,
+)
 from flows import data, dataset_remote, run_context
 
 TASK = """import os_or_nothing

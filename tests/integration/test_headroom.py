@@ -10,7 +10,8 @@ from components.core.errors import UserError
 from components.core.task import KernelTask
 from components.judge.admission import measure_rates
 from components.judge.judge import Judge
-from components.synthesis.headroom import compute_headroom, repeat_by_headroom
+from components.synthesis.dataset_builder import compute_headroom
+from components.training.stage import repeat_by_headroom
 
 RATES = {"bandwidth": 1e9, "flops": 1e10}
 CODE = """

@@ -13,10 +13,9 @@ from components.core.progress import Quiet
 from components.core.task import check_contract
 from components.synthesis import mine_torch
 from components.synthesis.dataset import build_dataset
-from components.synthesis.mined_operators import SMALL, OperatorTable, output_layout
+from components.synthesis.mined_operators import SMALL, OperatorTable, output_layout, write_module_source
 from components.synthesis.task_filter import TaskFilter
 from components.synthesis.torch_composer import TorchComposer
-from components.synthesis.transformers_source import write_module_source
 
 
 def mined_parameters(*sets: str) -> Params:
