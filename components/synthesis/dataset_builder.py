@@ -74,8 +74,8 @@ class TaskCandidate:
         )
 
 
-# Type of a pair (split, kind). The split is `train` or `held_out`. The kind is a task's `data_source`, such as
-# torch#2 for a chain of two operators of torch, or transformers for a module of that library.
+# Type of a pair (split, kind). The split is `train` or `held_out`. The kind is a task's `data_source`, such
+# as torch#2 for a chain of two operators of torch, or transformers for a module of that library.
 Quota = tuple[str, str]
 
 
