@@ -37,7 +37,7 @@ from components.training.metrics import Figures, ages
 from components.training.networks import load_policy
 from components.training.ranks import join_world, sharded_loading
 from components.training.stage import Stage, derived_seed
-from components.training.trajectory_queue import TrajectoryQueue, is_trainable
+from components.training.trajectory_queue import TrajectoryQueue, fault_of
 
 # Type of functions such as `components.agent.token_rollout.run_episode`, the agent loop. From a request, the
 # index of a task in it, a sampler and the tokenizer, they return one trajectory of this task.
@@ -254,7 +254,7 @@ class TrainedPolicy:
         """Return the trajectories of step `step` of `steps`, with metrics; every rank must call this.
 
         If the step's trajectories are not on disk yet, rank 0 waits for `count` of them and stores them.
-        Those that cannot be trained on (`is_trainable`) are left out of the result. Raises UserError, and
+        Those that cannot be trained on (`fault_of`) are left out of the result. Raises UserError, and
         stores nothing, if these are all; the next run then samples the step again.
 
         The metrics are the number of trajectories that were left out (`dropped`), and the mean and the
@@ -283,7 +283,7 @@ class TrainedPolicy:
         # Read them from disk even if they were just written, so that a resumed step computes from the same
         # values as a fresh one.
         sampled = load_trajectories(folder)
-        trajectories = [trajectory for trajectory in sampled if is_trainable(trajectory)]
+        trajectories = [trajectory for trajectory in sampled if not fault_of(trajectory)]
         figures["dropped"] = len(sampled) - len(trajectories)
         return trajectories, figures | ages(sampled, step)
 

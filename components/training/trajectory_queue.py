@@ -34,15 +34,14 @@ from components.judge.pool.local_pool import JudgePool
 Attempt = tuple[int, int]
 
 
-def judge_failure(trajectory: Trajectory) -> str:
-    """Return why the judge failed on the final files of a trajectory, or "" if it did not fail."""
-    final = trajectory.final
-    return (final.reason or final.status) if final.status == "infrastructure" else ""
+def fault_of(trajectory: Trajectory) -> str:
+    """Return why a trajectory cannot be trained on: the judge failed, or it has no token of the policy.
 
-
-def is_trainable(trajectory: Trajectory) -> bool:
-    """Return whether a trajectory has tokens of the policy and the judge did not fail on it."""
-    return any(trajectory.action_mask) and not judge_failure(trajectory)
+    The result is "" if it can be trained on.
+    """
+    if trajectory.final.status == "infrastructure":
+        return trajectory.final.reason or "infrastructure"
+    return "" if any(trajectory.action_mask) else "no token was sampled"
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,8 @@ class _Finished:
     task_id: str
     # The number of updates of the oldest weights that sampled a token of it.
     oldest: int
-    is_trainable: bool
-    failure: str
+    # Why it cannot be trained on (`fault_of`), or "".
+    fault: str
 
 
 @dataclass
@@ -154,10 +153,10 @@ class TrajectoryQueue:
             chosen = sorted(chosen[:count])
             taken = [self.finished.pop(attempt) for attempt in chosen]
             self.taken |= set(chosen)
-        if not any(one.is_trainable for one in taken):
-            reason = taken[0].failure or "none has a token of the policy"
+        if all(one.fault for one in taken):
             raise UserError(
-                f"sandbox: the judge failed on every trajectory of a step ({reason}); run cuda-agent doctor."
+                f"sandbox: the judge failed on every trajectory of a step ({taken[0].fault}); "
+                "run cuda-agent doctor."
             )
         moving = folder.with_name(f".{folder.name}")
         moving.mkdir(parents=True)
@@ -193,7 +192,7 @@ class TrajectoryQueue:
     def _read_finished(self) -> None:
         """Read the trajectories that an earlier process finished and no step has taken.
 
-        Those on which the judge failed are removed, so that they are sampled again, and so are folders that
+        Those that cannot be trained on are removed, so that they are sampled again, and so are folders that
         were not written completely.
         """
         for moving in self.out.glob("trajectories/.step-*"):
@@ -203,19 +202,15 @@ class TrajectoryQueue:
         for folder in sorted(self.folder.glob("*")):
             attempt = _attempt(folder)
             trajectory = load_trajectories(folder)[0] if attempt is not None else None
-            if attempt is None or trajectory is None or judge_failure(trajectory):
+            if attempt is None or trajectory is None or fault_of(trajectory):
                 shutil.rmtree(folder)
             else:
                 self._add(attempt, trajectory)
 
     def _add(self, attempt: Attempt, trajectory: Trajectory) -> None:
         names = [name for name, _ in trajectory.versions] or [trajectory.policy_version]
-        self.finished[attempt] = _Finished(
-            trajectory.task_id,
-            min(map(updates_of, names)),
-            is_trainable(trajectory),
-            judge_failure(trajectory),
-        )
+        oldest = min(map(updates_of, names))
+        self.finished[attempt] = _Finished(trajectory.task_id, oldest, fault_of(trajectory))
 
     def _attempts(self) -> Iterator[tuple[Attempt, RolloutRequest]]:
         """Yield the attempts that remain to be sampled, each with the request of its wave.

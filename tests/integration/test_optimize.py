@@ -40,8 +40,8 @@ from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.core.task import KernelTask, load_task
 from components.judge.judge import Judge
-from components.judge.pool.local_pool import Job, LocalPool
 from components.judge.pool import open_pool as pool_module
+from components.judge.pool.local_pool import Job, LocalPool
 from components.judge.verdict import Admission, Verdict
 
 EXAMPLES = PROJECT / "docs" / "examples"
