@@ -303,6 +303,7 @@ class Shell:
             memory_bytes=MEMORY_BYTES,
             file_bytes=MAX_FILE_BYTES,
             seconds=CPU_SECONDS,
+            uid=isolation.SHELL,
         ) as (confined, filter_fd):
             return self._popen(confined, (filter_fd,), isolation.BUBBLEWRAP_ENVIRONMENT)
 

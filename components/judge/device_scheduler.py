@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from components.core.param_types import Device
+from components.sandbox.isolation import gpu_minor
 from components.sandbox.runner_process import Runner
 
 # Share of the device's memory that can be reserved; the rest is a margin for estimates that are too low.
@@ -46,9 +47,7 @@ def cores(device: Device) -> tuple[frozenset[int], frozenset[int]]:
     if device == "cpu" or len(available) < MIN_CORES:
         return available, available
     physical = sorted({available & _hardware_threads(core) for core in available}, key=max)
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]  # each GPU's judge has a core of its own
-    number = int(first) if first.isdecimal() else 0
-    timed = physical[-1 - number % max(1, len(physical) // 2)]
+    timed = physical[-1 - gpu_minor() % max(1, len(physical) // 2)]  # each GPU's judge has a core of its own
     others = available - timed
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # the thread may have ended

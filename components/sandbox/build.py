@@ -7,6 +7,7 @@ ten seconds, which compiling with torch's headers takes.
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sysconfig
@@ -48,12 +49,27 @@ TEMPORARY_BYTES = 1 << 29
 MAX_LOG_BYTES = 8000
 # Maximum output of a compiler or of nm that is read.
 MAX_OUTPUT_BYTES = 1 << 20
+# Exit code of the build script if the compiler ran and reported a failure.
+COMPILER_FAILED = 65
+# Pattern of the messages of compilers and linkers about a source.
+DIAGNOSTIC = re.compile(
+    r"(?i)\b(?:error|fatal)\s*(?::|#\d)|undefined reference|(?:out of memory|exhausted)\b"
+)
+# Pattern of whole lines with which a compiler says that the machine ended or refused one of its processes. A
+# source could print such a line, but only in an error of its own, which is a further line.
+MACHINE_FAULT = re.compile(
+    r"\S+: (?:fatal|internal compiler) error: (?:Killed|Terminated) signal terminated program \S+"
+    r"|\S+: fatal error: \S+ terminated with signal \d+ \[(?:Killed|Terminated)\].*"
+    r"|\S+: fatal error: cannot execute [^:]*: \w+:"
+    r" (?:Resource temporarily unavailable|Cannot allocate memory)"
+    r"|nvcc error\s*: '[^']+' died due to signal (?:9|15)\b[^:]*"
+)
 # Symbol that replaces a list of imported symbols longer than MAX_OUTPUT_BYTES. No list of allowed symbols
 # contains it, so the candidate is rejected.
 TOO_MANY_SYMBOLS = "too_many_symbols"
 # Number that is included in the name of every cached build. Increase it if the format or the meaning of the
 # cached files changes.
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,15 @@ class BuildResult:
     log: str = ""
     symbols: tuple[str, ...] = ()
     timed_out: bool = False
+
+
+def is_compiler_error(result: subprocess.CompletedProcess[str]) -> bool:
+    """Return whether a failed build ended with diagnostics of the compiler or linker about the sources.
+
+    Otherwise the sandbox could not be made, a process could not be started, or the machine ended it.
+    """
+    lines = [line for line in result.stderr.splitlines() if not MACHINE_FAULT.fullmatch(line.strip())]
+    return result.returncode == COMPILER_FAILED and any(map(DIAGNOSTIC.search, lines))
 
 
 def build_result_channel() -> Path:
@@ -147,8 +172,9 @@ class Builder:
     def build(self, files: dict[str, str]) -> BuildResult:
         """Return the library built from the candidate's files in kernels/, or the compiler's errors.
 
-        Failed builds are cached too, because a compiler gives the same result every time; only builds that
-        took too long are not. Raises InfrastructureError if the compiler or nm cannot be run.
+        Builds that fail with diagnostics of the compiler are cached too, because a compiler gives the same
+        result every time; builds that took too long are not. Raises InfrastructureError if the build fails
+        for another reason: the sandbox or nm cannot be run, or the machine ends the compiler.
         """
         kernels = {name: text for name, text in sorted(files.items()) if name.startswith("kernels/")}
         suffixes = SOURCE_SUFFIXES[self.device]
@@ -210,9 +236,11 @@ class Builder:
             except subprocess.TimeoutExpired:
                 log = f"the build took longer than {self.sandbox.build_seconds:g} s"
                 return BuildResult(None, log, timed_out=True)
-            if result.returncode in (126, 127):  # exit codes for a program that could not be started
-                raise InfrastructureError(f"the compiler could not be started: {result.stderr[-500:]}")
             if result.returncode != 0:
+                if not is_compiler_error(result):
+                    raise InfrastructureError(
+                        f"a build ended with exit code {result.returncode}: {result.stderr[-500:]}"
+                    )
                 log = result.stderr.replace(f"{inside}/", "").replace(f"{self.paths.inside(TEMPLATE)}/", "")
                 atomic_write(failed, log[:MAX_LOG_BYTES])
                 return BuildResult(None, log[:MAX_LOG_BYTES])
@@ -298,7 +326,9 @@ class Builder:
         out = self._folder_paths(folder).inside(folder / "out" / name)
         file = shlex.quote(out)
         nm = f"nm --undefined-only --format=posix {' '.join(nm_options)} {file}"
-        script = f'"$@" >&2 && test -f {file} && test ! -L {file} && exec {nm}'
+        # 126 and 127 mean a program that could not be started, and larger codes a signal.
+        failed = f"code=$?; test $code -lt 126 && exit {COMPILER_FAILED}; exit $code"
+        script = f'"$@" >&2 || {{ {failed}; }}; test -f {file} && test ! -L {file} && exec {nm}'
         result = self._run(folder, ["/bin/sh", "-c", script, "sh", *command, "-o", out])
         names = tuple(line.split()[0] for line in result.stdout.splitlines() if line.strip())
         if len(result.stdout.encode()) >= MAX_OUTPUT_BYTES:

@@ -2,8 +2,8 @@
 
 The user who starts a sandbox determines how it is made (`can_change_uid`):
 
-- For root, no user namespace is made. Untrusted processes get the real uid 65534 or 65533, so that limits per
-  user apply to them, and an interpreter that only root may read can be bound into the sandbox.
+- For root, no user namespace is made. Untrusted processes get the real uid 65534, 65533 or 65532, so that
+  limits per user apply to them, and an interpreter that only root may read can be bound into the sandbox.
 - For an ordinary user, a user namespace is made. Inside, untrusted processes have the uid 65534; outside,
   they belong to that user. Since Linux 5.14 limits per user apply to each user namespace separately, so the
   user's other processes do not use up the limits of a sandbox.
@@ -26,13 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from components.core.errors import IsolationUnavailable
 from components.sandbox.seccomp_filter import seccomp_program
 
 # The uid of runners.
 NOBODY = 65534
-# The uid of compilers and of the agent's shell. It differs from the uid of runners, so that a candidate's
-# threads cannot use up the limits of these processes, which apply per uid.
+# The uids of compilers and of agents' shells. They differ from the uid of runners and from each other,
+# because the limit of processes applies per uid: a candidate's threads, or a shell's processes, would
+# otherwise use up the limit of compilers.
 BUILDER = 65533
+SHELL = 65532
 # RLIMIT_SIGPENDING of every untrusted process.
 PENDING_SIGNALS = 1024
 # The environment of the bubblewrap process. It does not contain the judge's own variables, such as keys,
@@ -44,14 +47,14 @@ KILLED_FIRST = ("/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_ad
 
 @functools.cache
 def can_change_uid() -> bool:
-    """Return whether this process may start processes with the uids 65533 and 65534.
+    """Return whether this process may start processes with the uids 65532 to 65534.
 
     This requires that it is root and that its user namespace contains these uids.
     """
     if os.geteuid() != 0:
         return False
     ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    return all(any(first <= uid < first + count for first, _, count in ranges) for uid in (BUILDER, NOBODY))
+    return any(first <= SHELL and first + count > NOBODY for first, _, count in ranges)
 
 
 @dataclass(frozen=True)
@@ -238,13 +241,37 @@ def _bind(option: str, source: Path, target: str) -> list[str]:
     return [*options, option, str(source), target]
 
 
-def _gpu_devices() -> list[str]:
-    """Return the existing device files that one GPU needs.
+def gpu_minor(root: Path = Path("/")) -> int:
+    """Return the number N of the device file /dev/nvidiaN of the judge's GPU.
 
-    The GPU is the first that CUDA_VISIBLE_DEVICES names by number, or GPU 0.
+    The GPU is the first of CUDA_VISIBLE_DEVICES, which may name it by its number or its UUID, or the first of
+    all. CUDA numbers the GPUs whose device files exist by their PCI addresses, and the driver states the file
+    of each address below /proc. If a container hides that folder, the files are taken in their own order.
+    `root` is the folder that contains dev and proc. Raises IsolationUnavailable if no GPU has the given UUID.
     """
-    first = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-    names = (f"nvidia{first if first.isdigit() else 0}", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
+    devices = {int(path.name[6:]) for path in (root / "dev").glob("nvidia[0-9]*")}
+    gpus = []  # UUID and number of the device file, in the order of PCI addresses
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        lines = (line.partition(":") for line in path.read_text().splitlines())
+        values = {key.strip(): value.strip() for key, _, value in lines}
+        if (minor := int(values["Device Minor"])) in devices:
+            gpus.append((values["GPU UUID"], minor))
+    gpus = gpus or [("", minor) for minor in sorted(devices)]
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
+    if wanted.isdecimal() or not wanted:
+        number = int(wanted or 0)
+        return gpus[number][1] if number < len(gpus) else number
+    found = [minor for uuid, minor in gpus if uuid.startswith(wanted)] or [minor for _, minor in gpus]
+    if len(found) != 1:
+        raise IsolationUnavailable(
+            f"CUDA_VISIBLE_DEVICES: the device file of {wanted} is not known here; give the GPU's number."
+        )
+    return found[0]
+
+
+def _gpu_devices() -> list[str]:
+    """Return the existing device files that the judge's GPU needs."""
+    names = (f"nvidia{gpu_minor()}", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
     return [f"/dev/{name}" for name in names if Path("/dev", name).exists()]
 
 
@@ -295,16 +322,18 @@ def process_limit(value: int) -> int:
     return value if can_change_uid() or limit == resource.RLIM_INFINITY else min(value, limit // 4)
 
 
-def with_limits(command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float) -> list[str]:
+def with_limits(
+    command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float, uid: int = BUILDER
+) -> list[str]:
     """Return a command that runs `command` without capabilities and with resource limits.
 
     The limits are `memory_bytes` of address space, `file_bytes` for each file that is written, and `seconds`
     of CPU time for each process. The result must run inside `bubblewrap(keep_capabilities=False)`. If the
-    judge is root, `command` runs with the uid 65533. When memory runs out, the kernel ends `command` before
+    judge is root, `command` runs with `uid`. When memory runs out, the kernel ends `command` before
     the judge.
     """
     drop = (
-        *("setpriv", f"--reuid={BUILDER}", f"--regid={BUILDER}", "--clear-groups"),
+        *("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"),
         *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"),
     )
     limits = {
@@ -332,6 +361,7 @@ def confined(
     memory_bytes: int,
     file_bytes: int,
     seconds: float,
+    uid: int = BUILDER,
 ) -> Iterator[tuple[list[str], int]]:
     """Yield a command that runs `command` in a sandbox with limits, and the descriptor of its filter.
 
@@ -339,12 +369,12 @@ def confined(
     started must inherit the descriptor. `variables` are set inside in addition to `sandbox_environment`.
     `paths` are visible read-only, and `writable` are host folders by their path inside. `temporary_bytes` is
     the capacity of /tmp, `memory_bytes` limits the address space, `file_bytes` each written file, and
-    `seconds` the CPU time of each process.
+    `seconds` the CPU time of each process. `uid` is the user of the command if this process is root.
     """
     sandbox = bubblewrap(
         device="cpu", paths=paths, writable=writable, temporary_bytes=temporary_bytes, keep_capabilities=False
     )
-    limited = with_limits(command, memory_bytes=memory_bytes, file_bytes=file_bytes, seconds=seconds)
+    limited = with_limits(command, memory_bytes=memory_bytes, file_bytes=file_bytes, seconds=seconds, uid=uid)
     with os.fdopen(os.memfd_create("seccomp"), "wb", buffering=0) as file:
         file.write(seccomp_program("baseline"))
         file.seek(0)

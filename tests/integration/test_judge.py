@@ -32,7 +32,7 @@ from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.verdict import MARGIN, Verdict
-from components.sandbox.build import Builder, build_result_channel
+from components.sandbox.build import COMPILER_FAILED, Builder, build_result_channel
 from components.sandbox.inside import shared_memory
 from components.sandbox.runner_factory import RunnerFactory
 
@@ -181,6 +181,23 @@ def test_builds_that_nobody_asks_for_are_forgotten_and_those_in_use_are_kept(
     again = builder()
     assert list(cache.iterdir()) == []
     assert again.build(used).library == built.library and built.library.is_file()
+
+
+def test_a_build_that_the_machine_ends_is_not_cached(
+    judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder, files = (
+        Builder(judge.params.sandbox, judge.params.device, tmp_path),
+        corpus.files("honest", "simd"),
+    )
+    killed = subprocess.CompletedProcess(
+        [], COMPILER_FAILED, "", "g++: fatal error: Killed signal terminated program cc1plus"
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(builder, "_run", lambda folder, command: killed)
+        with pytest.raises(InfrastructureError, match="Killed signal"):
+            builder.build(files)
+    assert builder.build(files).library is not None
 
 
 def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path) -> None:

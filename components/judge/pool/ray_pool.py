@@ -86,7 +86,7 @@ class RemoteJudges:
         connect()
         count = params.pool.judges
         self.loads = [0] * count
-        # Index of the actor that last failed on a job, by the job's key; the next attempt avoids it.
+        # Index of the actor that failed on the last job with a key, which the next job with this key avoids.
         self.failed: dict[str, int] = {}
         self.workers = params.sandbox.build_workers
         self.lock = threading.Lock()
@@ -129,7 +129,7 @@ class RemoteJudges:
             return Verdict.model_validate(record)
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
-        with self._actor(code) as actor:
+        with self._actor(digest_bytes(code.encode())) as actor:
             return Admission(**_result(actor.admit.remote(code, headroom)))
 
     def prepare(self) -> None:
@@ -154,10 +154,10 @@ class RemoteJudges:
     def _actor(self, key: str) -> Iterator[Any]:
         """Yield the actor for a job with this key, and count the job as one of the actor's jobs meanwhile.
 
-        The key is the task's id for a judgement, and the task's source for an admission. Jobs with equal keys
-        get the same actor, because it has the baselines of the task already. Another actor is chosen if that
-        actor was the last that failed on a job with this key, or if it has at least `sandbox.build_workers`
-        jobs more than the least loaded actor.
+        The key is the task's id for a judgement, and a digest of the task's source for an admission. Jobs
+        with equal keys get the same actor, because it has the baselines of the task already. Another actor is
+        chosen if that actor failed on the last job with this key, or if it has at least
+        `sandbox.build_workers` jobs more than the least loaded actor.
         """
         with self.lock:
             indices = [index for index in range(len(self.actors)) if index != self.failed.get(key)] or [0]
@@ -168,6 +168,7 @@ class RemoteJudges:
             self.loads[index] += 1
         try:
             yield self.actors[index]
+            self.failed.pop(key, None)
         except InfrastructureError:
             self.failed[key] = index
             raise
