@@ -1,1 +1,1 @@
-"""The parts of CUDA Agent, from `core` (lowest) to `cli` (highest); see CONTRIBUTING.md for the layers."""
+"""The parts of CUDA Agent, from `core` (lowest) to `cli` (highest); docs/architecture.md lists the layers."""

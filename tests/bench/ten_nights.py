@@ -19,8 +19,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from components.core.config import PROJECT
 from components.core.files import atomic_write
@@ -29,10 +30,10 @@ from components.core.task import read_tasks, write_tasks
 SUITE = "suite.parquet"
 REFUSED = 4
 FIGURES = {
-    "reward": lambda found: found["mean_reward"],
+    "mean reward": lambda found: found["mean_reward"],
     "pass rate": lambda found: found["pass_rate"],
     "faster than eager": lambda found: found["faster_rate"]["eager"],
-    "faster than compile": lambda found: found["faster_rate"]["compile"],
+    "faster than torch.compile": lambda found: found["faster_rate"]["compile"],
 }
 
 
@@ -114,10 +115,12 @@ def write_table(out: Path, rows: list[dict[str, Any]]) -> str:
     return text
 
 
+@rc_context({"svg.fonttype": "none", "svg.hashsalt": "nights", "axes.grid": True, "axes.grid.axis": "y"})
 def write_plot(out: Path, rows: list[dict[str, Any]]) -> None:
-    """Draw each figure by night, one line for each seed, to nights.svg, with rings on champions."""
-    figure = Figure(figsize=(8, 3 * len(FIGURES)), layout="constrained")
-    for axes, name in zip(figure.subplots(len(FIGURES)), FIGURES, strict=True):
+    """Draw each figure by night, one line for each seed, to nights.svg, with rings on promoted versions."""
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    panels = figure.subplots(1, len(FIGURES))
+    for axes, name in zip(panels, FIGURES, strict=True):
         measured = [row for row in rows if row[name] is not None]
         for seed in sorted({row["seed"] for row in rows}):
             own = [row for row in measured if row["seed"] == seed]
@@ -125,11 +128,18 @@ def write_plot(out: Path, rows: list[dict[str, Any]]) -> None:
             axes.plot(nights, [row[name] for row in own], "o-", markersize=3, label=f"seed {seed}")
         promoted = [row for row in measured if row["verdict"] == "promoted"]
         nights = [row["night"] for row in promoted]
-        axes.plot(nights, [row[name] for row in promoted], "ko", fillstyle="none", label="promoted")
-        axes.set(xlabel="night", ylabel=name)
+        values = [row[name] for row in promoted]
+        axes.plot(nights, values, "o", color="#444", fillstyle="none", label="promoted")
+        axes.set(title=name, xlabel="night")
+        axes.spines[["left", "top", "right"]].set_visible(False)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend()
-    figure.savefig(out / "nights.svg")
+        if name == "mean reward":
+            axes.set_ylim(-1, 3.1)
+        else:
+            axes.set_ylim(0, 1.03)
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=9, frameon=False)
+    figure.savefig(out / "nights.svg", metadata={"Date": None})
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def eager_speedup(verdict: Verdict) -> float:
 
 
 ROWS: list[str] = []
-"""The lines so far, as rows of docs/corpus.md."""
+"""The lines so far, as rows of docs/measurements/corpus.md."""
 
 
 def line(name: str, expected: str, verdict: Verdict, seconds: float, mark: str) -> None:
