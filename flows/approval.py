@@ -6,6 +6,7 @@ answer is given first decides the version; a later answer raises UserError.
 
 import json
 import math
+import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,13 @@ POLL_SECONDS = 10
 DEPLOYMENT = "approval/approval"
 
 
-def with_home(sets: list[str] | None, home: str) -> list[str]:
-    """Return the KEY=VALUE words in `sets`, and one for the parameter `home` if `home` is not empty."""
-    return [*(sets or ()), *([f"home={json.dumps(home)}"] if home else ())]
-
-
-def settings(profile: str, sets: list[str] | None, home: str, *first: str) -> Resolved:
+def settings(profile: str, sets: str, home: str, *first: str) -> Resolved:
     """Return the parameters that result from a profile, KEY=VALUE words and a home folder.
 
-    `first` has KEY=VALUE words that `sets` and `home` override.
+    `sets` has its words separated by spaces, as in a shell. `first` has KEY=VALUE words that `sets` and
+    `home` override.
     """
-    return resolve(profile, (*first, *with_home(sets, home)))
+    return resolve(profile, (*first, *shlex.split(sets), *([f"home={json.dumps(home)}"] if home else ())))
 
 
 class Answer(RunInput):
@@ -55,16 +52,16 @@ class Answer(RunInput):
 def approval(
     version: str,
     profile: str = "h20-pool",
-    sets: list[str] | None = None,
+    sets: str = "",
     home: str = "",
     poll_seconds: int = POLL_SECONDS,
 ) -> dict[str, Any]:
     """Ask a person whether a waiting version becomes the champion, and return the audit entry of the answer.
 
-    `version` is a version's number or alias. `profile`, `sets` and `home` are a profile's name, KEY=VALUE
-    words and a folder, from which the parameters are resolved. Prefect looks for the answer every
-    `poll_seconds` seconds. If nobody answers before the version's deadline, the version expires and the entry
-    of its expiry is returned. Raises UserError if the version does not wait for an answer.
+    `version` is a version's number or alias. The parameters are those of `settings` for `profile`, `sets` and
+    `home`. Prefect looks for the answer every `poll_seconds` seconds. If nobody answers before the version's
+    deadline, the version expires and the entry of its expiry is returned. Raises UserError if the version
+    does not wait for an answer.
     """
     params = settings(profile, sets, home).params
     folder = Path(params.home).expanduser().resolve()
@@ -90,15 +87,15 @@ def approval(
     return decide(number, who=answer.who, reason=answer.reason).model_dump(mode="json")
 
 
-def ask(version: str, profile: str, sets: list[str]) -> bool:
+def ask(version: str, profile: str, sets: str, home: str) -> bool:
     """Start the deployed approval flow for a waiting version, and return whether that flow is deployed.
 
-    The call does not wait for the flow. `version`, `profile` and `sets` are passed on to `approval`.
+    The call does not wait for the flow. The arguments are passed on to `approval`.
     """
     try:
         run_deployment(
             DEPLOYMENT,
-            parameters={"version": version, "profile": profile, "sets": sets},
+            parameters={"version": version, "profile": profile, "sets": sets, "home": home},
             timeout=0,
             as_subflow=False,
         )

@@ -9,6 +9,7 @@ used, because their slots stay occupied for minutes after a flow is killed.
 import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger
@@ -26,7 +27,7 @@ from components.judge.pool.open_pool import open_pool
 from components.registry import models
 from components.registry.tracking import connect, flatten
 from flows import process_reaper, run_context
-from flows.approval import approval, ask, settings, with_home
+from flows.approval import approval, ask, settings
 from flows.data import dataset
 from flows.evaluation import figures
 from flows.nightly import nightly_pipeline
@@ -82,7 +83,7 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
 @flow(name="nightly", persist_result=False)
 def nightly(
     profile: str = "h20-pool",
-    sets: list[str] | None = None,
+    sets: str = "",
     home: str = "",
     dated: bool = True,
     redo_from: str = "",
@@ -91,18 +92,28 @@ def nightly(
 
     The pipeline is that of `cuda-agent run`. If `dated` is true, the day for which the run was scheduled is
     the seed, so that every day has a run of its own and a retry on a later day continues the same run. If
-    night.new_tasks is true, the day is data.seed too. `redo_from` names a stage from which on all stages run
-    again, or is empty. Returns the run's record.
+    night.new_tasks is true, the day is data.seed too. If the newest run of the home left a stage unfinished,
+    its seed takes the place of the day, so that this night continues that stage. `redo_from` names a stage
+    from which on all stages run again, or is empty. Returns the run's record.
     """
-    day = [f"seed={scheduled_day()}"] if dated else []
-    if dated and settings(profile, sets, home).params.night.new_tasks:
-        day.append(f"data.seed={scheduled_day()}")
-    run = run_context.open_run(settings(profile, sets, home, *day), redo_from)
+
+    def open_run(seed: str) -> PipelineRun:
+        names = [] if not dated else ["seed", "data.seed"] if plain.night.new_tasks else ["seed"]
+        return run_context.open_run(
+            settings(profile, sets, home, *(f"{name}={seed}" for name in names)), redo_from
+        )
+
+    plain = settings(profile, sets, home).params
+    newest = run_context.newest_runs(Path(plain.home).expanduser().resolve())[:1]
+    left = next(filter(None, map(run_context.left_unfinished, newest)), None)
+    run = open_run(str(left["seed"])) if dated and left else None
+    if run is None or run_context.finished(run) is not None:
+        run = open_run(scheduled_day())
 
     def work(progress: Progress) -> FlowResult:
         record = nightly_pipeline(run, progress)
         version = record["model"]["version"]
-        if record["gate"]["verdict"] == "waiting" and not ask(version, profile, with_home(sets, home)):
+        if record["gate"]["verdict"] == "waiting" and not ask(version, profile, sets, home):
             get_run_logger().warning(
                 f"cuda-agent models approve {version}, or refuse, decides: the approval flow is not deployed."
             )
@@ -112,7 +123,7 @@ def nightly(
 
 
 @flow(name="data", persist_result=False)
-def data(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "") -> dict[str, Any]:
+def data(profile: str = "h20-pool", sets: str = "", home: str = "") -> dict[str, Any]:
     """Build the data set that the next run will use, unless the data set in the home is up to date.
 
     Returns the DatasetRecord of the data set as a dictionary.
@@ -123,7 +134,7 @@ def data(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "
 
 @flow(name="evaluation", persist_result=False)
 def evaluation(
-    profile: str = "h20-pool", sets: list[str] | None = None, home: str = "", version: str = "champion"
+    profile: str = "h20-pool", sets: str = "", home: str = "", version: str = "champion"
 ) -> dict[str, Any]:
     """Evaluate a model version again, and publish a table with its registered and its new figures.
 
@@ -167,7 +178,7 @@ def evaluation(
 
 
 @flow(name="promotion", persist_result=False)
-def promotion(profile: str = "h20-pool", sets: list[str] | None = None, home: str = "") -> dict[str, Any]:
+def promotion(profile: str = "h20-pool", sets: str = "", home: str = "") -> dict[str, Any]:
     """Ask a person again about the version with the alias `candidate`, if it still waits for a decision.
 
     Returns the audit entry of the answer, or `{"verdict": "nothing waits", …}` if no such version waits.

@@ -1,7 +1,8 @@
 """Find what can be removed from a home: states of finished stages, unused stages, abandoned temporary files.
 
-A stage is used if the next night continues it, or if a run that is kept names it. A run is kept if a version
-that it registered has an alias, if it is not finished, or if it is younger than a given limit.
+A stage is used if a run that is kept names it. A run is kept if a version that it registered has an alias, if
+it is not finished, if it is younger than a given limit, or if it is the newest one, whose unfinished stage
+the next night continues.
 """
 
 import re
@@ -22,7 +23,7 @@ USED = "stages.txt"
 # Least age of a temporary file or folder that is taken for abandoned, in seconds.
 ABANDONED_SECONDS = 86_400.0
 # Folders of the home in which outputs are made beside their place and renamed.
-PLACES = ("stages", "stages/*", "stages/*/state", "runs", "datasets", "champions", "unfinished")
+PLACES = ("stages", "stages/*", "stages/*/state", "runs", "datasets", "champions")
 
 
 @dataclass(frozen=True)
@@ -85,16 +86,16 @@ def removable(home: Path, references: Mapping[str, str], seconds: float) -> list
 
 
 def _used_stages(home: Path, references: Mapping[str, str], younger_than: float) -> Iterator[str]:
-    """Yield the folder names of the stages that kept runs and unfinished nights name, some more than once.
+    """Yield the folder names of the stages that kept runs name, some more than once.
 
-    A run is kept if one of its files was written at the time.time() `younger_than` or later, or if
-    `references` has a reason to keep it.
+    A run is kept if one of its files was written at the time.time() `younger_than` or later, if `references`
+    has a reason to keep it, or if it is the newest one.
     """
-    texts = list((home / "unfinished").glob("*.json"))
+    ages: dict[Path, float] = {}
     for run in (home / "runs").glob("*"):
-        files = [file for file in (*run.glob("*.json"), *run.glob(USED)) if not file.name.startswith(".")]
-        newest = max((file.stat().st_mtime for file in files), default=0.0)
-        if newest >= younger_than or reason_to_keep(run.name, dict(references)):
-            texts += files
-    for file in texts:
-        yield from STAGE.findall(file.read_text())
+        files = (*run.glob("[!.]*.json"), *run.glob(USED))
+        ages[run] = max((file.stat().st_mtime for file in files), default=0.0)
+    for run, newest in ages.items():
+        if newest >= min(younger_than, max(ages.values())) or reason_to_keep(run.name, dict(references)):
+            for file in (*run.glob("[!.]*.json"), *run.glob(USED)):
+                yield from STAGE.findall(file.read_text())

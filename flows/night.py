@@ -1,15 +1,13 @@
-"""Decide how a night begins and ends: its first policy, the stage that it continues, its time budget.
+"""Decide how a night begins and ends: its first policy, its time budget, and its descent.
 
 A night is one run of the pipeline in a series. What it starts from is decided once and stored in night.json
 in the run's folder, so a killed night starts from the same policy again. If its time budget ends before the
-last update, the unfinished stage is described in a file in the folder `unfinished` of the home. The next
-night with equal training parameters and sources reads that file, which is named by their digest (`line_of`).
+last update, the next run with the same parameters (`PipelineRun.continues`) starts from the same policy, so
+its stages have the same keys and the unfinished one continues in its folder.
 """
 
-import os
 import shutil
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +19,15 @@ from components.core.files import MANIFEST, atomic_folder, digest_json, read_jso
 from components.core.param_kinds import result_values
 from components.core.params import Params
 from components.core.records import FrozenModel
-from components.core.sources import closure_digests
 from components.evaluation.compare import SETTINGS
 from components.registry import models
 from components.registry.tracking import RUN_KEY
-from components.training.stage import STAGES, StageName
-from flows.run_context import RUN_FILE, PipelineRun
-from flows.stage_keys import READS
-from flows.steps import CheckpointRecord, Context, DatasetRecord, EvaluationRecord
+from components.training.stage import StageName
+from flows.run_context import RUN_FILE, PipelineRun, left_unfinished, newest_runs
+from flows.steps import Context, EvaluationRecord
 
 # File in a run's folder with its Night.
 NIGHT = "night.json"
-# Sections of the parameters that decide how the policy is trained. Nights that differ only in others, or in
-# seed and data, may continue each other's stages.
-LINE = ("device", "precision", "sandbox", "policy", "coldstart", *STAGES, "engine", "night")
 # The time that evaluation, gates and promotion take after training is expected to be at most this multiple of
 # the time that was measured before.
 MARGIN = 1.25
@@ -43,8 +36,6 @@ MARGIN = 1.25
 SPARE_SECONDS = 20.0
 # Least share of the time budget of a home's first run that is reserved for what follows training.
 FIRST_SHARE = 0.1
-# Stages that learn from a fixed set of trajectories. They continue with the seed and data of their beginning.
-FIXED_DATA = ("rejection", "critic")
 # Largest length of a tag that MLflow stores.
 MAX_TAG = 1000
 # Largest number of ancestors in the table of descent.
@@ -63,62 +54,15 @@ class StartPolicy(FrozenModel):
     source: str
 
 
-class Unfinished(FrozenModel):
-    """The stage at which the time budget of a night ended, and the stages that were finished before it.
-
-    `run_id` is that of the night. `seed` and `dataset` are those with which the stage was begun.
-    """
-
-    run_id: str
-    stage: StageName
-    # Updates that are done and updates in all; None if the stage was not begun.
-    progress: tuple[int, int] | None
-    # Key and folder of the stage; empty if it was not begun.
-    key: str
-    folder: str
-    seed: int
-    dataset: DatasetRecord
-    # The finished stages by name, with the first policy as `coldstart`.
-    made: dict[str, CheckpointRecord]
-
-
 class Night(FrozenModel):
-    """The decisions that are made once when a night begins: its first policy and the stage that it continues.
+    """The decisions that are made once when a night begins.
 
     `started` is the time.time() at which the night began, before its data set was made. `champion` is None if
-    the night starts from another policy, and `continues` is None if the night continues nothing.
+    the night starts from another policy.
     """
 
     started: float
     champion: StartPolicy | None
-    continues: Unfinished | None
-
-
-def line_of(params: Params) -> str:
-    """Return 12 digits of a digest of the training parameters and sources.
-
-    Nights with equal digits form a line and may continue each other's stages.
-    """
-    sources = {name: closure_digests(*READS[name].modules) for name in STAGES}
-    return digest_json({"params": result_values(params, LINE), "sources": sources})[:12]
-
-
-def _pointer(run: PipelineRun) -> Path:
-    return run.home / "unfinished" / f"{line_of(run.params)}.json"
-
-
-def peek_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
-    """Return what was decided when this night began, or what would be decided if it began now.
-
-    `started` is the time.time() that a new decision gets. An unfinished stage is continued only by a night
-    that has a time budget itself and is no rerun (`--from`).
-    """
-    file, pointer = run.folder / NIGHT, _pointer(run)
-    if file.is_file():
-        return Night.model_validate(read_json(file))
-    may_continue = run.params.night.hours > 0 and run.rerun is None and pointer.is_file()
-    continues = Unfinished.model_validate(read_json(pointer)) if may_continue else None
-    return Night(started=started, champion=find_champion(run, client), continues=continues)
 
 
 def open_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
@@ -126,28 +70,16 @@ def open_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
 
     `started` is the time.time() at which the night began.
     """
-    night = peek_night(run, client, started)
-    write_json(run.folder / NIGHT, night.model_dump(mode="json"))
+    file = run.folder / NIGHT
+    if file.is_file():
+        return Night.model_validate(read_json(file))
+    if run.continues:
+        champion = Night.model_validate(read_json(run.home / "runs" / run.continues / NIGHT)).champion
+    else:
+        champion = find_champion(run, client)
+    night = Night(started=started, champion=champion)
+    write_json(file, night.model_dump(mode="json"))
     return night
-
-
-def end_night(
-    run: PipelineRun, night: Night, unfinished: Unfinished | None, finished: Collection[str]
-) -> None:
-    """Write or remove the file that describes an unfinished stage for the next night.
-
-    `unfinished` is the stage at which this night's time budget ended, or None. If it is None, the file is
-    removed if this night continued a stage, or if the file describes a stage with a key in `finished`. These
-    are the stages that this night finished or found finished: a run without a time budget may have finished
-    what an earlier night left.
-    """
-    pointer = _pointer(run)
-    if unfinished is not None:
-        write_json(pointer, unfinished.model_dump(mode="json"))
-    elif night.continues is not None or (
-        pointer.is_file() and Unfinished.model_validate(read_json(pointer)).key in finished
-    ):
-        pointer.unlink(missing_ok=True)
 
 
 def find_champion(run: PipelineRun, client: MlflowClient) -> StartPolicy | None:
@@ -213,8 +145,7 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
     hours = run.params.night.hours
     if not hours:
         return None
-    records = sorted((run.home / "runs").glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime)
-    measured = [read_json(path) for path in reversed(records)]
+    measured = [read_json(folder / RUN_FILE) for folder in newest_runs(run.home)]
     earlier = [
         record["tail_seconds"]
         for record in measured
@@ -246,58 +177,6 @@ def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool
     return time.time() + expected < deadline
 
 
-def unfinished_stage(
-    context: Context,
-    name: StageName,
-    made: dict[str, CheckpointRecord],
-    record: CheckpointRecord | None = None,
-    continues: Unfinished | None = None,
-) -> Unfinished:
-    """Return a description of the stage `name`, at which the time budget ended.
-
-    `made` has the records of the stages that were finished before it. `record` is None if the stage was not
-    begun, and `continues` is the stage of an earlier night that it continued.
-    """
-    began = continues if continues is not None and name in FIXED_DATA else None
-    return Unfinished(
-        run_id=context.run.run_id,
-        stage=name,
-        progress=record.progress if record else None,
-        key=record.key if record else "",
-        folder=record.folder if record else "",
-        seed=began.seed if began else context.params.seed,
-        dataset=began.dataset if began else context.dataset,
-        made=made,
-    )
-
-
-def carry_over(earlier: Path, folder: Path) -> None:
-    """Copy the states, trajectories and metrics of an unfinished stage into the folder of its continuation.
-
-    `earlier` is the folder of the unfinished stage. Nothing is done if `folder` already has states or
-    `earlier` has none. Files that are never changed are hard links. The states come last, so that a call that
-    was killed is repeated.
-    """
-    if (folder / "state").is_dir() or not (earlier / "state").is_dir():
-        return
-
-    def link(source: str, target: str) -> None:
-        if not os.path.exists(target):
-            os.link(source, target)
-
-    hidden = shutil.ignore_patterns(".*")
-    # A stage that ended before its first update has a state, but neither trajectories nor metrics.
-    trajectories, metrics = earlier / "trajectories", earlier / "metrics.jsonl"
-    if trajectories.is_dir():
-        shutil.copytree(
-            trajectories, folder / "trajectories", copy_function=link, ignore=hidden, dirs_exist_ok=True
-        )
-    if metrics.is_file():
-        shutil.copyfile(metrics, folder / "metrics.jsonl")
-    with atomic_folder(folder / "state") as temporary:
-        shutil.copytree(earlier / "state", temporary, copy_function=link, ignore=hidden, dirs_exist_ok=True)
-
-
 def changes_since(run: PipelineRun, client: MlflowClient, version: str) -> list[str]:
     """Return phrases that say in what a run differs from the run that registered a version.
 
@@ -319,24 +198,20 @@ def changes_since(run: PipelineRun, client: MlflowClient, version: str) -> list[
     return found + (["code"] if digest_json(settings["sources"]) != run.code else [])
 
 
-def night_lineage(context: Context, night: Night, unfinished: Unfinished | None) -> dict[str, Any]:
+def night_lineage(context: Context, night: Night, unfinished: dict[str, Any] | None) -> dict[str, Any]:
     """Return the night's descent, which is what its policy was trained from, as a dictionary for JSON.
 
     It has the time budget in hours, the policy that the night started from, the version of its champion
-    (`parent`), the stages of earlier nights that it continued and that it left unfinished, and the phrases of
-    `changes_since` for the champion (`new`).
+    (`parent`), the stage of the earlier night that it continued and the stage that it left unfinished (both
+    as `left_unfinished` returns them), and the phrases of `changes_since` for the champion (`new`).
     """
     run, champion = context.run, night.champion
-
-    def place(stage: Unfinished | None) -> dict[str, Any] | None:
-        return stage.model_dump(include={"run_id", "stage", "progress"}) if stage else None
-
     return {
         "hours": run.params.night.hours,
         "start": f"version {champion.version}" if champion else context.params.policy.source,
         "parent": champion.version if champion else None,
-        "continues": place(night.continues),
-        "unfinished": place(unfinished),
+        "continues": left_unfinished(run.home / "runs" / run.continues) if run.continues else None,
+        "unfinished": unfinished,
         "new": changes_since(run, context.tracking.client, champion.version) if champion else [],
     }
 

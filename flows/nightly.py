@@ -31,16 +31,12 @@ from flows import run_page
 from flows.data import dataset
 from flows.evaluation import evaluate_checkpoint, load, table
 from flows.night import (
-    Night,
-    Unfinished,
-    end_night,
     lineage_tags,
     may_begin,
     night_lineage,
     night_params,
     open_night,
     training_deadline,
-    unfinished_stage,
 )
 from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
@@ -124,16 +120,12 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
         night = open_night(run, context.tracking.client, begun)
         context.params = night_params(run.params, night.champion)
         check_stages(context.params)
-        if night.continues is None:
-            stages = {"coldstart": start_policy(context, night.champion)}
-        else:
-            made = night.continues.made.items()
-            stages = {name: record.model_copy(update={"cached": True}) for name, record in made}
+        stages = {"coldstart": start_policy(context, night.champion)}
         start = stages["coldstart"]
         begins = "start policy" if start.folder.startswith("stages/champion-") else "cold start"
         before = evaluate_checkpoint(context, f"evaluation ({begins})", start.checkpoint, start.digest)
         deadline = training_deadline(run, night, before)
-        unfinished = train_stages(context, night, stages, deadline)
+        unfinished = train_stages(context, stages, deadline)
         policy = [record for name, record in stages.items() if name != "critic"][-1]
         if night.champion is not None and not has_updates(stages):
             raise StageFailed(
@@ -158,7 +150,6 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
     record["night"] = lineage
     record["seconds"] = round(time.monotonic() - started, 3)
     record["tail_seconds"] = round(time.monotonic() - trained, 3)
-    end_night(run, night, unfinished, {stage.key for stage in stages.values()})
     publish(context, record, stages, policy, {"cold_start": before, "evaluation": after})
     run_page.show_result(record)
     return record
@@ -174,39 +165,33 @@ def has_updates(stages: dict[str, CheckpointRecord]) -> bool:
 
 
 def train_stages(
-    context: Context, night: Night, stages: dict[str, CheckpointRecord], deadline: float | None
-) -> Unfinished | None:
+    context: Context, stages: dict[str, CheckpointRecord], deadline: float | None
+) -> dict[str, Any] | None:
     """Run the training stages of the night in their order, and add their records to `stages`.
 
-    Stages that `stages` already has are not run. `deadline` is the time.time() at which training ends, or
-    None. Returns a description of the stage at which the deadline ended training, or None if all stages are
-    finished.
+    `stages` has the record of the first policy. `deadline` is the time.time() at which training ends, or
+    None. Returns the stage at which the deadline ended training, as `run_context.left_unfinished` does, or
+    None if all stages are finished.
     """
-    run, params = context.run, context.params
-    made = dict(stages)
-    for name in stages_of_run(params):
-        if name in made:
-            continue
-        continues = night.continues if night.continues and night.continues.stage == name else None
+    run = context.run
+    for name in stages_of_run(context.params):
         record = train(
             context,
             name,
-            [earlier for other, earlier in made.items() if other != "critic"][-1],
-            critic=made.get("critic") if name == "agentic" else None,
-            sampled=[made[other] for other in ("warmup", "rejection") if other in made]
+            [earlier for other, earlier in stages.items() if other != "critic"][-1],
+            critic=stages.get("critic") if name == "agentic" else None,
+            sampled=[stages[other] for other in ("warmup", "rejection") if other in stages]
             if name == "critic"
             else None,
-            earlier=list(made.values()),
+            earlier=list(stages.values()),
             deadline=deadline,
-            continues=continues,
             may_begin=may_begin(run, name, deadline),
         )
-        if record is None:
-            return continues or unfinished_stage(context, name, made)
-        stages[name] = record
-        if record.progress is not None:
-            return unfinished_stage(context, name, made, record, continues)
-        made[name] = record
+        if record is not None:
+            stages[name] = record
+        if record is None or record.progress is not None:
+            progress = record.progress if record is not None else None
+            return {"run_id": run.run_id, "seed": run.params.seed, "stage": name, "progress": progress}
     return None
 
 

@@ -2,8 +2,8 @@
 
 DiskGuard stops the run on a full disk, MetricsProgress writes Prometheus metrics, RenamedProgress replaces
 the stage's name, and EventProgress emits Prefect events. The events are needed because Prefect itself records
-only the states of runs and tasks, and a stage can take many hours. automations.py defines the alerts that the
-events cause.
+only the states of runs and tasks, and a stage can take many hours. infra/prefect/automations.yaml defines the
+alerts that the events cause.
 """
 
 import shutil

@@ -11,7 +11,6 @@ This module does not import Prefect, MLflow or torch, so that a finished run is 
     home/prefect, home/mlflow       the databases of Prefect and MLflow
     home/runs/<run_id>/             manifest.json, report.html, report.json, settings.json; run.json last
     home/champions                  checkpoints of champions
-    home/unfinished                 what the next night continues
     home/evaluations/<epoch>/       evaluations outside of a pipeline run
     home/audit/<model>/             the audit chain of promotions, one file for each entry
 """
@@ -92,11 +91,11 @@ class PipelineRun:
     """One pipeline run, whose key is the digest of its parameters, its code and its rerun request.
 
     The key does not depend on the home, on parameters that only change throughput, or on comments in the
-    code. `night` is the number of the run among those with the same parameters, from 1. It is above 1 if the
-    time budget ended training in all earlier ones.
+    code. `continues` is the id of the run with the same parameters whose time budget ended its training, and
+    whose stages this run continues. It is empty for the first run with its parameters.
     """
 
-    def __init__(self, resolved: Resolved, rerun: Rerun | None = None, night: int = 1):
+    def __init__(self, resolved: Resolved, rerun: Rerun | None = None, continues: str = ""):
         self.params: Params = resolved.params
         self.profile = resolved.profile
         self.home = Path(resolved.params.home).expanduser().resolve()
@@ -108,8 +107,9 @@ class PipelineRun:
         self.rerun = rerun
         self.base_key = digest_json({"params": result_values(self.params), "code": self.code})
         redo = None if rerun is None else [rerun.stage, rerun.number]
-        number = {} if night == 1 else {"night": night}
-        self.key = digest_json({"base": self.base_key, "redo": redo} | number)
+        self.continues = continues
+        earlier = {"continues": continues} if continues else {}
+        self.key = digest_json({"base": self.base_key, "redo": redo} | earlier)
         self.run_id = self.key[:12]
         self.folder = self.home / "runs" / self.run_id
 
@@ -170,19 +170,30 @@ def _newest_night(run: PipelineRun, resolved: Resolved) -> PipelineRun:
 
     A run that has not begun counts as one that left nothing unfinished.
     """
-    number = 1
-    while _left_unfinished(run):
-        number += 1
-        run = PipelineRun(resolved, run.rerun, number)
+    while left_unfinished(run.folder):
+        run = PipelineRun(resolved, run.rerun, run.run_id)
     return run
 
 
-def _left_unfinished(run: PipelineRun) -> bool:
+def left_unfinished(folder: Path) -> dict[str, Any] | None:
+    """Return the stage at which the time budget of the run in `folder` ended training, or None.
+
+    The result has the keys `run_id`, `seed`, `stage` and `progress` (updates that are done and updates in
+    all, or None if the stage was not begun).
+    """
     try:
-        record = read_json(run.folder / RUN_FILE)
+        record = read_json(folder / RUN_FILE)
     except (OSError, ValueError):  # The function `finished` reports a damaged record.
-        return False
-    return isinstance(record, dict) and bool(record.get("night", {}).get("unfinished"))
+        return None
+    night = record.get("night", {}) if isinstance(record, dict) else {}
+    found: dict[str, Any] | None = night.get("unfinished")
+    return found
+
+
+def newest_runs(home: Path) -> list[Path]:
+    """Return the folders of the finished runs of a home, the newest first."""
+    files = (home / "runs").glob(f"*/{RUN_FILE}")
+    return [file.parent for file in sorted(files, key=lambda file: -file.stat().st_mtime)]
 
 
 def finished(run: PipelineRun) -> dict[str, Any] | None:

@@ -181,12 +181,6 @@ class Context:
         self.dataset = dataset
         self.dataset_folder = run.home / dataset.folder
 
-    def as_of(self, seed: int, dataset: DatasetRecord) -> "Context":
-        """Return a copy with another seed and data set, for a stage that was begun with these."""
-        context = Context(self.run, self.progress, self.pool, self.tracking, dataset)
-        context.params = self.params.model_copy(update={"seed": seed})
-        return context
-
     def parts(self, stage: str, name: str, upstream: dict[str, str]) -> KeyParts:
         """Return everything that enters the key of a stage.
 

@@ -9,7 +9,7 @@ from components.policy.checkpoint import Manifest, verify_checkpoint
 from components.synthesis.compose import compose_training_tasks
 from components.training.run_stage import run_stage
 from components.training.stage import RESULT, UNFINISHED, Stage, StageName, StageResult
-from flows.night import FIXED_DATA, StartPolicy, Unfinished, carry_over, keep_checkpoint
+from flows.night import StartPolicy, keep_checkpoint
 from flows.steps import CheckpointRecord, Context
 
 CHECKPOINT = "checkpoint"
@@ -106,7 +106,6 @@ def train(
     sampled: list[CheckpointRecord] | None = None,
     earlier: list[CheckpointRecord] | None = None,
     deadline: float | None = None,
-    continues: Unfinished | None = None,
     may_begin: bool = True,
 ) -> CheckpointRecord | None:
     """Run one training stage as a cached Prefect task, and return the record of its checkpoint.
@@ -114,27 +113,16 @@ def train(
     `policy` is the actor that the stage starts with, and `critic` the critic if it needs one. `sampled` are
     the stages whose trajectories the stage reads, and `earlier` the finished stages of this night, whose
     states are deleted. `deadline` is the time.time() after which the stage ends with its current update.
-    `continues` is the stage of an earlier night that this one continues. The stages `rejection` and `critic`
-    learn from a fixed set of trajectories, so they continue with the seed and the data set with which they
-    began. `warmup` and `agentic` continue with those of the present night. If `may_begin` is false, a stage
-    that no earlier attempt has begun is not run, and None is returned.
+    If `may_begin` is false, a stage that no earlier attempt has begun is not run, and None is returned.
     """
-    if continues is not None and name in FIXED_DATA:
-        context = context.as_of(continues.seed, continues.dataset)
     home, inputs = context.run.home, sampled or []
     upstream = {"policy": policy.digest} | ({"critic": critic.digest} if critic else {})
     upstream |= {f"trajectories.{index}": earlier.key for index, earlier in enumerate(inputs)}
-
-    is_continued = continues is not None and continues.key != context.parts(name, name, upstream).key
-    if continues is not None and is_continued and continues.progress is not None:
-        upstream |= {"continues": f"{continues.key}@{continues.progress[0]}"}
     folder = context.parts(name, name, upstream).folder(home)
     if not may_begin and not any((folder / file).exists() for file in ("state", RESULT, UNFINISHED)):
         return None
 
     def work(folder: Path) -> CheckpointRecord:
-        if continues is not None and is_continued and continues.folder:
-            carry_over(home / continues.folder, folder)
         stage = Stage(
             name=name,
             params=context.params,

@@ -105,7 +105,8 @@ def check(start: Start) -> tuple[str, str]:
     )
     if (name := options.get(CLASS_OPTION)) and (problem := import_problem(start.image, name)):
         return "wrong", problem
-    beside = Path(sys.executable).with_name(words[0])
+    # A path names a script of the project.
+    beside = PROJECT / words[0] if "/" in words[0] else Path(sys.executable).with_name(words[0])
     program = sys.executable if words[0] == "python" else str(beside) if beside.exists() else ""
     if not program:
         return "not checked", f"{words[0]} is not installed here"

@@ -1,6 +1,6 @@
 #!/bin/bash
 # The whole stack on one host without containers: PostgreSQL, an S3 endpoint, Prefect, MLflow, a Ray cluster of two nodes, a worker.
-#   infra/one-host.sh up FOLDER [OPTION of cuda-agent deploy]...    start what does not run, deploy, start the worker; safe to repeat
+#   infra/one-host.sh up FOLDER [PARAMETER=VALUE]...                start what does not run, deploy, start the worker; safe to repeat
 #   infra/one-host.sh start FOLDER SERVICE                          start one again: postgres s3 prefect mlflow ray-head ray-node worker
 #   infra/one-host.sh down FOLDER                                   end everything; what is in FOLDER stays
 # Afterwards `. FOLDER/environment` lets a shell reach it. Ports: see below, each can be set. AWS_ENDPOINT_URL_S3 with the usual
@@ -125,9 +125,10 @@ start() {
 case $act in
 up)
     for service in $services; do start "$service"; done
-    "$PYTHON" -m components.cli deploy --pool cpu --home "$folder/home" --set "registry.tracking_uri=http://127.0.0.1:$MLFLOW_PORT" \
-        --set "store.url=s3://$BUCKET/cuda-agent" --set "store.endpoint=$AWS_ENDPOINT_URL_S3" \
-        --set pool.judges=1 --set pool.resource=judge --env "RAY_ADDRESS=$RAY_ADDRESS" "$@"
+    # CUDA_AGENT_PROFILE and the other variables of deploy.sh apply here too.
+    PYTHON=$PYTHON CUDA_AGENT_POOL=cpu CUDA_AGENT_HOME=$folder/home infra/prefect/deploy.sh \
+        "registry.tracking_uri=http://127.0.0.1:$MLFLOW_PORT" "store.url=s3://$BUCKET/cuda-agent" \
+        "store.endpoint=$AWS_ENDPOINT_URL_S3" pool.judges=1 pool.resource=judge "$@"
     start worker
     ;;
 start)

@@ -26,7 +26,7 @@ from components.cli.mcp import mcp
 from components.cli.models import models_app
 from components.cli.optimize import optimize
 from components.cli.params import params, plan
-from components.cli.run import deploy, run
+from components.cli.run import run
 from components.cli.store import store_app
 from components.cli.token import token_app
 from components.cli.train import train
@@ -53,7 +53,6 @@ for command in (
     evaluate,
     train,
     fleet,
-    deploy,
     plan,
     params,
     doctor,

@@ -1,23 +1,19 @@
-"""The commands `cuda-agent run` and `cuda-agent deploy`: the pipeline here, or on a Prefect server."""
+"""The command `cuda-agent run`, which runs the pipeline in this process."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from components.cli.common import (
     CommonOptions,
     ExitCode,
-    Home,
     Output,
-    Sets,
     print_line,
-    print_table,
     stderr_console,
     with_common_options,
 )
-from components.core.errors import UserError
 
 
 @with_common_options()
@@ -77,76 +73,3 @@ def run(
     final_table(record, run_context.interface_commands(pipeline_run, record), console)
     refused = record["gate"]["verdict"] == "refused"
     return Output(record, ExitCode.REFUSED if refused else ExitCode.DONE)
-
-
-@with_common_options()
-def deploy(
-    workers: Annotated[
-        str,
-        typer.Option(
-            "--workers", help="process: workers run flows on their own machine; kubernetes: as jobs"
-        ),
-    ] = "process",
-    profile: Annotated[
-        str, typer.Option("--profile", help="profile of every deployment; by default that of prefect.yaml")
-    ] = "",
-    sets: Sets = None,
-    home: Home = "",
-    pool: Annotated[
-        str,
-        typer.Option(
-            "--pool", help="work pool of every deployment, for instance cpu; by default those of prefect.yaml"
-        ),
-    ] = "",
-    cron: Annotated[
-        str, typer.Option("--cron", help="schedule of the nightly deployment, for instance '0 1 * * *'")
-    ] = "",
-    timezone: Annotated[
-        str, typer.Option("--timezone", help="time zone of every schedule, for instance Europe/Berlin")
-    ] = "",
-    alert: Annotated[
-        str,
-        typer.Option("--alert", metavar="TYPE/NAME", help="notification block that receives alarms"),
-    ] = "",
-    paused: Annotated[bool, typer.Option("--paused", help="deploy with schedules switched off")] = False,
-    variables: Annotated[
-        list[str] | None,
-        typer.Option("--env", metavar="NAME=VALUE", help="environment of every flow run; may be repeated"),
-    ] = None,
-) -> Output:
-    """Create or update work pools, limits, deployments and automations on the Prefect server.
-
-    The command can be repeated safely.
-    """
-    if workers not in ("process", "kubernetes"):
-        raise UserError(f"--workers {workers}: give process or kubernetes.")
-    from flows.deploy import Choices
-    from flows.deploy import deploy as deploy_all
-
-    kind: Literal["process", "kubernetes"] = "kubernetes" if workers == "kubernetes" else "process"
-    record = deploy_all(
-        Choices(
-            kind,
-            profile,
-            tuple(sets or ()),
-            home,
-            pool,
-            cron,
-            timezone,
-            alert,
-            paused,
-            tuple(variables or ()),
-        )
-    )
-    rows = [
-        (
-            *(entry["name"], entry["pool"], ", ".join(entry["schedules"]) or "off"),
-            *(entry["parameters"]["profile"], entry["parameters"]["home"]),
-        )
-        for entry in record["deployments"]
-    ]
-    print_table(("deployment", "pool", "schedule", "profile", "home"), rows)
-    pools = {entry["pool"] for entry in record["deployments"]}
-    starts = ", ".join(f"prefect worker start --pool {name}" for name in sorted(pools))
-    print_line(f"start a worker on the machines of each pool: {starts}")
-    return Output(record)

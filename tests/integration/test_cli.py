@@ -232,6 +232,8 @@ def test_params_tell_value_meaning_and_source() -> None:
     }
     assert rows["device"]["source"] == "params.yaml: profiles.smoke"
     assert rows["gate.regression"]["meaning"] and rows["data.operator_mix"]["value"]
+    shown = command("params", "--profile", "smoke", "--set", "data.against=[/srv/a b]")
+    assert shown.returncode == 0 and '["/srv/a b"]' in shown.stderr
 
 
 def test_a_section_is_set_field_by_field() -> None:

@@ -10,7 +10,7 @@ import pytest
 from promotion_fixtures import PASSING, WAITING, aliases, apply_decision, promotion_of
 from promotion_fixtures import home as home
 
-SETS = ["registry.model=policy", "registry.experiment=nights"]
+SETS = "registry.model=policy registry.experiment=nights"
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +98,9 @@ def test_the_run_starts_the_deployed_flow_and_says_when_there_is_none(server: No
 
     from flows import approval
 
-    assert approval.ask("7", "ci", SETS) is False
+    assert approval.ask("7", "ci", SETS, "") is False
     with get_client(sync_client=True) as client:
         client.create_deployment(flow_id=client.create_flow_from_name("approval"), name="approval")
-        assert approval.ask("7", "ci", SETS) is True
+        assert approval.ask("7", "ci", SETS, "") is True
         scheduled = [found for found in client.read_flow_runs() if found.parameters.get("version") == "7"]
     assert len(scheduled) == 1 and scheduled[0].parameters["sets"] == SETS

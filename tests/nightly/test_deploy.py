@@ -13,12 +13,14 @@ from uuid import uuid4
 import httpx
 import pytest
 import yaml
-from prefect_fixtures import prefect_server, wait_for
+from prefect_fixtures import job_templates, prefect_server, wait_for
 
 from components.core.config import PROJECT
-from components.core.errors import UserError
-from flows.automations import HEARTBEATS_SECONDS
-from flows.deploy import Choices, base_job_template, deployments_file, read_pools
+from flows.approval import settings
+
+AUTOMATIONS = yaml.safe_load((PROJECT / "infra" / "prefect" / "automations.yaml").read_text())["automations"]
+# Seconds without a heartbeat after which a run is marked as crashed.
+HEARTBEATS_SECONDS = AUTOMATIONS[0]["trigger"]["within"]
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +29,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
         yield environment
 
 
-def deploy(environment: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
+def deploy(environment: dict[str, str], *sets: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "components.cli", "deploy", "--json", *options],
-        cwd=PROJECT,
-        env=environment,
+        [PROJECT / "infra" / "prefect" / "deploy.sh", *sets],
+        env=environment | {"PYTHON": sys.executable} | variables,
         capture_output=True,
         text=True,
         check=False,
@@ -39,30 +40,33 @@ def deploy(environment: dict[str, str], *options: str) -> subprocess.CompletedPr
 
 
 @pytest.fixture(scope="module")
-def deployed(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def deployed(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Deploy twice, and return the home."""
     home = tmp_path_factory.mktemp("home")
-    options = (
-        "--profile",
-        "ci",
-        "--pool",
-        "cpu",
-        "--home",
-        str(home),
-        "--cron",
-        "30 2 * * *",
-        "--timezone",
-        "Europe/Berlin",
-    )
-    done = deploy(server, *options)
-    assert done.returncode == 0, done.stderr
-    again = deploy(server, *options)
-    assert again.returncode == 0, again.stderr
-    assert json.loads(again.stdout) == json.loads(done.stdout)
-    return {"home": str(home)} | json.loads(done.stdout)
+    variables = {
+        "CUDA_AGENT_PROFILE": "ci",
+        "CUDA_AGENT_POOL": "cpu",
+        "CUDA_AGENT_HOME": str(home),
+        "CUDA_AGENT_CRON": "30 2 * * *",
+        "CUDA_AGENT_TIMEZONE": "Europe/Berlin",
+        "RAY_ADDRESS": "ray://head:10001",
+    }
+    states = []
+    for _ in range(2):
+        done = deploy(server, "night.hours=3", "data.against=[/srv/a b]", **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        states.append(
+            [
+                sorted(found["name"] for found in ask(server, f"/{what}/filter"))
+                for what in ("work_pools", "deployments", "automations", "v2/concurrency_limits")
+            ]
+        )
+    assert states[0] == states[1]
+    return str(home)
 
 
 @pytest.fixture(scope="module")
-def stopped(server: dict[str, str], deployed: dict[str, Any]) -> str:
+def stopped(server: dict[str, str], deployed: str) -> str:
     """Make a run whose heartbeats stop, as of a host that went down; its time passes in other tests.
 
     The deployed automation waits for HEARTBEATS_SECONDS; here it is given the shortest wait that Prefect has.
@@ -101,9 +105,7 @@ def ask(server: dict[str, str], path: str, **body: Any) -> Any:
     return answer.json()
 
 
-def test_the_schedule_makes_scheduled_runs(
-    server: dict[str, str], deployed: dict[str, Any], stopped: str
-) -> None:
+def test_the_schedule_makes_scheduled_runs(server: dict[str, str], deployed: str, stopped: str) -> None:
     def scheduled() -> list[dict[str, Any]]:
         runs = ask(
             server,
@@ -116,10 +118,10 @@ def test_the_schedule_makes_scheduled_runs(
     runs = wait_for(scheduled, 240)
     times = {run["expected_start_time"][11:16] for run in runs}
     assert times <= {"00:30", "01:30"}, "half past two in Berlin, summer or winter"
-    assert all(run["parameters"]["home"] == deployed["home"] and run["parameters"]["dated"] for run in runs)
+    assert all(run["parameters"]["home"] == deployed and run["parameters"]["dated"] for run in runs)
 
 
-def test_two_runs_never_overlap(server: dict[str, str], deployed: dict[str, Any]) -> None:
+def test_two_runs_never_overlap(server: dict[str, str], deployed: str) -> None:
     found = ask(server, "/deployments/filter")
     assert {entry["name"] for entry in found} == {"nightly", "data", "evaluation", "promotion", "approval"}
     for entry in found:
@@ -132,7 +134,7 @@ def test_two_runs_never_overlap(server: dict[str, str], deployed: dict[str, Any]
 
 
 def test_every_class_of_machine_has_a_pool_and_runs_send_heartbeats(
-    server: dict[str, str], deployed: dict[str, Any]
+    server: dict[str, str], deployed: str
 ) -> None:
     pools = {pool["name"]: pool for pool in ask(server, "/work_pools/filter")}
     assert {"gpu-h20", "gpu-h200", "cpu"} <= set(pools)
@@ -143,98 +145,63 @@ def test_every_class_of_machine_has_a_pool_and_runs_send_heartbeats(
             ]
             == "30"
         )
+    variables = pools["cpu"]["base_job_template"]["variables"]["properties"]["env"]["default"]
+    assert variables["PREFECT_RESULTS_LOCAL_STORAGE_PATH"] == f"{deployed}/prefect/results"
+    assert variables["RAY_ADDRESS"] == "ray://head:10001" and pools["cpu"]["description"]
     for entry in ask(server, "/deployments/filter"):
-        assert entry["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30", (
-            "a deployment's own environment takes the place of the pool's"
-        )
+        assert not entry["job_variables"].get("env"), "it would take the place of the pool's environment"
+        assert entry["work_pool_name"] == "cpu" and Path(entry["parameters"]["home"]).is_absolute()
 
 
-def test_automations_stand_once(server: dict[str, str], deployed: dict[str, Any]) -> None:
+def test_automations_stand_once(server: dict[str, str], deployed: str) -> None:
     names = [entry["name"] for entry in ask(server, "/automations/filter")]
-    assert sorted(names) == sorted(deployed["automations"]) and len(names) == len(set(names))
-    assert {
-        "cuda-agent-zombie",
-        "cuda-agent-failed",
-        "cuda-agent-missed",
-        "cuda-agent-stalled",
-        "cuda-agent-collapsing",
-    } <= set(names)
+    assert sorted(names) == sorted(automation["name"] for automation in AUTOMATIONS)
 
 
-@pytest.mark.timeout(900)
-def test_plain_prefect_deploy_works_where_the_pools_are(
-    server: dict[str, str], deployed: dict[str, Any]
-) -> None:
-    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"]
-    done = subprocess.run(command, cwd=PROJECT, env=server, capture_output=True, text=True, check=False)
-    text = " ".join(done.stdout.split())
-    assert done.returncode == 0, done.stderr
-    for name in ("nightly", "data", "evaluation", "promotion", "approval"):
-        assert f"'{name}/{name}' successfully" in text
+def test_parameters_of_the_command_line_reach_the_flow(server: dict[str, str], deployed: str) -> None:
+    (night,) = ask(server, "/deployments/filter", deployments={"name": {"any_": ["nightly"]}})
+    given = night["parameters"]
+    params = settings(given["profile"], given["sets"], given["home"]).params
+    assert params.night.hours == 3 and params.data.against == ["/srv/a b"] and params.home == deployed
 
 
-def test_a_mistake_is_one_sentence_and_leaves_the_server_as_it_was(
-    server: dict[str, str], deployed: dict[str, Any]
-) -> None:
-    for options, words in (
-        (("--alert", "slack-webhook/nobody"), "no such block"),
-        (("--workers", "kubernetes"), "cannot change"),
+def test_a_mistake_is_named_and_leaves_the_server_as_it_was(server: dict[str, str], deployed: str) -> None:
+    before = ask(server, "/deployments/filter")
+    for variables, sets, words in (
+        ({"CUDA_AGENT_ALERT": "slack-webhook/nobody"}, (), "no block slack-webhook/nobody"),
+        ({"CUDA_AGENT_WORKERS": "kubernetes"}, (), "cannot change"),
+        ({"CUDA_AGENT_POOL": "gpu-h100"}, (), "no work pool gpu-h100"),
+        ({"CUDA_AGENT_PROFILE": "smok"}, (), "smoke"),
+        ({}, ("warmup.step=1",), "warmup.steps"),
     ):
-        done = deploy(server, *options)
-        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, (
-            done.stderr
-        )
-    assert {entry["work_pool_name"] for entry in ask(server, "/deployments/filter")} <= {"cpu", "gpu-h20"}
+        done = deploy(server, *sets, **({"CUDA_AGENT_PROFILE": "ci"} | variables))
+        assert done.returncode != 0 and words in done.stdout + done.stderr, done.stdout + done.stderr
+    assert ask(server, "/deployments/filter") == before
+
+
+def test_a_deployment_that_prefect_does_not_accept_is_an_error(server: dict[str, str], deployed: str) -> None:
+    done = deploy(server, CUDA_AGENT_PROFILE="ci", CUDA_AGENT_CRON="30 2 * *")
+    assert done.returncode != 0 and "cron" in (done.stdout + done.stderr).lower()
 
 
 def test_without_a_server_the_sentence_says_what_to_start() -> None:
-    done = deploy(
-        {"PATH": "/usr/bin:/bin", "PREFECT_HOME": "/tmp/none", "PREFECT_API_URL": "http://127.0.0.1:9/api"}
-    )
-    assert done.returncode == 2 and "no Prefect server answers" in done.stderr
+    done = deploy({"PATH": "/usr/bin:/bin"})
+    assert done.returncode != 0 and "prefect server start" in done.stderr
 
 
-def test_kubernetes_templates_name_every_variable_and_take_the_pools_values() -> None:
-    for pool in read_pools():
-        template = base_job_template(pool, "kubernetes")
+def test_kubernetes_templates_name_every_variable_and_take_the_pools_values(tmp_path: Path) -> None:
+    templates = job_templates("kubernetes", tmp_path)
+    for template in templates.values():
         text = json.dumps(template["job_configuration"])
         for name in template["variables"]["properties"]:
             assert f"{{{{ {name} }}}}" in text, f"{name} is a variable that nothing uses"
-    h200 = base_job_template("gpu-h200", "kubernetes")["variables"]["properties"]
+    h200 = templates["gpu-h200"]["variables"]["properties"]
     assert (
         h200["node_selector"]["default"] == {"nvidia.com/gpu.product": "NVIDIA-H200"}
         and h200["limits"]["default"]["nvidia.com/gpu"] == 8
     )
-    h20 = base_job_template("gpu-h20", "kubernetes")["variables"]["properties"]
+    h20 = templates["gpu-h20"]["variables"]["properties"]
     assert "nvidia.com/gpu" not in h20["limits"]["default"], "the GPUs are the Ray cluster's and vLLM's"
-
-
-def test_what_is_deployed_is_checked_first() -> None:
-    for choices, words in (
-        (Choices(pool="gpu-h100"), "give one of gpu-h20, gpu-h200, cpu"),
-        (Choices(profile="smok"), "smoke"),
-        (Choices(sets=("warmup.step=1",)), r"warmup\.steps"),
-        (Choices(variables=("RAY_ADDRESS",)), "NAME=VALUE"),
-        (Choices(cron="30 2 * *"), "schedule of nightly.*Invalid cron"),
-        (Choices(timezone="Mars/Base"), "Invalid timezone.*--timezone"),
-    ):
-        with pytest.raises(UserError, match=words):
-            deployments_file(choices)
-
-
-def test_variables_reach_every_flow_run_beside_those_that_all_need() -> None:
-    for entry in deployments_file(Choices(variables=("RAY_ADDRESS=ray://head:10001",)))["deployments"]:
-        given = entry["work_pool"]["job_variables"]["env"]
-        assert (
-            given["RAY_ADDRESS"] == "ray://head:10001" and given["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
-        )
-
-
-def test_a_home_means_the_same_place_for_every_worker() -> None:
-    for entry in deployments_file(Choices(profile="ci"))["deployments"]:
-        assert Path(entry["parameters"]["home"]).is_absolute()
-    for entry in deployments_file(Choices(workers="kubernetes"))["deployments"]:
-        assert entry["parameters"]["home"] == "/srv/cuda-agent"
 
 
 def test_entry_points_exist_with_the_parameters_that_are_given() -> None:
@@ -245,16 +212,6 @@ def test_entry_points_exist_with_the_parameters_that_are_given() -> None:
         file, _, name = entry["entrypoint"].partition(":")
         module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
         assert set(entry["parameters"]) <= set(inspect.signature(getattr(module, name).fn).parameters)
-
-
-def test_an_unknown_pool_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import flows.deploy
-
-    monkeypatch.setattr(
-        flows.deploy, "read_pools", lambda: {"cpu": {"description": "", "kubernetes": {"gpu": 1}}}
-    )
-    with pytest.raises(UserError, match=r"kubernetes\.json does not know"):
-        base_job_template("cpu", "kubernetes")
 
 
 def test_a_run_whose_heart_stopped_is_marked_as_crashed_and_goes_back_to_a_worker(

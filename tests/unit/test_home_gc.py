@@ -41,10 +41,13 @@ def test_stages_of_referenced_runs_stay_and_lose_only_their_states(tmp_path: Pat
     assert found(tmp_path, days=50) == {}
 
 
-def test_an_unfinished_stage_that_the_next_night_continues_stays_with_its_states(tmp_path: Path) -> None:
+def test_the_newest_run_keeps_its_unfinished_stage_with_its_states(tmp_path: Path) -> None:
     left, old = stage(tmp_path, "young", finished=False), stage(tmp_path, "old", finished=False)
-    write_json(tmp_path / "unfinished" / "0123456789ab.json", {"folder": f"stages/{left.name}"})
-    aged(tmp_path, 40)
+    note_use(tmp_path / "runs" / KEYS["old"], old)
+    aged(tmp_path, 41)
+    note_use(tmp_path / "runs" / KEYS["young"], left)
+    for path in (left, tmp_path / "runs" / KEYS["young"] / "stages.txt"):
+        os.utime(path, (time.time() - 40 * DAY,) * 2)
     assert found(tmp_path) == {f"stages/{old.name}": "no kept run uses it"}
 
 

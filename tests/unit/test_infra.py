@@ -10,15 +10,15 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import pytest
-import typer
 import yaml
+from prefect_fixtures import job_templates
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from components.cli.main import app
 from components.core.config import PROJECT, resolve
 from components.planning.capacity import GPUS, default_inputs
 from components.planning.model_shapes import PROFILE_MODELS, named_shapes
@@ -34,11 +34,6 @@ LEAST = {
     "procMount": "Unmasked",
 }
 """Capabilities that the judge needs of its container in a pod with a user namespace."""
-
-
-def deploy_options() -> set[str]:
-    group: Any = typer.main.get_command(app)
-    return {name for parameter in group.commands["deploy"].params for name in parameter.opts}
 
 
 def rendered(overlay: str) -> list[dict[str, Any]]:
@@ -197,7 +192,7 @@ def test_the_gpus_of_the_groups_are_those_of_the_pool() -> None:
     assert gpus(sampler["template"]["spec"]) == planned["tensor_parallel"]
     assert sampler["replicas"] == planned["replicas"]
     assert f"--max-model-len={params.policy.context}" in container["args"]
-    sets = [argument.removeprefix("--set=") for argument in deploy_arguments("h20") if "--set=" in argument]
+    sets = deploy_arguments("h20")[1:]
     given = resolve("h20-pool", tuple(sets)).params
     service = documents["Service", sampler["serviceName"]]
     (port,) = service["spec"]["ports"]
@@ -214,12 +209,10 @@ def deploy_arguments(overlay: str) -> list[str]:
     return arguments
 
 
-def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes() -> None:
+def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes(tmp_path: Path) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    from flows.deploy import base_job_template, read_pools
-
-    for pool, root in itertools.product(read_pools(), (False, True)):
-        template = base_job_template(pool, "kubernetes")
+    templates = job_templates("kubernetes", tmp_path)
+    for template, root in itertools.product(templates.values(), (False, True)):
         values = {name: spec.get("default") for name, spec in template["variables"]["properties"].items()}
         values |= json.loads((INFRA / "prefect" / "kubernetes-root.json").read_text()) if root else {}
         given = values | {
@@ -262,27 +255,25 @@ def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes() -> None:
             assert pod["hostUsers"] is False and container["securityContext"] == LEAST
 
 
-def test_prefects_kubernetes_worker_accepts_the_templates() -> None:
+def test_prefects_kubernetes_worker_accepts_the_templates(tmp_path: Path) -> None:
     worker = pytest.importorskip(
         "prefect_kubernetes.worker", reason="the extra `kubernetes` is not installed"
     )
     from prefect.client.orchestration import PrefectClient
     from prefect.client.schemas.objects import FlowRun
 
-    from flows.deploy import Choices, base_job_template, deployments_file
-
-    async def manifest(pool: str, values: dict[str, Any]) -> dict[str, Any]:
+    async def manifest(template: dict[str, Any]) -> dict[str, Any]:
         # The client is only asked for blocks that a template names, and these name none.
         client = PrefectClient("http://127.0.0.1:9/api")
         configuration = await worker.KubernetesWorkerJobConfiguration.from_template_and_values(
-            base_job_template(pool, "kubernetes"), values, client=client
+            template, {}, client=client
         )
         configuration.prepare_for_flow_run(FlowRun(id=uuid4(), flow_id=uuid4(), name="night"))
         found: dict[str, Any] = configuration.job_manifest
         return found
 
-    for entry in deployments_file(Choices(workers="kubernetes"))["deployments"]:
-        job = asyncio.run(manifest(entry["work_pool"]["name"], entry["work_pool"]["job_variables"]))
+    for template in job_templates("kubernetes", tmp_path).values():
+        job = asyncio.run(manifest(template))
         (container,) = job["spec"]["template"]["spec"]["containers"]
         given = {item["name"]: item["value"] for item in container["env"]}
         assert given["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30" and container["args"][:2] == [
@@ -295,7 +286,7 @@ def test_prefects_kubernetes_worker_accepts_the_templates() -> None:
 
 
 @pytest.mark.parametrize("where", ["compose", "one-host", *OVERLAYS])
-def test_deploy_is_called_with_options_and_parameters_that_exist(where: str) -> None:
+def test_deploy_is_called_with_parameters_that_exist(where: str) -> None:
     from components.core.config import KNOWN
 
     if where == "compose":
@@ -303,18 +294,10 @@ def test_deploy_is_called_with_options_and_parameters_that_exist(where: str) -> 
     elif where == "one-host":
         script = (INFRA / "one-host.sh").read_text()
         subprocess.run(["bash", "-n", INFRA / "one-host.sh"], check=True)
-        words = shlex.split(
-            re.search(r"components\.cli deploy (.*)\"\$@\"", script, re.DOTALL)[1].replace("\\\n", "")
-        )
-        arguments = [
-            "cuda-agent",
-            "deploy",
-            *(f"{option}={value}" for option, value in zip(words[::2], words[1::2], strict=True)),
-        ]
+        call = re.search(r"(infra/prefect/deploy\.sh .*)\"\$@\"", script, re.DOTALL)[1]
+        arguments = shlex.split(call.replace("\\\n", ""))
     else:
         arguments = deploy_arguments(where)
-    assert arguments[:2] == ["cuda-agent", "deploy"]
-    for argument in arguments[2:]:
-        option, _, value = argument.partition("=")
-        assert option in deploy_options(), argument
-        assert option != "--set" or value.partition("=")[0] in KNOWN, argument
+    assert (PROJECT / arguments[0]).is_file()
+    for argument in arguments[1:]:
+        assert argument.partition("=")[0] in KNOWN, argument

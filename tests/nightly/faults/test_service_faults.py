@@ -34,11 +34,6 @@ def nightly():
 DEPLOY = """
 import sys
 from prefect import flow
-from prefect.client.orchestration import get_client
-from flows.deploy import make_automations, make_pools
-with get_client(sync_client=True) as client:
-    make_pools(client, "process")
-    make_automations(client, None)
 source = flow.from_source(source=sys.argv[1], entrypoint="world.py:nightly")
 source.deploy(name="nightly", work_pool_name="cpu", print_next_steps=False)
 """
@@ -51,6 +46,12 @@ def test_a_run_whose_process_is_killed_goes_back_to_a_worker(tmp_path: Path) -> 
     (tmp_path / "prefect").mkdir()
     with prefect_server(tmp_path / "prefect") as environment:
         environment |= {"WORLD": str(tmp_path), "PREFECT_WORKER_QUERY_SECONDS": "2"}
+        subprocess.run(
+            [PROJECT / "infra" / "prefect" / "deploy.sh"],
+            env=environment | {"PYTHON": sys.executable, "CUDA_AGENT_PROFILE": "ci"},
+            check=True,
+            capture_output=True,
+        )
         subprocess.run(
             [sys.executable, "-c", DEPLOY, str(tmp_path)],
             cwd=PROJECT,
