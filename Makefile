@@ -44,10 +44,11 @@ test-integration: environment ## Run the tests of the judge, of single stages an
 test-nightly: environment ## Run the tests of whole pipeline runs, kills, services and every exploit
 	$(PYTEST) tests/nightly
 
-lint: environment ## Check style, formatting and types
+lint: environment ## Check style, formatting, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 fmt: environment ## Format the code and apply the safe fixes of ruff
 	$(BIN)/ruff check --fix .
