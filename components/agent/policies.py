@@ -11,19 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.agent.chat_rollout import run_chats
 from components.agent.episode import RolloutRequest
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_json, digest_tree, read_json
 from components.core.params import Params
-from components.policy.chat_client import ChatClient
-from components.policy.checkpoint import explain_load_errors, load_tokenizer, verify_checkpoint
+from components.policy.checkpoint import (
+    BUCKET_BYTES,
+    explain_load_errors,
+    load_model,
+    load_tokenizer,
+    verify_checkpoint,
+)
 from components.policy.sampler import Sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from components.policy.chat_client import ChatClient
 
 # Largest context window, in tokens, that is chosen for a policy without a manifest.
 MAX_CONTEXT = 32_768
@@ -58,8 +64,6 @@ def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
 
     @functools.cache
     def loaded() -> tuple[Sampler, PreTrainedTokenizerBase]:
-        from components.policy.backends import open_sampler  # imports torch
-
         tokenizer = load_tokenizer(folder)
         return open_sampler(params, folder, tokenizer, version=digest), tokenizer
 
@@ -67,6 +71,29 @@ def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
         return run_episodes(request, *loaded())
 
     return Policy(str(folder), digest[:16], digest, params, sample)
+
+
+def open_sampler(
+    params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
+) -> Sampler:
+    """Return a sampler of the model in `folder` by the backend `policy.backend`.
+
+    `version` is the name of its weights in trajectories. vLLM servers get the weights first.
+    """
+    from components.policy.transformers_sampler import TransformersSampler  # imports torch
+    from components.policy.vllm.sampler import open_vllm_sampler
+    from components.policy.weight_stream import weight_buckets
+
+    settings = params.policy
+    own_device = settings.backend == "transformers" or settings.weight_transfer == "ipc"
+    model = load_model(folder, dtype=params.engine.dtype, device=params.device if own_device else "cpu")
+    if settings.backend == "transformers":
+        return TransformersSampler(
+            model, tokenizer, batch=settings.batch, device=params.device, version=version
+        )
+    sampler = open_vllm_sampler(params, folder, tokenizer, version=version)
+    sampler.push(weight_buckets(model, BUCKET_BYTES), version=version, folder=folder)
+    return sampler
 
 
 def checkpoint_policy(folder: Path, params: Params) -> Policy:
@@ -114,6 +141,8 @@ def server_policy(chat: ChatClient, params: Params, chosen: frozenset[str]) -> P
     `chosen` are the keys of the parameters that the user has set, which keep their values. The digest is
     computed from the names of server and model, because the weights of a server are not known.
     """
+    from components.agent.chat_rollout import run_chats  # imports openai
+
     params = with_policy_settings(params, {"prompt": "full", "context": MAX_CONTEXT}, chosen)
     name, digest = chat.version, digest_json(["server", chat.version])
     return Policy(name, name, digest, params, functools.partial(run_chats, chat=chat))

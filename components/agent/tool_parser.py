@@ -7,13 +7,16 @@ block; or as bare JSON, which Llama models write. Text that looks like a call bu
 request with an `error`, which is shown to the policy as the observation of the call.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from components.policy.chat_client import NativeCall
+if TYPE_CHECKING:
+    from components.policy.chat_client import NativeCall
 
 THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)

@@ -41,9 +41,8 @@ PACKAGES = {
     "mlflow": "no tracking and no model registry",
     "dvc": "no data set can be built or restored",
     "boto3": "no artefact store in S3; a local folder works",
-    "vllm": "sampling uses transformers in this process; vLLM needs a separate environment",
 }
-OPTIONAL_PACKAGES = ("vllm", "boto3")
+OPTIONAL_PACKAGES = ("boto3",)
 # Name of the finding on isolation.
 ISOLATION = "isolation"
 MIN_DISK_BYTES = 2**30

@@ -164,7 +164,7 @@ class Policy(FrozenModel):
     context: Count = result("its context window in tokens")
     adapter: Adapter = Field(description="low-rank adapters, which are trained in place of all parameters")
     prompt: Literal["compact", "full"] = result("compact: the task's source only; full: SKILL.md before it")
-    backend: Literal["transformers", "vllm", "vllm-server"] = result("sampling backend")
+    backend: Literal["transformers", "vllm-server"] = result("sampling backend")
     batch: Count = throughput("sequences sampled together by the transformers backend")
     servers: Annotated[list[str], BeforeValidator(_listed)] = throughput(
         "roots of the vLLM servers for the backend vllm-server, such as [http://127.0.0.1:8000], or [ray]: "
@@ -179,7 +179,7 @@ class Policy(FrozenModel):
         "abort, they end and are continued from their tokens; wait, they end before"
     )
     gpu_memory_share: Share = throughput(
-        "share of the GPU's memory for the backend vllm; the trainer needs the rest"
+        "share of a GPU's memory that cuda-agent fleet gives vLLM; a trainer on the same GPU needs the rest"
     )
     sleep: bool = throughput(
         "vLLM gives its memory back while the policy is trained; a server needs --enable-sleep-mode"

@@ -1,21 +1,22 @@
-"""A client of an OpenAI-compatible server, which uses POST /chat/completions and GET /models.
+"""A client of an OpenAI-compatible server, with the openai package: chat completions and the list of models.
 
 A request is repeated with growing pauses and another seed if the server answers with status 429 or 5xx or
-cannot be reached. It is not repeated after another error status, after an answer that is not valid, or if the
-server does not answer within `REQUEST_SECONDS`. The API key is read from the environment variable
-OPENAI_API_KEY and not written to any file.
+cannot be reached. The repetitions of the openai package are not used, because they keep the seed. A request
+is not repeated after another error status, after an answer that is not valid, or if the server does not
+answer within `REQUEST_SECONDS`. The API key is read from the environment variable OPENAI_API_KEY and not
+written to any file.
 """
 
-import json
 import os
 import random
 import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import openai
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from components.core.errors import UserError
@@ -28,7 +29,6 @@ MODEL_LIST_TRIES = 2
 # The pause before attempt n + 1 is at most FIRST_PAUSE_SECONDS * 2^n, and at most LONGEST_PAUSE_SECONDS.
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
-MAX_REPLY_BYTES = 16 << 20
 REQUEST_SECONDS = 600.0
 Message = dict[str, Any]
 
@@ -73,12 +73,23 @@ class _Reply(_ServerRecord):
     choices: tuple[_Choice, ...] = Field(min_length=1)
 
 
+class _Model(_ServerRecord):
+    id: str
+
+
+class _Models(_ServerRecord):
+    data: tuple[_Model, ...] = ()
+
+
 class ChatTurn(_ServerRecord):
     """One turn of the assistant: its text, its tool calls and the reason why it ended, such as "stop"."""
 
     content: str
     calls: tuple[NativeCall, ...]
     finish_reason: str
+
+
+R = TypeVar("R", bound=_ServerRecord)
 
 
 class ChatClient:
@@ -100,24 +111,25 @@ class ChatClient:
         """
         base = url.rstrip("/")
         self.url = base if re.search(r"/v\d+$", base) else f"{base}/v1"
-        key = os.environ.get("OPENAI_API_KEY", "")
         self.model = model
         self.option = option
         self.pause = pause
         self.choosing = threading.Lock()
         try:
-            self.http = httpx.Client(
-                base_url=self.url,
-                headers={"Authorization": f"Bearer {key}"} if key else {},
-                timeout=httpx.Timeout(REQUEST_SECONDS, connect=10.0),
-                limits=httpx.Limits(max_connections=256),
-            )
-            if self.http.base_url.scheme not in ("http", "https") or not self.http.base_url.host:
+            parsed = httpx.URL(self.url)
+            if parsed.scheme not in ("http", "https") or not parsed.host:
                 raise httpx.InvalidURL("http://HOST:PORT is expected")
         except httpx.InvalidURL as error:
             raise UserError(
                 f"{option} {url}: not an address ({error}); give for instance http://localhost:8000/v1."
             ) from error
+        self.openai = openai.OpenAI(
+            base_url=self.url,
+            # The openai package needs a key; servers that need none ignore it.
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",
+            timeout=openai.Timeout(REQUEST_SECONDS, connect=10.0),
+            max_retries=0,
+        )
 
     @property
     def version(self) -> str:
@@ -131,16 +143,18 @@ class ChatClient:
         with self.choosing:
             if not self.model:
                 try:
-                    models = self._request("GET", "/models", None, MODEL_LIST_TRIES)["data"]
-                    self.model = str(models[0]["id"])
+                    models = self._request(
+                        lambda attempt: self.openai.models.with_raw_response.list(), _Models, MODEL_LIST_TRIES
+                    )
                 except ServerFailed as error:
                     raise UserError(
                         f"{self.option} {self.url}: {error}; start the server or fix the address."
                     ) from error
-                except (KeyError, IndexError, TypeError) as error:
+                if not models.data:
                     raise UserError(
                         f"{self.option} {self.url}: the server names no model; give one with --model."
-                    ) from error
+                    )
+                self.model = models.data[0].id
             return self.model
 
     def turn(
@@ -158,22 +172,24 @@ class ChatClient:
         interface. Raises ServerFailed if no attempt returned a usable turn, and ToolsUnsupported if the
         server refuses `tools`.
         """
-        body = {
+        body: dict[str, Any] = {
             "model": self.choose_model(),
             "messages": list(messages),
             "max_tokens": max_new_tokens,
             "temperature": temperature,
-            "seed": seed,
         }
-        answer = self._request("POST", "/chat/completions", body | ({"tools": list(tools)} if tools else {}))
+        if tools:
+            body["tools"] = list(tools)
+        create = self.openai.chat.completions.with_raw_response.create
         try:
-            reply = _Reply.model_validate(answer)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ServerFailed(
-                "the server's answer is no chat completion "
-                f"({'.'.join(map(str, first['loc']))}: {first['msg']})"
-            ) from error
+            # `transformers serve` answers 500 if a sampled tool call is incomplete. The same seed would
+            # sample the same call again, so each attempt has another one.
+            reply = self._request(lambda attempt: create(**body, seed=seed + attempt), _Reply, TRIES)
+        except ServerFailed as error:
+            refusal = (openai.BadRequestError, openai.UnprocessableEntityError)
+            if tools and isinstance(error.__cause__, refusal):
+                raise ToolsUnsupported(str(error)) from error
+            raise
         choice = reply.choices[0]
         return ChatTurn(
             content=choice.message.content or "",
@@ -181,55 +197,36 @@ class ChatClient:
             finish_reason=choice.finish_reason or "stop",
         )
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None, tries: int = TRIES) -> Any:
-        fault, retry_after = "", 0.0
+    def _request(self, send: Callable[[int], Any], form: type[R], tries: int) -> R:
+        """Return the answer to a request, which `send` sends, in the form `form`.
+
+        `send` takes the number of the attempt, from 0 on, and returns a raw response of the openai package.
+        Raises ServerFailed if `tries` attempts fail or the answer does not have the form.
+        """
         for attempt in range(tries):
-            if attempt:
-                longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**attempt)
-                self.pause(max(retry_after, longest * random.uniform(0.5, 1.0)))
-                # `transformers serve` answers 500 if a sampled tool call is incomplete. The same seed would
-                # sample the same call again, so the seed is changed.
-                body = body | {"seed": body["seed"] + 1} if body is not None else None
+            wait = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (attempt + 1))
+            wait *= random.uniform(0.5, 1.0)
             try:
-                with self.http.stream(method, path, json=body) as response:
-                    text = _read(response)
-            except httpx.ReadTimeout as error:
+                return form.model_validate_json(send(attempt).text)
+            except ValidationError as error:
+                fault = error.errors()[0]
+                problem = ": ".join([*filter(None, [".".join(map(str, fault["loc"]))]), fault["msg"]])
+                raise ServerFailed(f"the server's answer is no chat completion ({problem})") from error
+            except openai.APITimeoutError as error:
                 raise ServerFailed(f"the server has not answered within {REQUEST_SECONDS:g} s") from error
-            except (httpx.TransportError, httpx.DecodingError) as error:
-                fault = f"no answer ({type(error).__name__}: {str(error)[:200]})"
-                continue
-            status = response.status_code
-            if status == 200:
-                try:
-                    return json.loads(text)
-                except (ValueError, RecursionError) as error:
-                    raise ServerFailed(f"the server's answer is not JSON ({text[:80]!r})") from error
-            fault = f"the server answers {status}: {' '.join(text.decode(errors='replace').split())[:200]}"
-            if status == 429 or status >= 500:
-                header = response.headers.get("retry-after", "")
-                retry_after = (
-                    min(LONGEST_PAUSE_SECONDS, float(header)) if header.replace(".", "", 1).isdigit() else 0.0
-                )
-                continue
-            if status in (400, 422) and body is not None and "tools" in body:
-                raise ToolsUnsupported(fault)
-            raise ServerFailed(fault)
-        raise ServerFailed(f"{fault}, {tries} times")
+            except openai.APIStatusError as error:
+                status, text = error.status_code, " ".join(error.response.text.split())[:200]
+                failure = f"the server answers {status}: {text}"
+                if status != 429 and status < 500:
+                    raise ServerFailed(failure) from error
+                after = error.response.headers.get("retry-after", "")
+                wait = max(wait, min(LONGEST_PAUSE_SECONDS, float(after) if after.isdigit() else 0.0))
+            except openai.APIConnectionError as error:
+                cause = error.__cause__ or error
+                failure = f"no answer ({type(cause).__name__}: {str(cause)[:200]})"
+            if attempt + 1 < tries:
+                self.pause(wait)
+        raise ServerFailed(f"{failure}, {tries} times")
 
     def close(self) -> None:
-        self.http.close()
-
-
-def _read(response: httpx.Response) -> bytes:
-    """Return the body of an answer.
-
-    Raises ServerFailed if the body is longer than MAX_REPLY_BYTES or takes longer than REQUEST_SECONDS.
-    """
-    text, started = bytearray(), time.monotonic()
-    for part in response.iter_bytes():
-        text += part
-        if time.monotonic() - started > REQUEST_SECONDS:
-            raise ServerFailed(f"the server's answer took longer than {REQUEST_SECONDS:g} s")
-        if len(text) > MAX_REPLY_BYTES:
-            raise ServerFailed(f"the server's answer is longer than {MAX_REPLY_BYTES} bytes")
-    return bytes(text)
+        self.openai.close()

@@ -83,7 +83,7 @@ class RowCache(DynamicCache):
         if not {type(layer) for layer in self.layers} <= {DynamicLayer, DynamicSlidingWindowLayer}:
             raise UserError(
                 "policy.backend: transformers samples only models whose layers all use attention; "
-                "set it to vllm or vllm-server for this one."
+                "set it to vllm-server for this one."
             )
         self.windows: list[int | None] = [
             layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None

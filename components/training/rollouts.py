@@ -219,7 +219,7 @@ class TrainedPolicy:
         """Return metrics of the health and the load of the vLLM servers, by name.
 
         Events such as retries are counted since the last call. The result is empty with the backend
-        transformers, for a vLLM in this process, and on ranks other than 0.
+        transformers, and on ranks other than 0.
         """
         return self.sampler.figures() if isinstance(self.sampler, VllmSampler) else {}
 

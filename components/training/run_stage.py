@@ -134,12 +134,6 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
                 f"{name}.staleness: {ppo.staleness} samples while the policy is trained, and policy.sleep "
                 "takes the sampler's memory then; set one of them to 0 or false."
             )
-        if name in stages and ppo.staleness and params.policy.backend == "vllm":
-            raise UserError(
-                f"{name}.staleness: {ppo.staleness} samples while the policy is trained, and vLLM in this "
-                "process cannot change its weights then; set policy.backend to vllm-server, or the staleness "
-                "to 0."
-            )
     # Only a policy that the cold start made has demonstrations.
     made = ("scratch", "champion")
     if "rejection" in stages and params.policy.source not in made and params.rejection.replayed:

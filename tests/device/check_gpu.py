@@ -60,8 +60,9 @@ SHOWN_LINES = 4
 class Check:
     """One command, run in the checkout.
 
-    `budget` is its share of the seconds, `user` the uid that it runs as, or None for this process's own, and
-    `needs` the packages that it imports beside those that the judge needs.
+    `budget` is its share of the seconds, `user` the uid that it runs as, or None for this process's own,
+    `needs` the packages that it imports beside those that the judge needs, and `program` one on PATH that it
+    starts.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Check:
     arguments: tuple[str, ...]
     user: int | None = None
     needs: tuple[str, ...] = ()
+    program: str = ""
 
 
 def checks(out: Path, suite: Path | None) -> list[Check]:
@@ -102,7 +104,7 @@ def checks(out: Path, suite: Path | None) -> list[Check]:
             needs=("deepspeed", "peft"),
         ),
         Check("update", 2, 120, ("tests/bench/bench_update.py", *adapter), needs=("deepspeed", "peft")),
-        Check("sampling", 2, 140, ("tests/device/vllm_backends.py",), needs=("vllm",)),
+        Check("sampling", 2, 140, ("tests/device/vllm_backends.py",), program="vllm"),
         Check("corpus", 3, 300, (*corpus, "--table", str(out / "corpus.md"))),
     ]
     if suite is not None:
@@ -115,8 +117,9 @@ def checks(out: Path, suite: Path | None) -> list[Check]:
 
 
 def missing(check: Check) -> list[str]:
-    """Return the packages that `check` needs and this environment lacks."""
-    return [name for name in check.needs if importlib.util.find_spec(name) is None]
+    """Return the packages and the program that `check` needs and this environment lacks."""
+    packages = [name for name in check.needs if importlib.util.find_spec(name) is None]
+    return packages + [check.program] * (check.program != "" and shutil.which(check.program) is None)
 
 
 def copied(folder: Path) -> Path:

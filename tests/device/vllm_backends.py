@@ -1,12 +1,13 @@
 """vLLM backends on a GPU against the trainer's network: agreement, speed, cost of new weights.
 
-    PYTHONPATH=. python tests/device/vllm_backends.py [--checkpoint FOLDER] [--sequences 256] [--limit 256]
+    PYTHONPATH=. python tests/device/vllm_backends.py [--vllm FILE] [--checkpoint FOLDER] [--sequences 256]
+        [--limit 256]
 
-Needs a GPU, vllm (0.24; for ipc ray too) in this environment, and this project's base packages; no pytest,
-no DeepSpeed, no judge. Without a checkpoint a random policy of the base parameters' size is made. Each
-backend runs in a process of its own: it is opened on the checkpoint, the trainer's weights are then changed
-and pushed (the push checks the worker's fingerprint and fails when it differs), and everything is sampled
-once more. One line for each backend:
+Needs a GPU, this project's base packages, and vLLM 0.24 or newer (for ipc ray too) in an environment of its
+own, whose executable --vllm names; no pytest, no DeepSpeed, no judge. Without a checkpoint a random policy of
+the base parameters' size is made. Each backend runs in a process of its own: it is opened on the checkpoint,
+the trainer's weights are then changed and pushed (the push checks the worker's fingerprint and fails when it
+differs), and everything is sampled once more. One line for each backend:
 
     difference   mean absolute difference of log-probabilities to the trainer's, nats per token, after a push
     stale        the same against weights that were not pushed: what a lost push would look like
@@ -20,10 +21,8 @@ Exit code 1 when a backend failed or agrees no better than stale weights do.
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -37,18 +36,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from components.agent.policies import open_sampler
 from components.bootstrap.cold_start import new_model
 from components.bootstrap.tokenizer import train_tokenizer
-from components.core.config import PROJECT, resolve
+from components.core.config import resolve
 from components.core.params import Params
-from components.policy.backends import open_sampler
 from components.policy.checkpoint import BUCKET_BYTES, load_model, load_tokenizer
 from components.policy.sampler import Completion, Sampler, complete_all
 from components.policy.vllm.sampler import VllmSampler
-from components.policy.vllm_local import WORKER_EXTENSION
+from components.policy.vllm.start import launches, running
 from components.policy.weight_stream import weight_buckets
 
-CASES = ("transformers", "vllm ipc", "vllm disk", "vllm-server ipc", "vllm-server disk")
+CASES = ("transformers", "vllm-server ipc", "vllm-server disk")
 NOISE = 0.02
 """Relative size of the change between pushes: above rounding, but sampling stays alike."""
 
@@ -75,52 +74,30 @@ def make_checkpoint(folder: Path) -> None:
 
 
 @contextmanager
-def server(case: str, folder: Path, dtype: str, log: Path) -> Iterator[str]:
-    """Yield the address of a vLLM server in a process of its own, empty for other backends."""
-    if not case.startswith("vllm-server"):
+def server(case: str, vllm: Path, folder: Path, dtype: str) -> Iterator[str]:
+    """Yield the address of a vLLM server on the first GPU, empty for the backend transformers.
+
+    `vllm` is the executable of vLLM's environment.
+    """
+    if case == "transformers":
         yield ""
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    options = {
-        "model": folder,
-        "dtype": dtype,
-        "max-model-len": 4096,
-        "gpu-memory-utilization": 0.4,
-        "logprobs-mode": "processed_logprobs",
-        "generation-config": "vllm",
-        "worker-extension-cls": WORKER_EXTENSION,
-        "host": "127.0.0.1",
-        "port": port,
-    }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enable-sleep-mode"]
-    command += ["--weight-transfer-config", '{"backend": "ipc"}'] if case.endswith("ipc") else []
-    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    python_path = os.pathsep.join(filter(None, (str(PROJECT), os.environ.get("PYTHONPATH", ""))))
-    environment = os.environ | {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-        "PYTHONPATH": python_path,
-    }
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + 400
-        while True:
-            with socket.socket() as probe:
-                probe.settimeout(1)
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the vLLM server did not start:\n{log.read_text()[-4000:]}")
-            time.sleep(1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    (launch,) = launches(
+        params_of(case, "", dtype),
+        folder,
+        vllm=vllm,
+        gpus=["0"],
+        replicas=1,
+        tensor_parallel=1,
+        host="127.0.0.1",
+        port=port,
+        logs=folder.parent / case.replace(" ", "-"),
+    )
+    with running([launch], print):
+        yield launch.url
 
 
 def difference(
@@ -166,23 +143,23 @@ async def converse(sampler: Sampler, prompts: Sequence[list[int]], limit: int) -
     return sum(await asyncio.gather(*(session(index) for index in range(len(prompts)))))
 
 
-def measure(case: str, folder: Path, sequences: int, limit: int, dtype: str) -> dict[str, Any]:
+def measure(case: str, vllm: Path, folder: Path, sequences: int, limit: int, dtype: str) -> dict[str, Any]:
     """One backend's line of the table."""
-    with server(case, folder, dtype, folder.parent / f"{case.replace(' ', '-')}.log") as url:
+    with server(case, vllm, folder, dtype) as url:
         params = params_of(case, url, dtype)
         tokenizer = load_tokenizer(folder)
         sampler: Sampler = open_sampler(params, folder, tokenizer, version="0")
         trained = load_model(folder, dtype=getattr(torch, dtype), device="cuda")
         publish: Callable[[int], float]
         if isinstance(sampler, VllmSampler):
-            vllm = sampler
+            servers = sampler
             published = folder.parent / f"published-{case.replace(' ', '-')}"
 
             def publish(number: int) -> float:
                 started = time.monotonic()
                 if params.policy.weight_transfer == "disk":
                     trained.save_pretrained(published)
-                vllm.push(weight_buckets(trained, BUCKET_BYTES), version=str(number), folder=published)
+                servers.push(weight_buckets(trained, BUCKET_BYTES), version=str(number), folder=published)
                 return time.monotonic() - started
 
         else:
@@ -238,6 +215,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--vllm", type=Path, default=Path("vllm"), help="vllm executable of the environment of vLLM"
+    )
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--limit", type=int, default=256)
@@ -252,6 +232,7 @@ def main() -> None:
             + json.dumps(
                 measure(
                     arguments.case,
+                    arguments.vllm,
                     arguments.checkpoint,
                     arguments.sequences,
                     arguments.limit,
@@ -260,7 +241,7 @@ def main() -> None:
             ),
             flush=True,
         )
-        # vLLM's threads and child processes may outlive the interpreter's patience.
+        # Threads that wait for connections may outlive the interpreter's patience.
         os._exit(0)
     failed = False
     with tempfile.TemporaryDirectory() as temporary:
@@ -274,17 +255,13 @@ def main() -> None:
             flush=True,
         )
         for case in CASES:
-            if case.endswith("ipc") and importlib.util.find_spec("ray") is None:
-                print(
-                    f"{case:<18} left out: vLLM 0.24's ipc engine imports ray, which is not installed here",
-                    flush=True,
-                )
-                continue
             command = [
                 sys.executable,
                 __file__,
                 "--case",
                 case,
+                "--vllm",
+                str(arguments.vllm),
                 "--checkpoint",
                 str(folder),
                 "--sequences",

@@ -260,7 +260,6 @@ def test_json_is_one_object_and_the_rest_goes_to_standard_error() -> None:
         "gpu",
         "disk",
         "prefect",
-        "vllm",
     }
     assert done.returncode == (2 if record["missing"] else 0)
     assert "torch" in done.stderr

@@ -12,17 +12,17 @@ import torch
 from training_fixtures import episode, params, stage, tiny_policy, tiny_tokenizer
 from vllm_double import Engine, serving
 
+from components.agent.policies import open_sampler
 from components.agent.trajectory import load_trajectories
 from components.core.errors import UserError
 from components.core.params import Params
-from components.policy.backends import open_sampler
 from components.policy.checkpoint import save_checkpoint
 from components.policy.sampler import complete_all
 from components.policy.transformers_sampler import TransformersSampler
 from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.sampler import VllmSampler
+from components.policy.vllm.worker import MODULUS, fingerprint
 from components.policy.weight_stream import weight_buckets
-from components.policy.weights import MODULUS, fingerprint
 from components.training.run_stage import run_stage
 
 # Bytes, of which the weights of the tiny policy need several times as many.
@@ -212,8 +212,3 @@ def test_a_prompt_that_the_server_refuses_is_told_with_its_reason(engine: Engine
     engine.context = 20
     with serving(engine) as url, pytest.raises(UserError, match="maximum context length is 20"):
         complete_all(sampler(url), [[1] * 19], max_new_tokens=9, temperature=1.0, seed=0)
-
-
-def test_vllm_that_is_not_installed_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"policy\.backend: vLLM cannot be imported"):
-        run_stage(stage(tmp_path, "warmup", "policy.backend=vllm"), episode)

@@ -61,13 +61,13 @@ def test_a_busy_server_is_asked_again(status: int) -> None:
     [
         (500, b"sorry", "the server answers 500: sorry, 6 times"),
         (404, b"no such model", "the server answers 404: no such model"),
-        (200, b"", "is not JSON"),
-        (200, b"<html>", "is not JSON"),
-        (200, b"[" * 100_000, "is not JSON"),
+        (200, b"", "is no chat completion (Invalid JSON"),
+        (200, b"<html>", "is no chat completion (Invalid JSON"),
+        (200, b"[" * 100_000, "is no chat completion (Invalid JSON"),
         (200, b"{}", "is no chat completion (choices: Field required)"),
         (200, b'{"choices": []}', "is no chat completion"),
         (200, b'{"choices": [{"message": {"content": 7}}]}', "is no chat completion"),
-        (200, b"x" * (chat_client.MAX_REPLY_BYTES + 1), "is longer than"),
+        (200, b"x" * (16 << 20), "is no chat completion (Invalid JSON"),
         (0, b"", "no answer"),
     ],
     ids=[

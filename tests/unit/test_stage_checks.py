@@ -46,10 +46,6 @@ def params(folder: Path, *sets: str) -> Params:
             r"warmup\.rollouts\.tasks: .* raise it to 2",
         ),
         (
-            ("rejection.replay_share=0", "policy.backend=vllm", "agentic.staleness=1"),
-            r"agentic\.staleness: .* policy\.backend to vllm-server",
-        ),
-        (
             ("reward=no_such_module.reward",),
             r"params\.yaml: reward: no_such_module\.reward cannot be imp",
         ),

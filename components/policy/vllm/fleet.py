@@ -17,9 +17,15 @@ import httpx
 
 from components.core.errors import UserError
 from components.policy.sampler import Completion
-from components.policy.vllm.protocol import Load, Request
 from components.policy.vllm.replica import FIRST_PAUSE_SECONDS, IDLE_SECONDS, Replica
-from components.policy.vllm.server import CONNECT_SECONDS, TIMEOUT_SECONDS, ServerUnavailable, VllmServer
+from components.policy.vllm.server import (
+    CONNECT_SECONDS,
+    TIMEOUT_SECONDS,
+    Load,
+    Request,
+    ServerUnavailable,
+    VllmServer,
+)
 
 # Longest time for which a request is repeated while no server serves it, in seconds. A server takes minutes
 # to start.

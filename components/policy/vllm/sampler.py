@@ -1,9 +1,7 @@
-"""A sampler that uses vLLM in this process or on servers.
+"""A sampler that uses vLLM servers and can replace their weights.
 
-`LocalVllm` and `FleetWeights` have the same methods for replacing weights, and the log-probabilities of both
-backends are those of the distribution after temperature (`logprobs_mode` is processed_logprobs).
-`VllmSampler` samples from one of them, sends new weights to it with vLLM's weight transfer, and then checks
-that every worker has received what was sent and that the workers together hold it.
+The log-probabilities are those of the distribution after temperature (the servers' option `--logprobs-mode`
+is processed_logprobs). New weights are sent with vLLM's weight transfer, or loaded by the servers from disk.
 """
 
 import time
@@ -19,26 +17,24 @@ from components.core.params import Params, Policy
 from components.policy.checkpoint import load_generation_config
 from components.policy.sampler import Completion, stop_ids
 from components.policy.vllm.fleet import Fleet
-from components.policy.vllm.protocol import Request
-from components.policy.vllm.server import server_addresses
-from components.policy.vllm.weights import FleetWeights
-from components.policy.vllm_local import LocalVllm
-from components.policy.weights import Sent, device_name, ipc_handles, update_info
+from components.policy.vllm.server import Request, server_addresses
+from components.policy.vllm.weights import FleetWeights, Sent, ipc_handles, update_info
+from components.policy.vllm.worker import device_name
 
 
 class VllmSampler:
-    """A sampler that sends prompts to vLLM and can replace the weights with which vLLM samples.
+    """A sampler that sends prompts to a fleet of vLLM servers and can replace their weights.
 
     Equal arguments may give different results, because rounding depends on how vLLM forms batches.
     """
 
-    def __init__(self, vllm: LocalVllm | Fleet, stop: tuple[int, ...], settings: Policy, *, version: str):
-        """Sample from `vllm`, where a turn ends after any of the tokens `stop`.
+    def __init__(self, fleet: Fleet, stop: tuple[int, ...], settings: Policy, *, version: str):
+        """Sample from `fleet`, where a turn ends after any of the tokens `stop`.
 
-        `version` is the name of the weights that vLLM has.
+        `version` is the name of the weights that the servers have.
         """
-        self.vllm = vllm
-        self.weights = FleetWeights(vllm) if isinstance(vllm, Fleet) else vllm
+        self.fleet = fleet
+        self.weights = FleetWeights(fleet)
         self.version = version
         self.settings = settings
         self.stop = stop
@@ -46,12 +42,8 @@ class VllmSampler:
         self.asleep = False
 
     def capacity(self) -> int:
-        """Return how many sequences vLLM should sample at the same time.
-
-        For servers, the number follows from the figures that they report. For a vLLM of this process, it is
-        constant.
-        """
-        return self.vllm.capacity()
+        """Return how many sequences the servers can hold together, by the figures that they report."""
+        return self.fleet.capacity()
 
     async def complete(
         self, prompt: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int, session: str
@@ -61,11 +53,11 @@ class VllmSampler:
         if limit <= 0:
             return Completion((), (), "length", self.version)
         request = Request(tuple(prompt), limit, temperature, seed, self.stop)
-        return await self.vllm.complete(request, session)
+        return await self.fleet.complete(request, session)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of the servers (`Fleet.figures`); for a vLLM of this process there are none."""
-        return self.vllm.figures() if isinstance(self.vllm, Fleet) else {}
+        """Return the figures of the servers' health and load (`Fleet.figures`)."""
+        return self.fleet.figures()
 
     def push(
         self, buckets: Iterable[Mapping[str, Tensor]], *, version: str, folder: Path | None = None
@@ -145,17 +137,11 @@ def _cuda(index: int) -> torch.device:
 def open_vllm_sampler(
     params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
 ) -> VllmSampler:
-    """Return a sampler that uses vLLM, whose weights get the name `version`.
+    """Return a sampler of the servers `policy.servers` with the weights that they have.
 
-    If `policy.backend` is `vllm-server`, it uses the servers `policy.servers` with the weights that they
-    have, and only the generation config is read from `folder`. Otherwise it loads the model in `folder` into
-    a vLLM of this process.
+    `version` is the name of these weights. Only the generation config is read from the checkpoint `folder`.
     """
     settings = params.policy
-    vllm: Fleet | LocalVllm = (
-        Fleet(server_addresses(settings.servers), context=settings.context, version=version)
-        if settings.backend == "vllm-server"
-        else LocalVllm(folder, settings, dtype=params.engine.dtype, seed=params.seed, version=version)
-    )
+    fleet = Fleet(server_addresses(settings.servers), context=settings.context, version=version)
     stop = stop_ids(tokenizer, load_generation_config(folder))
-    return VllmSampler(vllm, stop, settings, version=version)
+    return VllmSampler(fleet, stop, settings, version=version)

@@ -1,20 +1,22 @@
-"""A client of one vLLM server, whose methods are coroutines.
+"""A client of one vLLM server, and the form of the requests and answers by the server's version.
 
 The server runs in a separate Python environment, because vLLM and Prefect need different versions of fastapi.
 It must be started with VLLM_SERVER_DEV_MODE=1, which adds the routes for weights, sleep and workers.
-`cuda-agent fleet` starts servers so.
+`cuda-agent fleet` starts servers so. The routes and fields are those of vLLM 0.24 and 0.33, which differ in
+one point that matters here: since 0.33, a route for token ids reports which weights sampled each token.
 """
 
 import asyncio
 import importlib.util
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from components.core.errors import UserError
 from components.policy.sampler import Completion
-from components.policy.vllm.protocol import Load, Request, VllmProtocol, read_load
 
 # Longest wait for one answer, in seconds. It is long, because a turn of 32,768 tokens in a full batch takes
 # minutes.
@@ -22,26 +24,46 @@ TIMEOUT_SECONDS = 3600.0
 CONNECT_SECONDS = 10.0
 # Statuses of an answer after which the same request may succeed later.
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+# Oldest version of vLLM that can be used, and first version that reports which weights sampled each token.
+OLDEST, TOKEN_VERSIONS = (0, 24), (0, 33)
+# Reasons for which a completion ends. With `abort` a server ends requests before a push of weights; the rest
+# of such a completion is sampled with another request.
+ENDS = ("stop", "length", "abort")
+# Patterns of a line of /metrics (name, labels, value) and of one label in it (name, value).
+METRIC = re.compile(r"^(vllm:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
-def server_addresses(servers: Sequence[str]) -> list[str]:
-    """Return the addresses of the vLLM servers for `servers`, the value of the parameter `policy.servers`.
+@dataclass(frozen=True)
+class Request:
+    """A sequence to complete until one of the tokens `stop`, with at most `max_tokens` tokens.
 
-    They are `servers` itself, or the servers that are announced on the Ray cluster if it is ["ray"]. Raises
-    UserError if Ray is not installed, there is no cluster, or no server is announced on it.
+    At temperature 0, each token is the most probable one.
     """
-    if list(servers) != ["ray"]:
-        return list(servers)
-    if importlib.util.find_spec("ray") is None:
-        raise UserError("policy.servers: [ray] needs Ray; install the extra ray, or name the servers.")
-    from components.core.ray_cluster import announced
 
-    if not (found := announced()):
-        raise UserError(
-            "policy.servers: no server is announced on the Ray cluster; start servers with cuda-agent fleet "
-            "--announce."
-        )
-    return found
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Figures that a server reports about itself.
+
+    `cache_tokens` is the number of tokens that the key-value cache holds, and `cache_usage` the share of it
+    in use. `running` and `waiting` are numbers of sequences. `preemptions` and, in tokens, `prefix_queries`
+    and `prefix_hits` are counted from the server's start.
+    """
+
+    cache_tokens: int
+    cache_usage: float
+    running: int
+    waiting: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
 
 
 class ServerUnavailable(ConnectionError):
@@ -144,3 +166,118 @@ class VllmServer:
         if response.is_error:
             raise UserError(f"policy.servers: {text}; mend the request or the server's options.")
         return response
+
+
+class VllmProtocol:
+    """The form of the requests and answers of one version of vLLM's HTTP server."""
+
+    def __init__(self, version: str):
+        """Create the form for the version of vLLM that the server's route /version returned.
+
+        A `version` without numbers, such as that of a development build, is taken for TOKEN_VERSIONS. Raises
+        UserError if the version is older than `OLDEST`.
+        """
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        self.number = (int(numbers.group(1)), int(numbers.group(2))) if numbers else TOKEN_VERSIONS
+        if self.number < OLDEST:
+            raise UserError(
+                f"policy.servers: a server runs vLLM {version}, and 0.24 is the oldest that can be used; "
+                "install a newer one."
+            )
+        self.names_versions = self.number >= TOKEN_VERSIONS
+
+    def completion(self, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
+        """Return the route and the JSON body of a request for a completion.
+
+        Requests share cached prefixes only if their `salt` is equal.
+        """
+        sampling = {
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "seed": request.seed,
+            "stop_token_ids": list(request.stop),
+            # These are set because otherwise the generation_config of the model would truncate the
+            # distribution that is sampled.
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "logprobs": 0,
+        }
+        cache = {"cache_salt": salt} if salt else {}
+        if self.names_versions:
+            body = {"token_ids": list(request.prompt), "sampling_params": sampling | {"detokenize": False}}
+            return "/inference/v1/generate", body | cache
+        tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
+        return "/v1/completions", {"prompt": list(request.prompt), **sampling, **tokens, **cache}
+
+    def completed(self, answer: Mapping[str, Any], version: str) -> Completion:
+        """Return the completion in an answer; `version` names its weights if the answer does not.
+
+        Raises UserError if there is not one log-probability and one name of weights for each token, or if the
+        completion ended for another reason than those in `ENDS`.
+        """
+        choice = answer["choices"][0]
+        logprobs = choice["logprobs"] or {}
+        values = (
+            [token["logprob"] for token in logprobs.get("content") or ()]
+            if self.names_versions
+            else logprobs.get("token_logprobs") or ()
+        )
+        ids = choice["token_ids"] or ()
+        spans = choice.get("weight_versions") or ()
+        versions = tuple(span["version"] for span in spans for _ in range(span["start"], span["end"]))
+        finish_reason = choice["finish_reason"]
+        named = len(versions or ids)
+        if len(ids) != len(values) or named != len(ids) or finish_reason not in ENDS:
+            raise UserError(
+                f"policy.backend: vLLM returned {len(ids)} tokens with {len(values)} log-probabilities and "
+                f"{named} versions, ended by {finish_reason}; run the same command again."
+            )
+        return Completion(tuple(ids), tuple(values), finish_reason, versions or version)
+
+
+def read_load(text: str) -> Load:
+    """Return the figures in `text`, the answer of /metrics; figures of several engines are added."""
+    sums: dict[str, float] = {}
+    cache = 0
+    for name, labels, value in METRIC.findall(text):
+        if name == "vllm:cache_config_info":
+            known = dict(LABEL.findall(labels))
+            blocks, size = (known.get(key, "0") for key in ("num_gpu_blocks", "block_size"))
+            cache += int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
+        else:
+            sums[name] = sums.get(name, 0.0) + float(value)
+
+    def total(name: str) -> int:
+        return int(sums.get(f"vllm:{name}", sums.get(f"vllm:{name}_total", 0.0)))
+
+    return Load(
+        cache_tokens=cache,
+        cache_usage=sums.get("vllm:kv_cache_usage_perc", 0.0),
+        running=total("num_requests_running"),
+        waiting=total("num_requests_waiting"),
+        preemptions=total("num_preemptions"),
+        prefix_queries=total("prefix_cache_queries"),
+        prefix_hits=total("prefix_cache_hits"),
+    )
+
+
+def server_addresses(servers: Sequence[str]) -> list[str]:
+    """Return the addresses of the vLLM servers for `servers`, the value of the parameter `policy.servers`.
+
+    They are `servers` itself, or the servers that are announced on the Ray cluster if it is ["ray"]. Raises
+    UserError if Ray is not installed, there is no cluster, or no server is announced on it.
+    """
+    if list(servers) != ["ray"]:
+        return list(servers)
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("policy.servers: [ray] needs Ray; install the extra ray, or name the servers.")
+    from components.core.ray_cluster import announced
+
+    if not (found := announced()):
+        raise UserError(
+            "policy.servers: no server is announced on the Ray cluster; start servers with cuda-agent fleet "
+            "--announce."
+        )
+    return found

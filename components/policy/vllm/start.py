@@ -14,8 +14,9 @@ import httpx
 from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.params import Params
-from components.policy.vllm_local import WORKER_EXTENSION
 
+# Class that vLLM adds to the bases of its worker class.
+WORKER_EXTENSION = "components.policy.vllm.worker.Fingerprint"
 # Longest time until a started server must be healthy, and time after SIGTERM at which it is killed, in
 # seconds.
 START_SECONDS, END_SECONDS = 1800.0, 20.0

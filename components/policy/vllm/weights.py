@@ -6,14 +6,21 @@ succeeds.
 """
 
 import asyncio
+import base64
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from components.core.errors import UserError
 from components.policy.vllm.fleet import EXAMINATION_SECONDS, Fleet
 from components.policy.vllm.replica import Replica
 from components.policy.vllm.server import ServerUnavailable
+from components.policy.vllm.worker import MODULUS, device_name, fingerprint, named_fingerprint
 
 # Longest time for which a refused call is repeated, and the pause between two attempts, in seconds.
 REFUSED_SECONDS, PAUSE_SECONDS = 60.0, 0.5
@@ -189,3 +196,60 @@ class FleetWeights:
                 "fleet, then run the same command again."
             ) from error
         return [result for results in found for result in results]
+
+
+class Sent:
+    """The fingerprints of all weights that were sent to vLLM so far, after a cast to its dtype."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self.values = self.named = 0
+
+    def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.values = (self.values + fingerprint([tensor], self.dtype)) % MODULUS
+            self.named = (self.named + named_fingerprint(name, tensor, self.dtype)) % MODULUS
+
+    def fault(self, reports: Sequence[Mapping[str, Any]]) -> str:
+        """Return a phrase that says how one server's weights differ from those sent, or "" if they do not.
+
+        `reports` has one report of each worker of the server (`worker.Fingerprint`). Every worker
+        must have received all weights. The parameters of all workers together must also have the values that
+        were sent: a parameter that is equal in all workers counts once, and of any other parameter, each
+        worker has a part. This is not checked if several workers have copies of the same key and value heads.
+        """
+        for number, report in enumerate(reports):
+            if report["received"] != self.named:
+                return f"worker {number} received other weights"
+        if reports[0]["key_value_copies"] > 1:
+            return ""
+        total = 0
+        for name in {name for report in reports for name in report["parameters"]}:
+            values = [report["parameters"][name] for report in reports if name in report["parameters"]]
+            total += values[0] if len(set(values)) == 1 else sum(values)
+        return "" if total % MODULUS == self.values else "its parameters have other values"
+
+
+def update_info(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Return the names, dtypes and shapes of weights in the form of vLLM's `update_info`.
+
+    All backends of vLLM's weight transfer need this part.
+    """
+    return {
+        "names": [name for name, _ in weights],
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
+        "shapes": [list(tensor.shape) for _, tensor in weights],
+    }
+
+
+def ipc_handles(copies: Iterable[Sequence[Tensor]]) -> dict[str, str]:
+    """Return the memory handles in the `update_info` of vLLM's ipc backend.
+
+    `copies` has the same tensors on each device that a worker uses. The caller must keep them alive until the
+    workers have finished.
+    """
+    shared: list[dict[str, Any]] = []
+    for tensors in copies:
+        handles = [{device_name(tensor.device): reduce_tensor(tensor)[1]} for tensor in tensors]
+        shared = [old | new for old, new in zip(shared, handles, strict=True)] if shared else handles
+    return {"ipc_handles_pickled": base64.b64encode(bytes(ForkingPickler.dumps(shared))).decode()}

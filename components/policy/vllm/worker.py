@@ -1,16 +1,21 @@
 """An extension of vLLM's workers that reports which weights they received and which they hold.
 
 It is loaded with `--worker-extension-cls components.policy.vllm.worker.Fingerprint`. This file is imported in
-vLLM's Python environment and needs only torch.
+vLLM's Python environment and needs only torch. The trainer computes the fingerprints of what it sends with
+the same functions.
 """
 
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from components.policy.weights import MODULUS, device_name, fingerprint, named_fingerprint
+# Number of elements of a tensor that are converted at the same time.
+CHUNK_ELEMENTS = 2**24
+# Fingerprints are below this number.
+MODULUS = 2**62
 
 
 class Fingerprint:
@@ -59,3 +64,28 @@ class Fingerprint:
             "parameters": found,
             "key_value_copies": -(-self.parallel_config.tensor_parallel_size // heads),
         }
+
+
+def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
+    """Return a number that identifies the values of all elements after a cast to `dtype`.
+
+    It is the sum of the bit patterns of the elements as float32, modulo 2^62. It does not depend on the order
+    of the tensors, on their concatenation or on padding with zeros. So it is also correct if vLLM stores the
+    query, key and value projections as one matrix. The fingerprint of two groups of tensors is the sum of
+    their fingerprints, modulo 2^62.
+    """
+    total = 0
+    for tensor in tensors:
+        for part in tensor.detach().reshape(-1).split(CHUNK_ELEMENTS):
+            total += int(part.to(dtype).float().view(torch.int32).sum(dtype=torch.int64))
+    return total % MODULUS
+
+
+def named_fingerprint(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
+    """Return a number below MODULUS that identifies a name and the values of its tensor, cast to `dtype`."""
+    return fingerprint([tensor], dtype) * (2 * zlib.crc32(name.encode()) + 1) % MODULUS
+
+
+def device_name(device: torch.device) -> str:
+    """Return the key under which vLLM looks up a memory handle: the UUID of a GPU, or "cpu"."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
