@@ -17,7 +17,7 @@ from typing import Any
 
 from jinja2 import Template
 
-from components.agent.optimize import Outcome
+from components.agent.optimize.search import Outcome
 from components.agent.trajectory import save_trajectories
 from components.core.config import PROJECT
 from components.core.errors import UserError

@@ -5,8 +5,6 @@ copy of the files. After each command, the changes that the shell made to model_
 back. A command that consists only of utilities (compile, verification, profiling) needs no shell.
 """
 
-import fnmatch
-import re
 import shlex
 import threading
 from collections.abc import Callable, Sequence
@@ -18,7 +16,7 @@ from components.agent.tool_parser import Request
 from components.agent.tool_schemas import Arguments, validated
 from components.agent.trajectory import ToolCall
 from components.agent.utility_output import BUILD_SUCCEEDED, COMMANDS, Utility, utility_output
-from components.agent.workspace import Workspace, plain_path
+from components.agent.workspace import Workspace, matches_glob, plain_path
 from components.core.params import Sandbox
 from components.core.text import readable
 from components.judge.verdict import Verdict
@@ -207,11 +205,11 @@ class Tools:
             return f"{(path or '')[:80]}: outside the workspace."
         written = untrusted_folder.contents(self._shell.workspace) if self._shell is not None else {}
         prefix = f"{start}/" if start else ""
-        expression = _glob_expression(pattern.removeprefix("/workspace/").removeprefix("./"))
+        pattern = pattern.removeprefix("/workspace/").removeprefix("./")
         matching = [
             name
             for name in sorted({*self.workspace.paths(), *written})
-            if name.startswith(prefix) and re.fullmatch(expression, name.removeprefix(prefix))
+            if name.startswith(prefix) and matches_glob(name.removeprefix(prefix), pattern)
         ]
         return "\n".join(matching) or f"No file matches {pattern[:80]}."
 
@@ -346,20 +344,6 @@ def _edited(text: str, edit: tool_schemas.OneEdit | tool_schemas.Edit) -> tuple[
     text = text.replace(edit.old_string, edit.new_string)
     limit = untrusted_folder.MAX_FILE_BYTES
     return text, f"the file would have more than {limit} characters." if len(text) > limit else ""
-
-
-def _glob_expression(pattern: str) -> str:
-    """Return the regular expression that is equivalent to a glob pattern.
-
-    `*` does not match a slash, and `**/` matches any number of folders.
-    """
-    expression = "/".join(
-        "(?:.*/)?"
-        if part == "**"
-        else fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").replace(".*", "[^/]*")
-        for part in pattern.split("/")
-    )
-    return expression.replace("(?:.*/)?/", "(?:.*/)?")
 
 
 def _grep_options(arguments: tool_schemas.Grep) -> list[str]:

@@ -73,7 +73,7 @@ class Trajectory:
     `files` are the candidate's files at the end by workspace path, and `start` are its files before the first
     turn. `task` is the source of the task. `settings` has the keys `device`, `in_turns` (whether several
     turns were allowed) and `context` (window in tokens). Because of `task` and `settings`, a trajectory can
-    be replayed without its data set.
+    be judged again without its data set.
     """
 
     task_id: str

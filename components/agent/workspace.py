@@ -5,6 +5,7 @@ receives the files from memory. Shell commands work on a copy of the files insid
 """
 
 import ast
+import fnmatch
 
 from components.core.config import PROJECT
 from components.core.python_source import parse_python
@@ -35,6 +36,28 @@ def plain_path(path: str) -> str | None:
     inside = path.removeprefix("/workspace/") if path != "/workspace" else "."
     parts = [part for part in inside.split("/") if part not in ("", ".")]
     return None if ".." in parts or inside.startswith("/") else "/".join(parts)
+
+
+def matches_glob(path: str, pattern: str) -> bool:
+    """Return whether a path matches a glob pattern, both relative to the same folder.
+
+    The part `**` of a pattern matches any number of parts of the path; no other wildcard matches a slash.
+    """
+    parts = path.split("/")
+    # Numbers of parts of the path that the pattern up to the present part matches.
+    matched = {0}
+    for wanted in pattern.split("/"):
+        if wanted == "**":
+            matched = set(range(min(matched), len(parts) + 1))
+        else:
+            matched = {
+                count + 1
+                for count in matched
+                if count < len(parts) and fnmatch.fnmatchcase(parts[count], wanted)
+            }
+        if not matched:
+            return False
+    return len(parts) in matched
 
 
 class Workspace:

@@ -63,9 +63,8 @@ def optimize(
     """
     resolved = options.resolve_for_judging(f"device={device or default_device()}")
     from components.agent.export import check_output_folder, export, headline
-    from components.agent.optimize import optimize as search
-    from components.agent.optimize import search_budget
-    from components.agent.user_module import user_task
+    from components.agent.optimize.search import find_kernel, search_budget
+    from components.agent.optimize.user_module import user_task
     from components.cli.policies import find_policy
     from components.judge.pool.local_pool import with_any_duration
 
@@ -77,7 +76,7 @@ def optimize(
     with judge_session(params, home, use_resident=True) as (pool, view):
         pool.prepare()
         limits = search_budget(params, attempts, turns, budget)
-        outcome = search(chosen, task, pool, limits, origin=str(module), progress=view)
+        outcome = find_kernel(chosen, task, pool, limits, origin=str(module), progress=view)
     record = export(outcome, params, folder, home / "judge" / "builds", f"{policy} ({chosen.version})")
     for line in (headline(outcome), *(f"  {note}" for note in outcome.notes), f"{folder}/report.md"):
         print_line(line)

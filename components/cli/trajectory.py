@@ -1,25 +1,19 @@
-"""The commands `cuda-agent trajectory …`: print trajectories, write them as HTML, and replay them."""
+"""The commands `cuda-agent trajectory …`: print trajectories and write them as HTML."""
 
-import dataclasses
-import uuid
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from components.cli.common import (
-    CommonOptions,
-    ExitCode,
     Output,
-    home_of,
-    judge_session,
     print_line,
     print_table,
     with_common_options,
 )
 
 trajectory_app = typer.Typer(
-    help="Trajectories of a policy: read, render or replay them.",
+    help="Trajectories of a policy: read or render them.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -79,36 +73,3 @@ def trajectory_html(
     atomic_write(out_file, trajectory_viewer.page(trajectory, f"Trajectory {number} of {folder.name}"))
     print_line(f"{out_file}: trajectory {number}")
     return Output({"path": str(out_file.resolve()), "trajectory": number})
-
-
-@trajectory_app.command("replay")
-@with_common_options()
-def trajectory_replay(options: CommonOptions, folder: Folder, number: Number = 0) -> Output:
-    """Run the tool calls of a trajectory again and report all differences except measured times.
-
-    The exit code is 1 if there are differences.
-    """
-    from components.agent import trajectory_viewer
-    from components.agent.replay import replay
-    from components.agent.trajectory import load_trajectories
-
-    number, trajectory = trajectory_viewer.choose(load_trajectories(folder), number, folder)
-    resolved = options.resolve_for_judging(f"device={trajectory.settings.get('device', 'cpu')}")
-    with judge_session(resolved.params, home_of(resolved)) as (pool, _):
-        # The epoch is new, so that no verdict is taken from the journal of an earlier replay.
-        differences = replay(trajectory, resolved.params, pool, epoch=f"replay/{uuid.uuid4().hex}")
-    calls = sum(len(turn.calls) for turn in trajectory.turns)
-    for difference in differences:
-        position = f"turn {difference.turn}, call {difference.call}" if difference.turn else "at the end"
-        print_line(f"{position}, {difference.tool}:", "bold")
-        print_line(f"  recorded: {difference.recorded}\n  replayed: {difference.replayed}")
-    plural = "" if len(differences) == 1 else "s"
-    print_line(f"trajectory {number}: {calls} calls, {len(differences)} difference{plural}")
-    return Output(
-        {
-            "trajectory": number,
-            "calls": calls,
-            "differences": [dataclasses.asdict(difference) for difference in differences],
-        },
-        ExitCode.FAILED if differences else ExitCode.DONE,
-    )

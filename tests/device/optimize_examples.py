@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 from agent_fixtures import completion, server
 
-from components.agent.user_module import user_task
+from components.agent.optimize.user_module import user_task
 from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.demonstrations import DONE, MEASURE, SUFFIX

@@ -179,6 +179,9 @@ def test_files_are_found_by_pattern_and_content(use: Use) -> None:
     assert use("Glob", pattern="*.cpp", path="kernels") == "kernels/forward.cpp"
     assert use("Glob", pattern="**/*.cpp").splitlines() == ["binding.cpp", "kernels/forward.cpp"]
     assert use("Glob", pattern="*.rs") == "No file matches *.rs."
+    assert use("Glob", pattern="kernels/**") == "kernels/forward.cpp"
+    assert use("Glob", pattern="/workspace/**/forward.cpp") == "kernels/forward.cpp"
+    assert {"model.py", "kernels/forward.cpp", "utils/ask.py"} <= set(use("Glob", pattern="**").splitlines())
     assert (
         use("Grep", pattern=r"^float\s\w;", output_mode="content", path="kernels")
         == "kernels/forward.cpp:1:float a;"

@@ -1,7 +1,6 @@
 """Claims about `cuda-agent optimize`: what it takes, what it leaves, and that its answer is honest."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,11 +24,11 @@ from agent_fixtures import (
 
 from components.agent.episode import RolloutRequest
 from components.agent.export import check_output_folder, drop_in, export, headline
-from components.agent.optimize import NOT_LEARNED, Outcome, SearchBudget, optimize, search_budget
+from components.agent.optimize.search import NOT_LEARNED, Outcome, SearchBudget, find_kernel, search_budget
+from components.agent.optimize.user_module import user_task
 from components.agent.policies import folder_policy, with_policy_settings
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
-from components.agent.user_module import user_task
 from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.kernel_writer import write_kernel
@@ -40,7 +39,6 @@ from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.core.task import KernelTask, load_task
 from components.judge.judge import Judge
-from components.judge.pool import open_pool as pool_module
 from components.judge.pool.local_pool import Job, LocalPool
 from components.judge.verdict import Admission, Verdict
 
@@ -67,7 +65,7 @@ def search(
 ) -> Outcome:
     policy = Scripted(lines)
     policy.params = policy.params.model_copy(update={"device": device})
-    return optimize(
+    return find_kernel(
         policy,
         task,
         pool or ScriptedPool(),
@@ -296,29 +294,6 @@ def cuda_agent(
     return run
 
 
-def test_the_replay_command_does_all_again_and_names_what_was_changed_in_the_record(
-    tmp_path: Path,
-    optimised: Path,
-    pool: LocalPool,
-    cuda_agent: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    shutil.copytree(optimised / "trajectories", tmp_path / "trajectories")
-    record = tmp_path / "trajectories" / "trajectories.jsonl"
-    record.write_text(record.read_text().replace("Written kernels/forward.cpp.", "Written elsewhere.", 1))
-    monkeypatch.setattr(pool_module, "open_pool", lambda params, verdicts, use_resident: pool)
-    monkeypatch.setattr(pool, "close", lambda: None)
-    measured = len(list(pool.verdicts.rglob("*.json")))
-    code, _, said = cuda_agent("trajectory", "replay", str(tmp_path), "--profile", "ci")
-    assert (
-        code == 1
-        and said
-        == "turn 1, call 1, Write:\n  recorded: Written elsewhere.\n  replayed: Written"
-        " kernels/forward.cpp.\ntrajectory 1: 4 calls, 1 difference\n"
-    )
-    assert len(list(pool.verdicts.rglob("*.json"))) == measured + 2
-
-
 def test_a_search_takes_as_long_as_suits_the_prompt_unless_a_person_says_otherwise() -> None:
     compact = params(prompt="compact")
     assert search_budget(compact) == SearchBudget(24, compact.evaluation.max_turns, None)
@@ -358,7 +333,7 @@ def test_a_mistake_of_the_command_line_is_one_sentence_and_leaves_nothing(
 def test_a_small_policy_says_when_a_module_is_none_that_it_has_learned() -> None:
     def notes(expression: str) -> tuple[str, ...]:
         task = TASK.model_copy(update={"code": TASK.code.replace("torch.tanh(x)", expression)})
-        return search(lambda i, t: "Done.", task=task).notes
+        return find_kernel(lambda i, t: "Done.", task=task).notes
 
     assert notes("torch.tanh(x)") == ()
     assert notes("torch.cumsum(x, 0)") == (NOT_LEARNED,)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from components.agent.user_module import user_task
+from components.agent.optimize.user_module import user_task
 from components.core.errors import UserError
 
 LAYER = """

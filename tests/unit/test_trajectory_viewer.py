@@ -1,4 +1,4 @@
-"""Trajectory pages need no other file and escape everything; a replay finds what differs."""
+"""Trajectory pages need no other file and escape everything."""
 
 import dataclasses
 import re
@@ -10,7 +10,6 @@ from agent_fixtures import MEASURE, TASK, ScriptedPool, ScriptedSampler, call, p
 
 from components.agent import trajectory_viewer
 from components.agent.episode import RolloutRequest
-from components.agent.replay import replay
 from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core.errors import UserError
@@ -104,28 +103,3 @@ def test_a_stages_folder_is_all_of_its_steps_in_order(trajectory: Trajectory, tm
     assert [found.reward for found in load_trajectories(tmp_path)] == [1.0, 3.0]
     with pytest.raises(UserError, match="not a folder of trajectories"):
         load_trajectories(tmp_path / "nothing")
-
-
-def test_a_replay_comes_to_the_same_observations(trajectory: Trajectory) -> None:
-    assert replay(trajectory, params(), ScriptedPool(), epoch="again") == []
-
-
-def test_a_replay_reports_every_difference_but_measured_times(trajectory: Trajectory) -> None:
-    turns = list(trajectory.turns)
-    first, second = turns[0].calls
-    faster = dataclasses.replace(second, observation=second.observation.replace("0.80x", "0.79x"))
-    other = dataclasses.replace(first, observation="Written kernels/other.cpp.")
-    turns[0] = dataclasses.replace(turns[0], calls=(other, faster))
-    files = trajectory.files | {"kernels/note.h": "y\n"}
-    changed = dataclasses.replace(trajectory, turns=tuple(turns), files=files)
-    found = replay(changed, params(), ScriptedPool(), epoch="again")
-    assert [(one.turn, one.call, one.tool) for one in found] == [(1, 1, "Write"), (0, 2, "kernels/note.h")]
-    assert (found[0].recorded, found[0].replayed) == (
-        "Written kernels/other.cpp.",
-        "Written kernels/forward.cpp.",
-    )
-
-
-def test_a_record_without_its_task_cannot_be_replayed(trajectory: Trajectory) -> None:
-    with pytest.raises(UserError, match="cannot be replayed"):
-        replay(dataclasses.replace(trajectory, task=""), params(), ScriptedPool(), epoch="again")

@@ -1,4 +1,4 @@
-"""This module searches for a kernel that computes a user's module faster than PyTorch does.
+"""Search for a kernel that computes a user's module faster than PyTorch does.
 
 A policy is sampled for several trajectories. The verdicts within the trajectories choose a few kernels, a
 second measurement of each chooses one of these kernels, and a third measurement of this kernel, in fresh
@@ -144,7 +144,7 @@ def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[K
     return task.model_copy(update={"evidence": evidence}), notes
 
 
-def optimize(
+def find_kernel(
     policy: Policy,
     task: KernelTask,
     pool: AdmittingPool,
