@@ -6,7 +6,6 @@ from pathlib import Path
 
 from components.core.files import MANIFEST, atomic_folder, digest_json, digest_tree, write_json
 from components.policy.checkpoint import Manifest, verify_checkpoint
-from components.synthesis.compose import compose_training_tasks
 from components.training.run_stage import run_stage
 from components.training.stage import RESULT, UNFINISHED, Stage, StageName, StageResult
 from flows.night import StartPolicy, keep_checkpoint
@@ -49,7 +48,9 @@ def cold_start(context: Context) -> CheckpointRecord:
         return adopt(context, Path(params.policy.source))
 
     def work(folder: Path) -> CheckpointRecord:
-        from components.bootstrap.cold_start import coldstart  # imports torch
+        # These import torch.
+        from components.bootstrap.cold_start import coldstart
+        from components.synthesis.compose import compose_training_tasks
 
         started = time.monotonic()
         context.pool.prepare()  # training leaves one processor core free for the judge

@@ -152,6 +152,12 @@ def test_a_run_whose_server_ended_says_so_in_one_sentence(
         night()
 
 
+def test_a_reward_that_cannot_be_imported_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    said = one_sentence(command("run", "--home", str(home), "--set", "reward=no_such_module.reward"))
+    assert "params.yaml: reward: no_such_module.reward cannot be imported" in said and not home.exists()
+
+
 def test_an_unknown_stage_lists_the_stages(tmp_path: Path) -> None:
     assert "coldstart" in one_sentence(command("run", "--home", str(tmp_path), "--from", "stage1"))
 

@@ -138,6 +138,8 @@ def test_a_trajectory_is_every_token_that_was_seen_and_said() -> None:
     text = TOKENIZER.decode(list(trajectory.ids))
     assert text.count("<|im_start|>tool\nWritten kernels/forward.cpp.\n[PASS] verify success") == 2
     assert trajectory.finish_reason == "stop" and trajectory.reward == 3.0
+    (again,) = run(lambda i, t: said[t], reward=lambda one: len(one.turns) / 2)
+    assert again.reward == 1.5, "the function of the request decides the reward"
     assert [verdict.milestone for verdict in trajectory.verdicts] == [1, 3, 3]
     assert [[c.verdicts for c in turn.calls] for turn in trajectory.turns] == [[0, 1], [0, 1], []]
 
