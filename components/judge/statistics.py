@@ -12,7 +12,7 @@ from components.judge.verdict import MARGIN, Ratio
 # difference is noise, and as a divisor it would result in ratios of several hundred.
 RESOLVED = 0.2
 # Half-width of a 95 % interval of a log-ratio, at or below which a measurement is precise enough. At this
-# half-width, equally fast code is seldom measured as 5 % faster (docs/judge.md).
+# half-width, equally fast code is seldom measured as 5 % faster (docs/measurements/judge.md).
 NARROW = 0.025
 # Number of rounds at which an interval is assumed to be twice as wide as estimated.
 UNCERTAIN_ROUNDS = 8

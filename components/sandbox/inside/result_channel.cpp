@@ -2,7 +2,7 @@
 // until the judge has read the result.
 //
 // This loop is part of every measurement, with cold caches after each call. In Python it would take time that a
-// candidate could save by exchanging the messages in native code of its own (docs/judge.md, Measured).
+// candidate could save by exchanging the messages in native code of its own (docs/measurements/judge.md).
 #include <pybind11/pybind11.h>
 #include <sys/socket.h>
 #include <unistd.h>
