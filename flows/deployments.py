@@ -7,6 +7,7 @@ used, because their slots stay occupied for minutes after a flow is killed.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,11 +17,10 @@ from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.concurrency.sync import concurrency
 from prefect.runtime import flow_run
-from rich.console import Console
 
 from components.agent.policies import checkpoint_policy
 from components.core.errors import UserError
-from components.core.progress import Progress
+from components.core.progress import LineProgress, Progress
 from components.evaluation.evaluate import evaluate
 from components.evaluation.suites import load_suite
 from components.judge.pool.open_pool import open_pool
@@ -55,8 +55,6 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
     (retry_policy.py). Raises UserError if Prefect has already attempted this flow run LAST_ATTEMPT times, and
     the errors of `check_environment` if something that the run needs is missing.
     """
-    from components.core.progress_view import ProgressView
-
     if (flow_run.run_count or 1) > LAST_ATTEMPT:
         raise UserError(
             f"{run.folder}: this flow run crashed {LAST_ATTEMPT} times; see why, "
@@ -67,17 +65,17 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
     # go on and hold locks.
     process_reaper.start_reaper()
 
-    with ProgressView(Console(stderr=True)) as view:
-        progress = EventProgress(view, run.params, run.home, str(flow_run.id))
+    lines = LineProgress(lambda line: print(line, file=sys.stderr, flush=True))
+    progress = EventProgress(lines, run.params, run.home, str(flow_run.id))
 
-        def attempt() -> FlowResult:
-            with (
-                concurrency(run_context.HOME_SLOT, occupy=1, lease_duration=LEASE_SECONDS),
-                run_context.home_lock(run.home),
-            ):
-                return work(progress)
+    def attempt() -> FlowResult:
+        with (
+            concurrency(run_context.HOME_SLOT, occupy=1, lease_duration=LEASE_SECONDS),
+            run_context.home_lock(run.home),
+        ):
+            return work(progress)
 
-        return retry_by_kind(attempt, get_run_logger().warning)
+    return retry_by_kind(attempt, get_run_logger().warning)
 
 
 @flow(name="nightly", persist_result=False)

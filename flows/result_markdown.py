@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from components.core.progress_view import (
+from components.core.text import (
     FIGURES,
     before_name,
     duration,

@@ -277,7 +277,7 @@ def check_training(params: Params) -> None:
     check_fits(params)
     if params.pool.trainers or params.pool.judges:
         try:
-            from components.core.ray_cluster import check_capacity
+            from components.planning.ray_cluster import check_capacity
         except ModuleNotFoundError as error:
             raise UserError(
                 f"pool: {params.pool.trainers} trainers and {params.pool.judges} judges need Ray; install "

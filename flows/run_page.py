@@ -25,7 +25,7 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from components.core.progress import Progress
-from components.core.progress_view import figures_text
+from components.core.text import figures_text
 from flows.result_markdown import gates_table, markdown_table, stages_table, verdict
 from flows.run_context import PipelineRun, source_commit
 

@@ -19,9 +19,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from components.cli.progress_view import ProgressView
     from components.core.config import Resolved
     from components.core.params import Params
-    from components.core.progress_view import ProgressView
     from components.judge.pool.local_pool import LocalPool
 
 Profile = Annotated[
@@ -198,7 +198,7 @@ def judge_session(
 
     With `use_resident`, the judge that `cuda-agent serve` keeps ready for this home is used if it runs.
     """
-    from components.core.progress_view import ProgressView
+    from components.cli.progress_view import ProgressView
     from components.judge.pool.open_pool import open_pool
 
     with (
@@ -232,7 +232,7 @@ def print_table(
 
     With `markup`, tags of rich such as [bold] in the cells are interpreted.
     """
-    from components.core.progress_view import plain_table
+    from components.cli.progress_view import plain_table
 
     stderr_console().print(
         empty if empty and not rows else plain_table(columns, rows, show_header=show_header), markup=markup

@@ -193,7 +193,7 @@ def pool(params: Params) -> str:
         return "the process of the run trains and judges"
     if importlib.util.find_spec("ray") is None:
         raise UserError("pool: trainers and judges need Ray; install the extra ray.")
-    from components.core.ray_cluster import check_capacity
+    from components.planning.ray_cluster import check_capacity
 
     check_capacity(params)
     return f"the Ray cluster has room for {trainers} trainers and {judges} judges"

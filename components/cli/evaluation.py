@@ -69,8 +69,8 @@ def evaluate(
     resolved = options.resolve_for_judging(*overrides)
     home, console = home_of(resolved), stderr_console()
     from components.cli.policies import find_policy
+    from components.cli.progress_view import evaluation_table
     from components.core.files import digest_json
-    from components.core.progress_view import evaluation_table
     from components.evaluation.evaluate import evaluate as evaluate_policy
     from components.evaluation.report import write_evaluation_report
     from components.evaluation.suites import load_suite
@@ -118,7 +118,7 @@ def runs_compare(
 ) -> Output:
     """Compare two runs: data, code, parameters, tasks won and lost, and statistical significance."""
     home = home_of(options.resolve())
-    from components.core.progress_view import comparison_tables
+    from components.cli.progress_view import comparison_tables
     from components.evaluation.compare import compare, open_side
 
     comparison = compare(open_side(home, first), open_side(home, second))

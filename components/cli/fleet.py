@@ -57,7 +57,7 @@ def fleet(
     if announced:
         if find_spec("ray") is None:
             raise UserError("--announce: needs Ray; install the extra ray, or leave the option out.")
-        from components.core.ray_cluster import announcing, connect
+        from components.planning.ray_cluster import announcing, connect
 
         connect()
     print_line(f"{replicas} servers start; their logs are in {logs}.")

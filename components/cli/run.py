@@ -40,8 +40,8 @@ def run(
     If a run with the same parameters and code is finished, only its result is printed. An interrupted run
     continues where it stopped.
     """
+    from components.cli.progress_view import ProgressView, final_table
     from components.core import telemetry
-    from components.core.progress_view import ProgressView, final_table
     from flows import process_reaper, run_context
     from flows.server import prefect_server
 

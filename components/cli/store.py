@@ -65,7 +65,7 @@ def store_get(
 
     An interrupted fetch continues where it stopped.
     """
-    from components.core.progress_view import ProgressView
+    from components.cli.progress_view import ProgressView
 
     store = _open_store(options.resolve())
     paths = {key: out_path}
@@ -89,7 +89,7 @@ def store_get(
 @with_common_options()
 def store_verify(options: CommonOptions, prefix: Prefix = "") -> Output:
     """Read all objects and compare them with their digests. The exit code is 1 if an object is damaged."""
-    from components.core.progress_view import ProgressView
+    from components.cli.progress_view import ProgressView
     from components.storage.gc import damaged
 
     store, faults, checked = _open_store(options.resolve()), {}, 0

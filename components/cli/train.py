@@ -71,9 +71,9 @@ def train(
         return
     distributed, rank = "WORLD_SIZE" in os.environ, int(os.environ.get("RANK", "0"))
 
+    from components.cli.progress_view import ProgressView
     from components.core.files import MANIFEST, digest_json
     from components.core.progress import Quiet
-    from components.core.progress_view import ProgressView
     from components.core.sources import project_digests
     from components.judge.pool.open_pool import open_pool
     from components.training.launcher import LAUNCHED

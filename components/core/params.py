@@ -207,9 +207,8 @@ class Pool(FrozenModel):
         "Ray resource of which each trainer and each judge takes one, for instance H20; empty is none"
     )
     gpu: Literal["h20", "h100", "h200"] = throughput(
-        "kind of these GPUs, whose memory and speed plans take from its datasheet"
+        "kind of these GPUs, whose datasheet gives the memory that a run must fit"
     )
-    price: Annotated[float, Field(ge=0)] = throughput("price of a GPU-hour, in any currency, for plans")
     service: str = throughput(
         "address of a service that judges (cuda-agent serve --http), such as http://127.0.0.1:8470; "
         "empty judges as pool.judges says"

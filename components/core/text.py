@@ -1,6 +1,8 @@
-"""Removal of terminal escapes from the output of untrusted programs."""
+"""Text for people: output of untrusted programs without terminal escapes, and figures of a run."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
@@ -18,3 +20,56 @@ def readable(text: str, limit: int) -> str:
         return text
     half = max(0, limit - 40) // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters cut ...]\n{text[len(text) - half :]}"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def figures_text(figures: Mapping[str, float]) -> str:
+    """Return the figures with their names as text, such as "reward 1.2  m_3 25%".
+
+    Shares are written as percentages. They are the pass rate and the figures m_-1 to m_3, which are the
+    shares of the milestones.
+    """
+    return "  ".join(
+        f"{name} {value:.0%}" if name.startswith(("m_", "pass_rate")) else f"{name} {value:.3g}"
+        for name, value in figures.items()
+    )
+
+
+def format_number(value: float | None, pattern: str = "{:.3g}") -> str:
+    return "–" if value is None else pattern.format(value)
+
+
+# Columns of the table of evaluations at the end of a run.
+FIGURES = (
+    "held-out tasks",
+    "pass rate",
+    "faster than eager",
+    "faster than compile",
+    "geomean eager",
+    "geomean compile",
+)
+
+
+def figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
+    """Return the cells of one evaluation in the columns FIGURES, of which `name` is the first.
+
+    `found` has the fields of a components.evaluation.metrics.Summary.
+    """
+    rate, mean = found["faster_rate"], found["geomean"]
+    cells = [format_number(cell, "{:.0%}") for cell in (found["pass_rate"], rate["eager"], rate["compile"])]
+    return [name, *cells, format_number(mean["eager"], "{:.2f}x"), format_number(mean["compile"], "{:.2f}x")]
+
+
+def before_name(record: Mapping[str, Any]) -> str:
+    """Return the name of the first policy's evaluation in tables, from the content of a run.json.
+
+    The first policy is that of the cold start, a version of the registry, or a folder.
+    """
+    start = record.get("night", {}).get("start", "scratch")
+    return f"before ({'cold start' if start == 'scratch' else start})"

@@ -1,4 +1,4 @@
-"""Plans of the capacity that a training run needs: memory, time, judges, GPU-hours and cost.
+"""What a profile needs: the memory of each role, and the machines of a Ray cluster.
 
-This package imports `core`. Start with `capacity.py`.
+This package imports `core`. Start with `role_memory.py`.
 """

@@ -33,14 +33,6 @@ REDUCE_BUCKET = 500_000_000
 SUB_GROUP = 1_000_000_000
 # Bytes of the CUDA context, NCCL's buffers and the libraries' workspaces of a rank.
 CONTEXT_BYTES = 3e9
-# Share of a GPU's memory that a plan leaves free, because the estimates are measured for few settings and the
-# caching allocator cannot use fragments.
-RESERVE = 0.1
-# Bytes that a sleeping vLLM keeps on the GPU: context and CUDA graphs. 0.8 to 2.4 GB were reported
-# (github.com/NVIDIA-NeMo/RL, issue 223).
-ASLEEP_BYTES = 2e9
-# Size of the buckets in which new weights are gathered for the sampler (policy/checkpoint.py).
-BUCKET_BYTES = 2**31
 ADAM_BYTES = 8.0  # two float32 moments
 GRADIENT_BYTES = 4.0
 MASTER_BYTES = 4.0
@@ -88,20 +80,16 @@ class RankMemory:
     host_activations: float
 
     @property
-    def activations(self) -> float:
-        return self.checkpoints + self.layer
-
-    @property
-    def resident(self) -> float:
-        """Bytes on the GPU that are in use also while nothing is computed."""
-        return self.states + self.reference + self.context
+    def computing(self) -> float:
+        """Bytes of activations, logits and temporary copies at the largest use."""
+        working = max(self.layer, self.logits)
+        return max(self.step, self.checkpoints + working, self.moved_reference + working)
 
     @property
     def total(self) -> float:
         """Bytes on the GPU at the largest use."""
-        working = max(self.layer, self.logits)
-        computing = max(self.step, self.checkpoints + working, self.moved_reference + working)
-        return self.resident + self.gathered + self.gradients + computing
+        kept = self.states + self.reference + self.context
+        return kept + self.gathered + self.gradients + self.computing
 
     @property
     def host(self) -> float:
@@ -116,7 +104,7 @@ def roles_of(params: Params, shapes: ModelShapes) -> Roles:
         has_critic=any(ppo.advantages == "critic" for ppo in stages),
         # With adapters, the weights below them are those of the reference.
         has_reference=not adapter.rank and any(needs_reference(ppo) for ppo in stages),
-        adapter_parameters=shapes.adapter_parameters(adapter.rank, adapter.targets) if adapter.rank else 0,
+        adapter_parameters=shapes.adapter_parameters(adapter),
     )
 
 
@@ -232,50 +220,3 @@ def _expert_elements(shapes: ModelShapes, tokens: float) -> float:
     These are all tokens of the rank, because `engine.mlp_tokens` does not divide them for experts.
     """
     return 2.0 * tokens * shapes.experts_per_token * (2 * shapes.hidden + 3 * shapes.expert_width)
-
-
-def can_share_sequence(shapes: ModelShapes, sequence_parallel: int) -> bool:
-    """Return whether `sequence_parallel` ranks can share the sequences of each forward pass.
-
-    The groups of such ranks are made by `sequence_groups` in training/engine.py.
-    """
-    return sequence_parallel == 1 or (
-        not shapes.is_eager
-        and shapes.heads % sequence_parallel == 0
-        and (shapes.kv_heads % sequence_parallel == 0 or sequence_parallel % shapes.kv_heads == 0)
-    )
-
-
-@dataclass(frozen=True)
-class SharedMemory:
-    """Memory in bytes that sampler and judge take of the first rank's GPU, and of its host.
-
-    While trajectories are sampled, the GPU holds the sampler, and the judge or a bucket of new weights,
-    whichever is larger. While the policy is trained, it holds only what the sampler keeps.
-    """
-
-    while_sampling: float
-    while_training: float
-    host: float
-
-
-def shared_memory(params: Params, shapes: ModelShapes, gpu_memory: float) -> SharedMemory:
-    """Return the memory of sampler and judge on the first rank's GPU, which has `gpu_memory` bytes.
-
-    Not included are the key-value cache of the backend transformers, and a judge whose memory is not limited
-    because `sandbox.device_bytes` is 0.
-    """
-    policy, engine = params.policy, params.engine
-    weights = (2.0 if engine.dtype == "bfloat16" else 4.0) * shapes.parameters
-    judge = 0.0 if params.pool.judges else float(params.sandbox.device_bytes)
-    judge_or_bucket = max(judge, BUCKET_BYTES)
-    if policy.backend == "transformers":
-        copied = weights if engine.zero_stage == 3 else 0.0
-        return SharedMemory(copied + judge_or_bucket, copied, 0.0)
-    if params.pool.samplers:
-        return SharedMemory(judge_or_bucket, 0.0, 0.0)
-    awake = policy.gpu_memory_share * gpu_memory
-    # A sleeping vLLM keeps its weights in the memory of the host.
-    return SharedMemory(
-        awake + judge_or_bucket, ASLEEP_BYTES if policy.sleep else awake, weights if policy.sleep else 0.0
-    )

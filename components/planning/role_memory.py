@@ -1,91 +1,176 @@
-"""Memory of the GPUs of trainers, samplers and judges, and the refusal of pools in which a role cannot fit.
+"""Memory of the GPUs of trainers, samplers and judges, and the refusal of a pool in which one does not fit.
 
-The memory of the trainers is in `memory_choices.py`, and that of vLLM's servers in `sampler_memory.py`.
+`cuda-agent run`, `doctor` and `plan` use the same check. The formulas of a trainer are in `memory_model.py`.
+A vLLM server takes a share of each of its GPUs, which holds its part of the weights, working memory, and the
+key-value cache in all that is left.
 """
 
-from typing import Any
+from dataclasses import dataclass
 
 from components.core.errors import UserError
 from components.core.params import Params
-from components.planning.capacity import GPUS, default_inputs
-from components.planning.memory_choices import memory_plan, options_of
-from components.planning.model_shapes import ModelShapes, UnknownModelType, policy_shapes
-from components.planning.sampler_memory import sampler_memory, tensor_parallel
+from components.planning.memory_model import rank_memory, roles_of
+from components.planning.model_shapes import ModelShapes, policy_shapes
+
+# Memory in bytes of the GPUs that `pool.gpu` names, from their datasheets: H20, H100 SXM, H200.
+GPU_BYTES = {"h20": 96e9, "h100": 80e9, "h200": 141e9}
+# Share of a GPU that vLLM takes by default (--gpu-memory-utilization).
+VLLM_SHARE = 0.9
+# Bytes of a vLLM worker besides weights and cache: CUDA context and graphs, activations, NCCL's buffers.
+VLLM_WORKING_BYTES = 4e9
+# Bytes that a sleeping vLLM keeps on the GPU: context and CUDA graphs. 0.8 to 2.4 GB were reported
+# (github.com/NVIDIA-NeMo/RL, issue 223).
+ASLEEP_BYTES = 2e9
+# Largest number of GPUs of one vLLM server, which are those of a host.
+MOST_TENSOR_PARALLEL = 8
+# Size of the buckets in which new weights are gathered for the sampler (policy/checkpoint.py).
+BUCKET_BYTES = 2**31
 
 
-def pool_plan(params: Params, values: dict[str, float], memory: dict[str, Any]) -> dict[str, Any]:
-    """Return the number of GPUs of each role, the bytes in use on one of them, and whether they fit.
+@dataclass(frozen=True)
+class RoleMemory:
+    """Number of GPUs of a role, the bytes in use by part on the fullest of them, and what they hold.
 
-    The result has the keys `trainers`, `samplers` and `judges`. The entry `samplers` is None if the trainer
-    samples itself (the backend transformers). `values` are the values of the plan's inputs, and `memory` is
-    the record of `memory_plan`.
+    `host` are the bytes that the role keeps in the memory of the host for each of its GPUs.
     """
-    chosen = memory["memory_bytes_per_gpu"][f"zero-{params.engine.zero_stage}"]
-    judge = float(params.sandbox.device_bytes) or values["gpu_memory"]
-    return {
-        "trainers": {
-            "gpus": int(values["trainer_gpus"]),
-            "total": chosen["total"],
-            "fits": chosen["fits"],
-        },
-        "samplers": None if params.policy.backend == "transformers" else sampler_memory(params, values),
-        "judges": {"gpus": params.pool.judges, "bytes": {"task": judge}, "total": judge, "fits": True},
-    }
+
+    gpus: int
+    parts: dict[str, float]
+    holds: str
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
 
 
-def refusal(params: Params, shapes: ModelShapes, values: dict[str, float], memory: dict[str, Any]) -> str:
-    """Return a sentence that says which role cannot fit and what to change, or "" if all roles fit.
+def memory_of_roles(params: Params, shapes: ModelShapes) -> dict[str, RoleMemory]:
+    """Return the memory of `trainers`, `samplers` and `judges`, without roles that have no GPU of their own.
 
-    `values` are the values of the plan's inputs, and `memory` is the record of `memory_plan`. A role that
-    would leave less than the reserve of the plan free is not refused, because the estimate may be too high.
+    Samplers that share the trainers' GPUs are listed too, unless the trainer samples itself.
     """
-    size = values["gpu_memory"]
-    chosen = memory["memory_bytes_per_gpu"][f"zero-{params.engine.zero_stage}"]
-    if chosen["total"] > size:
-        smallest = memory["smallest"]
-        mend = (
-            f"change it with {options_of(smallest, params.engine)}"
-            if smallest and chosen["training"] >= chosen["sampling"]
-            else "raise pool.trainers, use policy.adapter, or lower policy.context and "
-            "engine.tokens_per_microbatch"
-        )
+    pool = params.pool
+    found = {"trainers": _trainer(params, shapes)}
+    if params.policy.backend != "transformers":
+        found["samplers"] = _sampler(params, shapes)
+    if pool.judges:
+        size = float(params.sandbox.device_bytes) or GPU_BYTES[pool.gpu]
+        found["judges"] = RoleMemory(pool.judges, {"task": size}, "one task at a time, at most")
+    return found
+
+
+def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
+    """Return the memory of the first rank, whose GPU is the fullest, while it trains or while it samples.
+
+    Not included are the key-value cache of the backend transformers, and a judge whose memory is not limited
+    because `sandbox.device_bytes` is 0.
+    """
+    policy, engine, pool = params.policy, params.engine, params.pool
+    ranks, size = max(1, pool.trainers), GPU_BYTES[pool.gpu]
+    # A trajectory that is longer than tokens_per_microbatch has a micro-batch of its own.
+    tokens = max(engine.tokens_per_microbatch, policy.context)
+    roles = roles_of(params, shapes)
+    memory = rank_memory(shapes, engine, roles, ranks=ranks, tokens=tokens, row=policy.context)
+    weights = (2.0 if engine.dtype == "bfloat16" else 4.0) * shapes.parameters
+    awake, asleep, host = 0.0, 0.0, 0.0
+    if policy.backend == "transformers" and engine.zero_stage == 3:
+        awake = asleep = weights
+    elif policy.backend != "transformers" and not pool.samplers:
+        awake = asleep = policy.gpu_memory_share * size
+        if policy.sleep:
+            # A sleeping vLLM keeps its weights in the memory of the host.
+            asleep, host = ASLEEP_BYTES, weights
+    judge = 0.0 if pool.judges else float(params.sandbox.device_bytes)
+    kept = {"states": memory.states, "reference": memory.reference, "context": memory.context}
+    working = {"gathered": memory.gathered, "gradients": memory.gradients, "computation": memory.computing}
+    training = kept | working | {"sampler": asleep}
+    sampling = kept | {"sampler": awake, "judge or new weights": max(judge, BUCKET_BYTES)}
+    networks = ["actor"] + ["critic"] * roles.has_critic + ["reference"] * roles.has_reference
+    return RoleMemory(
+        gpus=ranks,
+        parts=max(training, sampling, key=lambda parts: sum(parts.values())),
+        holds=f"{', '.join(networks)}; {tokens:,} tokens",
+        host=memory.host + host,
+    )
+
+
+def _context_bytes(params: Params, shapes: ModelShapes) -> float:
+    """Return the bytes of keys and values, in bfloat16, of one full context."""
+    return 4.0 * shapes.layers * shapes.kv_heads * shapes.head_dim * params.policy.context
+
+
+def _sampler_bytes(params: Params) -> float:
+    share = VLLM_SHARE if params.pool.samplers else params.policy.gpu_memory_share
+    return share * GPU_BYTES[params.pool.gpu]
+
+
+def tensor_parallel(params: Params, shapes: ModelShapes) -> int | None:
+    """Return the least power of 2 of GPUs on which vLLM holds the weights and one full context.
+
+    Returns None if MOST_TENSOR_PARALLEL GPUs are too few.
+    """
+    each = _sampler_bytes(params) - VLLM_WORKING_BYTES
+    needed = 2.0 * shapes.parameters + _context_bytes(params, shapes)
+    gpus = 1
+    while gpus * each < needed:
+        gpus *= 2
+        if gpus > MOST_TENSOR_PARALLEL or each <= 0:
+            return None
+    return gpus
+
+
+def _sampler(params: Params, shapes: ModelShapes) -> RoleMemory:
+    gpus = max(1, params.pool.samplers)
+    group = min(tensor_parallel(params, shapes) or gpus, gpus)
+    weights = 2.0 * shapes.parameters / group
+    cache = max(0.0, _sampler_bytes(params) - weights - VLLM_WORKING_BYTES)
+    contexts = gpus // group * int(group * cache // _context_bytes(params, shapes))
+    return RoleMemory(
+        gpus=gpus,
+        parts={"weights": weights, "working": VLLM_WORKING_BYTES, "cache": cache},
+        holds=f"{contexts} full contexts in servers of {group} GPUs",
+    )
+
+
+def refusal(params: Params, shapes: ModelShapes) -> str:
+    """Return a sentence that says which role does not fit its GPUs and what to change, or "" if all fit."""
+    pool, engine, size = params.pool, params.engine, GPU_BYTES[params.pool.gpu]
+    shared = engine.sequence_parallel
+    heads, kv_heads = shapes.heads, shapes.kv_heads
+    is_divisible = heads % shared == 0 and (kv_heads % shared == 0 or shared % kv_heads == 0)
+    if shared > 1 and (shapes.is_eager or not is_divisible):
         return (
-            f"pool.trainers: {values['trainer_gpus']:g} ranks that train {shapes.name} need "
-            f"{chosen['total'] / 1e9:,.0f} GB on the first GPU, and it has {size / 1e9:,.0f}; {mend}."
+            f"engine.sequence_parallel: {shared} ranks cannot share the sequences of {shapes.name} "
+            f"({heads} heads, {kv_heads} key-value heads{', eager attention' if shapes.is_eager else ''}); "
+            "take a divisor of both, or 1."
         )
-    if params.policy.backend == "transformers":
+    trainer = _trainer(params, shapes)
+    if trainer.total > size:
+        return (
+            f"pool.trainers: {trainer.gpus} ranks that train {shapes.name} need "
+            f"{trainer.total / 1e9:,.0f} GB on the first GPU, and it has {size / 1e9:,.0f}; raise "
+            "pool.trainers or engine.sequence_parallel, set engine.cpu_offload or engine.activation_offload, "
+            "use policy.adapter, or lower policy.context and engine.tokens_per_microbatch."
+        )
+    needed, gpus = tensor_parallel(params, shapes), max(1, pool.samplers)
+    if params.policy.backend == "transformers" or (needed and needed <= gpus):
         return ""
-    sampler = sampler_memory(params, values)
-    if sampler["fits"]:
-        return ""
-    needed = tensor_parallel(params, values)
-    key = "pool.samplers" if params.pool.samplers else "policy.gpu_memory_share"
     if needed is None:
         mend = "lower policy.context"
     else:
-        mend = f"set pool.samplers to {needed}" if params.pool.samplers else "raise it"
+        mend = f"set pool.samplers to {needed}" if pool.samplers else "raise it"
     return (
-        f"{key}: vLLM on {sampler['gpus']} GPUs of {size / 1e9:,.0f} GB does not hold the weights of "
-        f"{shapes.name} ({2 * values['parameters'] / 1e9:,.0f} GB) and one context of "
-        f"{params.policy.context:,} tokens "
-        f"({values['kv_bytes_per_token'] * params.policy.context / 1e9:,.0f} GB); {mend}."
+        f"{'pool.samplers' if pool.samplers else 'policy.gpu_memory_share'}: vLLM on {gpus} GPUs of "
+        f"{size / 1e9:,.0f} GB does not hold the weights of {shapes.name} "
+        f"({2 * shapes.parameters / 1e9:,.0f} GB) and one context of {params.policy.context:,} tokens "
+        f"({_context_bytes(params, shapes) / 1e9:,.0f} GB); {mend}."
     )
 
 
 def check_fits(params: Params) -> None:
-    """Raise UserError if a role of the pool cannot fit the memory of the GPU `pool.gpu`.
+    """Raise UserError if trainers or samplers cannot fit the memory of the GPU `pool.gpu`.
 
-    A role is the trainers, samplers or judges. Nothing is checked on the cpu, or for a type of model whose
-    memory is not known. The folder that policy.source names must exist.
+    Nothing is checked on the cpu.
     """
-    if params.device != "cuda":
-        return
-    try:
-        shapes = policy_shapes(params.policy, "")
-    except UnknownModelType:
-        return
-    values = {
-        name: item.value for name, item in default_inputs(params, GPUS[params.pool.gpu], shapes).items()
-    }
-    if sentence := refusal(params, shapes, values, memory_plan(params, shapes, values)):
+    if params.device == "cuda" and (sentence := refusal(params, policy_shapes(params))):
         raise UserError(sentence)

@@ -17,9 +17,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 from components.core.errors import StageFailed
 from components.core.progress import Quiet
-from components.core.ray_cluster import RUN, bundle, connect
 from components.judge.pool.local_pool import with_any_duration
 from components.judge.pool.open_pool import open_pool
+from components.planning.ray_cluster import RUN, bundle, connect
 from components.training.launcher import ERROR_FILE, clear_errors, error_file, raise_first_error
 from components.training.metrics import METRICS
 from components.training.run_stage import run_stage

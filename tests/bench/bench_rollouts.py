@@ -5,8 +5,7 @@
 Both loops sample the same turns of a small random policy with the same seeds, and wait for the same tool
 delays, which are drawn from a log-normal distribution with a long tail. In the lockstep loop, which stands
 only in this file, all trajectories are sampled, then all tools are waited for, and then the next turn begins.
-The loop of the project is `in_flight.keep_in_flight`. The last line is what `planning.rollout_simulator` says
-of the same turns and delays, at the decoding rates of one sequence and of all, measured before and after.
+The loop of the project is `in_flight.keep_in_flight`.
 """
 
 import argparse
@@ -25,7 +24,6 @@ from numpy.typing import NDArray
 from training_fixtures import tiny_policy, tiny_tokenizer
 
 from components.agent.in_flight import BusyMeter, keep_in_flight
-from components.planning.rollout_simulator import Samplers, Work, simulate
 from components.policy.transformers_sampler import TransformersSampler
 
 TOKENS = 12
@@ -110,13 +108,6 @@ def main() -> None:
     policy = tiny_policy()
     one = TransformersSampler(policy, tiny_tokenizer(), batch=count, device="cpu", version="bench")
     one.stop = ()  # A turn ends at the limit of its tokens.
-
-    def rate(sequences: int) -> float:
-        turns, meters = Plan(np.full(sequences, 1), plan.delays * 0), Meters(BusyMeter(), BusyMeter())
-        asyncio.run(independent(one, meters, turns))
-        return sequences * TOKENS / meters.sampling.seconds()
-
-    rates = [(rate(1), rate(count))]
     figures = {loop.__name__: measure(loop, one, plan) for loop in (lockstep, independent)}
     for name, (seconds, sampler, tools) in figures.items():
         print(
@@ -124,12 +115,6 @@ def main() -> None:
             f"idle: sampler {sampler:.2f}, tools {tools:.2f}"
         )
     print(f"{figures['lockstep'][0] / figures['independent'][0]:.2f} times as many trajectories an hour")
-    alone, together = np.mean([*rates, (rate(1), rate(count))], axis=0)
-    tokens = np.full(plan.delays.shape, float(TOKENS))
-    work = Work(plan.turns, tokens, plan.delays, np.zeros_like(tokens), tokens.cumsum(axis=1))
-    simulated = simulate(work, Samplers(alone, together, count), judges=1).seconds
-    share = simulated / figures["independent"][0]
-    print(f"simulated independent loop: {simulated:.1f} s, {share:.2f} of the measured time")
 
 
 if __name__ == "__main__":

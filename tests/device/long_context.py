@@ -134,8 +134,8 @@ def rows(vocabulary: int, length: int, count: int) -> tuple[Rollout, Experience]
 
 def planned_bytes(params: Params, config: Any, ranks: int, length: int) -> float:
     """Return the planner's figure for one network on one of the ranks."""
-    shapes, adapter = shapes_of(config.to_dict(), config.model_type), params.policy.adapter
-    trained = shapes.adapter_parameters(adapter.rank, adapter.targets) if adapter.rank else 0
+    shapes = shapes_of(config, config.model_type)
+    trained = shapes.adapter_parameters(params.policy.adapter)
     roles = Roles(has_critic=False, has_reference=False, adapter_parameters=trained)
     memory = rank_memory(shapes, params.engine, roles, ranks=ranks, tokens=length, row=length)
     return float(memory.total)

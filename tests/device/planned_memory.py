@@ -16,17 +16,21 @@ import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 import numpy as np
 import torch
+from public_models import CONFIGURATIONS
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from components.core.config import resolve
 from components.core.params import Params
 from components.planning.memory_model import rank_memory, roles_of
-from components.planning.model_shapes import CONFIGURATIONS, shapes_of
+from components.planning.model_shapes import shapes_of
 from components.policy.adapter import add_adapter
 from components.training import document_attention
 from components.training.batches import Microbatch, make_batch, pack, to_device
@@ -37,8 +41,7 @@ from components.training.ranks import sharded_loading
 
 def network(factory: Any, config: dict[str, Any], params: Params) -> PreTrainedModel:
     """Make a model with random weights in the way in which a stage loads one."""
-    fields = {name: value for name, value in config.items() if name != "model_type"}
-    settings = AutoConfig.for_model(config["model_type"], **fields)
+    settings = AutoConfig.for_model(**config)
     with sharded_loading(params.engine, params.device), torch.device(params.device):
         model: PreTrainedModel = factory.from_config(
             settings, dtype=DTYPES[params.engine.dtype], attn_implementation=document_attention.SDPA
@@ -102,7 +105,7 @@ def main() -> int:
     params = resolve(options.profile, tuple(options.sets)).params
     config = dict(CONFIGURATIONS[options.model])
     config["num_hidden_layers"] = options.layers or config["num_hidden_layers"]
-    shapes = shapes_of(config, options.model)
+    shapes = shapes_of(AutoConfig.for_model(**config), options.model)
     roles, tokens = roles_of(params, shapes), params.policy.context
     roles = replace(roles, has_reference=False)
     planned = rank_memory(shapes, params.engine, roles, ranks=1, tokens=tokens, row=tokens)

@@ -12,10 +12,10 @@ import httpx
 import pytest
 
 from components.cli.doctor import Finding, examine
+from components.cli.progress_view import ProgressView, duration
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import environment_fault
-from components.core.progress_view import ProgressView, duration
 from flows.run_context import home_lock
 from flows.server import prefect_server
 

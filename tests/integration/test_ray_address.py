@@ -20,7 +20,7 @@ def test_a_cluster_that_has_ended_is_one_sentence_at_once(
     named: str, closed_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason="the extra ray is not installed")
-    from components.core.ray_cluster import connect
+    from components.planning.ray_cluster import connect
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -19,7 +19,6 @@ from ray.util.placement_group import remove_placement_group
 from safetensors.torch import load_file
 from serve_fixtures import start
 
-from components.core import ray_cluster
 from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.params import Params

@@ -19,7 +19,7 @@ from vllm_double import Engine, serving
 
 from components.core.config import PROJECT
 from components.core.errors import UserError
-from components.core.ray_cluster import announced
+from components.planning.ray_cluster import announced
 from components.policy.sampler import Completion
 from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.sampler import VllmSampler

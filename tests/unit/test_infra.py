@@ -17,12 +17,11 @@ from uuid import uuid4
 import pytest
 import yaml
 from prefect_fixtures import job_templates
+from public_models import PROFILE_MODELS, public_shapes
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from components.core.config import PROJECT, resolve
-from components.planning.capacity import GPUS, default_inputs
-from components.planning.model_shapes import PROFILE_MODELS, named_shapes
-from components.planning.sampler_memory import sampler_memory
+from components.planning.role_memory import tensor_parallel
 
 INFRA = PROJECT / "infra"
 OVERLAYS = ("cpu", "h20")
@@ -184,13 +183,11 @@ def test_the_gpus_of_the_groups_are_those_of_the_pool() -> None:
         assert offered == {"H20": gpus(group["template"]["spec"])}
 
     # Each server has the tensor parallelism of the plan, the whole context, and an address in the profile.
-    shapes = named_shapes(PROFILE_MODELS["h20-pool"])
-    inputs = default_inputs(params, GPUS["h20"], shapes)
-    planned = sampler_memory(params, {name: item.value for name, item in inputs.items()})
+    planned = tensor_parallel(params, public_shapes(PROFILE_MODELS["h20-pool"]))
     (container,) = sampler["template"]["spec"]["containers"]
-    assert f"--tensor-parallel-size={planned['tensor_parallel']}" in container["args"]
-    assert gpus(sampler["template"]["spec"]) == planned["tensor_parallel"]
-    assert sampler["replicas"] == planned["replicas"]
+    assert f"--tensor-parallel-size={planned}" in container["args"]
+    assert gpus(sampler["template"]["spec"]) == planned
+    assert sampler["replicas"] * planned == params.pool.samplers
     assert f"--max-model-len={params.policy.context}" in container["args"]
     sets = deploy_arguments("h20")[1:]
     given = resolve("h20-pool", tuple(sets)).params

@@ -1,4 +1,4 @@
-"""Claims about the planned memory: exact shapes, ZeRO's states, an independent table, profiles that fit."""
+"""Claims about the planned memory of a rank: exact shapes, ZeRO's states, an independent table."""
 
 import inspect
 from dataclasses import replace
@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from layer_memory import kept_sizes
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from public_models import CONFIGURATIONS, config_of, public_shapes
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from components.bootstrap.cold_start import new_model
-from components.core.config import PROJECT, resolve
+from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.params import Adapter
-from components.planning import capacity, memory_choices, memory_model, model_shapes
+from components.planning import memory_model, role_memory
 from components.planning.memory_model import RankMemory, Roles, rank_memory
+from components.planning.model_shapes import policy_shapes, shapes_of
 from components.policy import checkpoint
 from components.policy.adapter import add_adapter
 from components.training import document_attention, output_head
 from components.training.engine import DTYPES
 from components.training.networks import tile_mlps
 from components.training.ranks import deepspeed_config
-from components.training.run_stage import check_stages
 
 
 # DeepSpeed's ZeRO divides states as in the first figure of its paper (arXiv 1910.02054), there for 2 bytes a
@@ -34,7 +34,7 @@ from components.training.run_stage import check_stages
 def test_states_are_those_of_the_zero_papers_first_figure(
     stage: int, gigabytes: float, gradients: float
 ) -> None:
-    shapes = replace(model_shapes.named_shapes("Qwen3-8B"), parameters=7.5e9)
+    shapes = replace(public_shapes("Qwen3-8B"), parameters=7.5e9)
     engine = resolve("h20-pool", (f"engine.zero_stage={stage}",)).params.engine
     found = rank_memory(shapes, engine, Roles(False, False), ranks=64, tokens=1, row=1).states
     assert found / 1e9 == pytest.approx(gigabytes + gradients * 2 * 7.5, abs=0.05)
@@ -54,31 +54,17 @@ EXPECTED = {
 
 
 def meta_model(config: dict[str, Any]) -> PreTrainedModel:
-    fields = {name: value for name, value in config.items() if name != "model_type"}
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(config["model_type"], **fields)
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config_of(config))
     return model
 
 
-@pytest.mark.parametrize("name", list(model_shapes.CONFIGURATIONS))
-def test_numbers_of_parameters_are_exact(name: str) -> None:
-    shapes, model = model_shapes.named_shapes(name), meta_model(model_shapes.CONFIGURATIONS[name])
-    assert shapes.parameters == model.num_parameters() == EXPECTED[name][0]
-    experts = sum(parameter.numel() for key, parameter in model.named_parameters() if ".experts." in key)
-    if not shapes.experts_per_token:
-        assert not experts
-        used = 1.0
-    else:
-        config = model_shapes.CONFIGURATIONS[name]
-        used = shapes.experts_per_token / config.get("num_experts", config.get("num_local_experts"))
-    lookup = model.get_input_embeddings().weight.numel()
-    assert shapes.active_parameters == model.num_parameters() - lookup - experts + used * experts
+@pytest.mark.parametrize("name", list(CONFIGURATIONS))
+def test_numbers_of_parameters_are_those_of_the_published_model(name: str) -> None:
+    shapes = public_shapes(name)
+    assert shapes.parameters == EXPECTED[name][0]
     if EXPECTED[name][1] is not None:
-        add_adapter(model, Adapter(rank=16, alpha=16, targets=[]))
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        assert shapes.adapter_parameters(16, ()) == trained == EXPECTED[name][1]
+        assert shapes.adapter_parameters(Adapter(rank=16, alpha=16, targets=[])) == EXPECTED[name][1]
 
 
 TINY: dict[str, Any] = {
@@ -119,43 +105,44 @@ TINY: dict[str, Any] = {
     ids=lambda config: config["model_type"],
 )
 @pytest.mark.parametrize("targets", [[], ["q_proj", "self_attn.o_proj"]])
-def test_the_config_of_a_saved_folder_gives_the_same_numbers(
+def test_the_config_of_a_saved_folder_gives_the_numbers_of_the_model_and_of_peft(
     config: dict[str, Any], targets: list[str], tmp_path: Path
 ) -> None:
     model = meta_model(config)
     model.config.save_pretrained(tmp_path)
-    shapes = model_shapes.read_shapes(tmp_path)
+    shapes = policy_shapes(resolve("hf", (f"policy.source={tmp_path}",)).params)
     assert shapes.parameters == model.num_parameters()
-    add_adapter(model, Adapter(rank=3, alpha=8, targets=targets))
+    adapter = Adapter(rank=3, alpha=8, targets=targets)
+    add_adapter(model, adapter)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert shapes.adapter_parameters(3, targets) == trained > 0
+    assert shapes.adapter_parameters(adapter) == trained > 0
 
 
 def test_a_policy_from_scratch_has_the_planned_number_of_parameters() -> None:
     params = resolve("smoke").params
     with torch.device("meta"):
         model = new_model(params, params.policy.vocabulary)
-    assert model_shapes.scratch_shapes(params.policy).parameters == model.num_parameters()
+    assert policy_shapes(params).parameters == model.num_parameters()
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", r"config\.json: cannot be read"),
-        ("[]", "an object is expected"),
-        ('{"model_type": "mamba"}', "model_type 'mamba' is not among"),
-        ('{"model_type": "qwen3", "hidden_size": -1}', "hidden_size = -1, a positive integer"),
-        ('{"model_type": "qwen3", "hidden_size": 64}', "num_hidden_layers = None"),
-    ],
-)
-def test_a_config_that_is_no_model_is_one_sentence(text: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "mama"}', '{"model_type": "vit"}'])
+def test_a_config_that_is_no_language_model_is_one_sentence(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=said):
-        model_shapes.read_shapes(tmp_path)
+    with pytest.raises(UserError, match=r"config\.json: transformers cannot make this model"):
+        policy_shapes(resolve("hf", (f"policy.source={tmp_path}",)).params)
+
+
+def test_a_target_without_a_linear_layer_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"no linear layer gate that can have an adapter; give some of q_proj"
+        UserError, match=r"no linear layer gate that can have an adapter; give some of k_proj"
     ):
-        model_shapes.named_shapes("Qwen3-30B-A3B").adapter_parameters(8, ["gate"])
+        public_shapes("Qwen3-30B-A3B").adapter_parameters(Adapter(rank=8, alpha=8, targets=["gate"]))
+
+
+def test_the_shapes_of_a_champion_are_those_of_its_base(tmp_path: Path) -> None:
+    config_of(CONFIGURATIONS["Llama-3.1-8B"]).save_pretrained(tmp_path)
+    params = resolve("hf", ("policy.source=champion", f"policy.base={tmp_path}")).params
+    assert policy_shapes(params).parameters == EXPECTED["Llama-3.1-8B"][0]
 
 
 # An independent computation: GPU and host GB of a rank with actor, critic and reference under ZeRO 3 and
@@ -198,7 +185,7 @@ def three_roles(
             **settings,
         }
     )
-    shapes = model_shapes.named_shapes(name)
+    shapes = public_shapes(name)
     return rank_memory(shapes, engine, Roles(True, True), ranks=ranks, tokens=tokens, row=tokens)
 
 
@@ -206,7 +193,7 @@ def three_roles(
 def test_memory_is_that_of_an_independent_table(
     name: str, tokens: int, ranks: int, parallel: int, offloads: str, gpu: float, host: float
 ) -> None:
-    found, shapes = three_roles(name, tokens, ranks, parallel, offloads), model_shapes.named_shapes(name)
+    found, shapes = three_roles(name, tokens, ranks, parallel, offloads), public_shapes(name)
     normalised = 2 * shapes.hidden + (shapes.heads + shapes.kv_heads) * shapes.head_dim
     found = replace(found, layer=found.layer - 6 * tokens / parallel * normalised)
     assert found.total / 1e9 == pytest.approx(gpu, rel=0.06), "the table's own rounding is 2 %"
@@ -218,14 +205,13 @@ def test_memory_is_that_of_an_independent_table(
 def test_a_layer_keeps_most_of_its_planned_memory_for_the_backward_pass(kind: str, dtype: str) -> None:
     """The rest of the planned memory is for gradients of the hidden states, queries and keys."""
     tokens, config = 512, TINY | {"model_type": kind, "hidden_size": 256, "num_key_value_heads": 2}
-    fields = {name: value for name, value in config.items() if name != "model_type"}
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **fields), dtype=DTYPES[dtype], attn_implementation=document_attention.SDPA
+        config_of(config), dtype=DTYPES[dtype], attn_implementation=document_attention.SDPA
     )
     engine = resolve("h20-pool", (f"engine.dtype={dtype}", "engine.mlp_tokens=64")).params.engine
     engine = engine.model_copy(update={"sequence_parallel": 1})
     tile_mlps(model, engine.model_copy(update={"zero_stage": 0}))
-    shapes = model_shapes.shapes_of(model.config.to_dict(), kind)
+    shapes = shapes_of(model.config, kind)
     planned = rank_memory(shapes, engine, Roles(False, False), ranks=1, tokens=tokens, row=tokens).layer
     assert 0.6 * planned < sum(kept_sizes(model, tokens)) < 0.8 * planned
 
@@ -259,7 +245,7 @@ def test_a_32b_on_few_gpus_fits_with_offloads_only(tokens: int, ranks: int) -> N
 
 def test_limits_of_the_trainer_are_those_of_the_plan() -> None:
     assert output_head.LOGITS_BYTES == memory_model.LOGITS_BYTES
-    assert checkpoint.BUCKET_BYTES == memory_model.BUCKET_BYTES
+    assert checkpoint.BUCKET_BYTES == role_memory.BUCKET_BYTES
     bucket = inspect.signature(deepspeed_config).parameters["bucket"].default
     assert bucket == memory_model.REDUCE_BUCKET
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -283,108 +269,3 @@ def test_each_change_moves_the_part_that_it_is_about() -> None:
     assert single.gathered == 0, "a single rank gathers nothing"
     # Eager attention is quadratic, and no other.
     assert three_roles("gpt-oss-20b", 131072, 64, 1, "").layer > 8 * 64 * 131072**2
-
-
-def planned(profile: str, *sets: str, gpu: str = "h20", model: str = "") -> dict[str, Any]:
-    """Return the memory of a plan without its simulated rollouts."""
-    params = resolve(profile, sets).params
-    shapes = model_shapes.named_shapes(model or model_shapes.PROFILE_MODELS[profile])
-    inputs = capacity.default_inputs(params, capacity.GPUS[gpu], shapes)
-    return memory_choices.memory_plan(params, shapes, {name: item.value for name, item in inputs.items()})
-
-
-def test_without_a_critic_the_plan_is_smaller_by_the_critics_states() -> None:
-    sets = ("engine.cpu_offload=false", "pool.trainers=6")
-    groups = planned("hf", *sets, "warmup.advantages=group", "agentic.advantages=group")
-    critic = planned("hf", *sets)["memory_bytes_per_gpu"]
-    for stage, ranks in (("zero-3", 6), ("zero-2", None)):
-        saved = critic[stage]["training"] - groups["memory_bytes_per_gpu"][stage]["training"]
-        parameters = EXPECTED["Qwen3-8B"][0]
-        # Under ZeRO 2 the weights are whole on each rank, and the other 16 bytes are divided.
-        states = 18 * parameters / ranks if ranks else (2 + 16 / 6) * parameters
-        assert saved == pytest.approx(states)
-
-
-def test_adapters_train_only_their_own_parameters() -> None:
-    found = planned("hf-adapter", gpu="h100")
-    parameters, adapters = EXPECTED["Qwen3-8B"][0], 2 * 43_646_976
-    assert found["roles"] == {
-        "has_critic": False,
-        "has_reference": False,
-        "adapter_parameters": adapters,
-    }
-    states = found["memory_bytes_per_gpu"]["zero-1"]["states"]
-    assert states == pytest.approx(2 * parameters + 18 * adapters)
-    # A critic has adapters and frozen weights of its own; vLLM leaves no room for it on this GPU.
-    critic = planned("hf-adapter", "agentic.advantages=critic", gpu="h100")["memory_bytes_per_gpu"]["zero-1"]
-    assert critic["states"] == pytest.approx(2 * states) and not critic["fits"]
-
-
-@pytest.mark.parametrize(
-    ("profile", "gpu"), [("hf", "h100"), ("hf", "h20"), ("hf-adapter", "h100"), ("h20-pool", "h20")]
-)
-def test_every_profile_of_a_public_model_fits_its_gpu_with_a_tenth_to_spare(profile: str, gpu: str) -> None:
-    found, params = planned(profile, gpu=gpu), resolve(profile).params
-    chosen = found["memory_bytes_per_gpu"][f"zero-{params.engine.zero_stage}"]
-    assert chosen["fits"] and chosen["total"] <= 0.9 * capacity.GPUS[gpu].memory
-    assert found["tokens"] == params.policy.context == params.engine.tokens_per_microbatch
-    check_stages(params)
-    for ppo in (params.warmup, params.agentic):
-        assert ppo.advantages == "critic" or ppo.rollouts.samples > 1
-
-
-def test_profiles_of_hugging_face_models_are_those_that_a_public_model_stands_for() -> None:
-    profiles = yaml.safe_load((PROJECT / "params.yaml").read_text())["profiles"]
-    adopted = {name for name in profiles if resolve(name).params.policy.source != "scratch"}
-    assert adopted == set(model_shapes.PROFILE_MODELS)
-
-
-def test_what_does_not_fit_is_followed_by_the_first_choice_that_does() -> None:
-    found = planned("h20-pool", "pool.trainers=16", "engine.sequence_parallel=1")
-    assert not found["memory_bytes_per_gpu"]["zero-3"]["fits"]
-    smallest = found["smallest"]
-    assert smallest in found["alternatives"] and smallest["fits"]
-    first = found["alternatives"].index(smallest)
-    assert not any(choice["fits"] for choice in found["alternatives"][:first])
-    sets = [f"engine.{name}=true" for name in smallest["offloads"]]
-    sets.append(f"engine.sequence_parallel={smallest['sequence_parallel']}")
-    chosen = planned("h20-pool", "pool.trainers=16", *sets)["memory_bytes_per_gpu"]["zero-3"]
-    assert chosen["fits"] and chosen["total"] == smallest["total"]
-    assert planned("h20-pool", "pool.trainers=1", "engine.sequence_parallel=1")["smallest"] is None
-    assert len(planned("hf", "pool.trainers=7", "engine.sequence_parallel=1")["alternatives"]) == 7
-
-
-def test_a_degree_that_divides_neither_ranks_nor_heads_is_refused() -> None:
-    with pytest.raises(UserError, match="8 does not divide 4 ranks"):
-        planned("hf", "engine.sequence_parallel=8")
-    with pytest.raises(UserError, match=r"cannot share the sequences of Qwen2\.5-Coder-7B \(28 heads, 4"):
-        planned("hf", "pool.trainers=8", "engine.sequence_parallel=8", model="Qwen2.5-Coder-7B")
-    with pytest.raises(UserError, match="eager attention"):
-        planned("hf", "engine.sequence_parallel=2", model="gpt-oss-20b")
-
-
-def test_a_sampler_on_the_same_gpu_takes_its_share_while_it_is_awake() -> None:
-    sets = (
-        "policy.weight_transfer=ipc",
-        "pool.samplers=0",
-        "pool.judges=0",
-        "sandbox.device_bytes=8000000000",
-    )
-    asleep = planned("hf", *sets, "policy.sleep=true")["memory_bytes_per_gpu"]["zero-3"]
-    awake = planned("hf", *sets, "policy.sleep=false")["memory_bytes_per_gpu"]["zero-3"]
-    apart = planned("hf")["memory_bytes_per_gpu"]["zero-3"]
-    assert awake["training"] - apart["training"] == pytest.approx(0.4 * 96e9)
-    assert asleep["training"] - apart["training"] == memory_model.ASLEEP_BYTES
-    assert asleep["sampling"] == awake["sampling"]
-    assert asleep["shared"]["sampling"] == pytest.approx(0.4 * 96e9 + 8e9)
-    assert asleep["host"]["sampler"] == 2 * EXPECTED["Qwen3-8B"][0]
-
-
-def test_the_papers_model_does_not_fit_without_zero_3() -> None:
-    params = resolve("h20-pool", ("policy.context=16384", "engine.tokens_per_microbatch=16384")).params
-    shapes = model_shapes.named_shapes("Qwen3-30B-A3B")
-    choices = ["parameters=230e9", "active_parameters=23e9", "layers=60", "hidden=6144", "trainer_gpus=256"]
-    inputs = capacity.assume(capacity.default_inputs(params, capacity.GPUS["h20"], shapes), choices)
-    values = {name: item.value for name, item in inputs.items()}
-    memory = memory_choices.memory_plan(params, shapes, values)["memory_bytes_per_gpu"]
-    assert [memory[f"zero-{stage}"]["fits"] for stage in range(4)] == [False, False, False, True]

@@ -1,4 +1,4 @@
-"""Claims about the plan of a pool: what fills a GPU of each role, what is refused, and what is proposed."""
+"""Claims about the plan of a pool: what fills a GPU of each role, and what is refused."""
 
 import json
 import re
@@ -12,19 +12,27 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from layer_memory import kept_sizes
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from public_models import CONFIGURATIONS, PROFILE_MODELS, config_of, public_shapes
+from transformers import AttentionInterface, AutoModelForCausalLM
 
-from components.agent.trajectory import Trajectory, Turn, save_trajectories
 from components.cli import doctor
-from components.cli.params import home_inputs
 from components.core.config import PROJECT, resolve
 from components.core.errors import UserError
 from components.core.progress import Quiet
-from components.judge.verdict import Verdict
-from components.planning import capacity, model_shapes, placement_search, role_memory, sampler_memory
-from components.planning.memory_choices import memory_plan
 from components.planning.memory_model import CONTEXT_BYTES, REDUCE_BUCKET, Roles, rank_memory
+from components.planning.model_shapes import policy_shapes
+from components.planning.role_memory import (
+    ASLEEP_BYTES,
+    GPU_BYTES,
+    VLLM_WORKING_BYTES,
+    RoleMemory,
+    memory_of_roles,
+    refusal,
+    tensor_parallel,
+)
+from components.training.run_stage import check_stages
 from flows import nightly
 
 
@@ -48,10 +56,7 @@ AttentionInterface.register(
 
 
 def meta_model(name: str, layers: int) -> Any:
-    fields = model_shapes.CONFIGURATIONS[name] | {"num_hidden_layers": layers}
-    config = AutoConfig.for_model(
-        fields["model_type"], **{k: v for k, v in fields.items() if k != "model_type"}
-    )
+    config = config_of(CONFIGURATIONS[name] | {"num_hidden_layers": layers})
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="fused")
 
@@ -70,7 +75,7 @@ def bytes_of_a_layer(model: Any, tokens: int) -> int:
 def test_planned_memory_is_that_counted_from_the_modules_within_a_tenth(
     name: str, ranks: int, tokens: int
 ) -> None:
-    config = model_shapes.CONFIGURATIONS[name]
+    config = CONFIGURATIONS[name]
     one, two = meta_model(name, 1), meta_model(name, 2)
     layer = two.num_parameters() - one.num_parameters()
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
@@ -89,28 +94,21 @@ def test_planned_memory_is_that_counted_from_the_modules_within_a_tenth(
     )
     sets = {"sequence_parallel": 1, "mlp_tokens": 0}
     engine = resolve("h20-pool").params.engine.model_copy(update=sets)
-    shapes = model_shapes.named_shapes(name)
+    shapes = public_shapes(name)
     planned = rank_memory(shapes, engine, Roles(True, True), ranks=ranks, tokens=tokens, row=tokens)
     assert planned.total == pytest.approx(counted, rel=0.1)
 
     # The sampler: weights of one worker, and the cache from the widths of the modules.
     attention = one.model.layers[0].self_attn
     token_bytes = 2 * layers * (attention.k_proj.out_features + attention.v_proj.out_features)
-    params, values = inputs_of("h20-pool", name)
-    sampler = sampler_memory.sampler_memory(params, values)
-    workers = sampler["tensor_parallel"]
-    assert sampler["bytes"]["weights"] == pytest.approx(2 * parameters / workers, rel=0.01)
-    room = workers * (0.9 * 96e9 - sampler_memory.VLLM_WORKING_BYTES) - 2 * parameters
-    contexts = sampler["replicas"] * (room // (token_bytes * params.policy.context))
-    assert sampler["contexts"] == pytest.approx(contexts) and sampler["fits"]
-    assert sum(sampler["bytes"].values()) == pytest.approx(0.9 * 96e9)
-
-
-def inputs_of(profile: str, model: str, *sets: str) -> tuple[Any, dict[str, float]]:
-    params = resolve(profile, sets).params
-    shapes = model_shapes.named_shapes(model)
-    inputs = capacity.default_inputs(params, capacity.GPUS[params.pool.gpu], shapes)
-    return params, {key: item.value for key, item in inputs.items()}
+    params = resolve("h20-pool").params
+    sampler, workers = memory_of_roles(params, shapes)["samplers"], tensor_parallel(params, shapes)
+    assert workers is not None and workers <= sampler.gpus
+    assert sampler.parts["weights"] == pytest.approx(2 * parameters / workers, rel=0.01)
+    room = workers * (0.9 * 96e9 - VLLM_WORKING_BYTES) - 2 * parameters
+    contexts = sampler.gpus // workers * int(room // (token_bytes * params.policy.context))
+    assert sampler.holds == f"{contexts} full contexts in servers of {workers} GPUs"
+    assert sampler.total == pytest.approx(0.9 * 96e9)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +117,14 @@ def inputs_of(profile: str, model: str, *sets: str) -> tuple[Any, dict[str, floa
         (
             "Qwen3-32B",
             ("engine.cpu_offload=false",),
-            r"^pool\.trainers: 4 ranks that train Qwen3-32B need \d+ GB .* and it has 80; .*=true\.$",
+            r"^pool\.trainers: 4 ranks that train Qwen3-32B need \d+ GB .* and it has 80; raise pool\.tr",
         ),
-        ("Qwen3-32B", ("pool.trainers=1",), r"and it has 80; raise pool\.trainers, use policy\.adapter"),
+        (
+            "Qwen2.5-Coder-7B",
+            ("pool.trainers=8", "engine.sequence_parallel=8"),
+            r"^engine\.sequence_parallel: 8 ranks cannot share the sequences of Qwen2\.5-Coder-7B \(28 heads",
+        ),
+        ("gpt-oss-20b", ("engine.sequence_parallel=2",), r"4 ranks|eager attention\); take"),
         (
             "Qwen3-32B",
             ("pool.trainers=64", "pool.samplers=1"),
@@ -137,20 +140,69 @@ def inputs_of(profile: str, model: str, *sets: str) -> tuple[Any, dict[str, floa
 def test_what_cannot_fit_is_refused_with_one_sentence_that_mends_it(
     model: str, sets: tuple[str, ...], sentence: str
 ) -> None:
-    params, values = inputs_of("hf", model, *sets)
-    shapes = model_shapes.named_shapes(model)
-    found = role_memory.refusal(params, shapes, values, memory_plan(params, shapes, values))
+    found = refusal(resolve("hf", sets).params, public_shapes(model))
     assert re.search(sentence, found), found
     assert "\n" not in found and found.count(". ") == 0
 
 
-@pytest.mark.parametrize("profile", ["", "smoke", "h200", "hf", "hf-adapter", "h20-pool"])
-def test_every_profile_fits_its_own_gpus(profile: str) -> None:
-    params = resolve(profile, ("device=cuda",)).params
-    shapes = model_shapes.policy_shapes(params.policy, profile)
-    inputs = capacity.default_inputs(params, capacity.GPUS[params.pool.gpu], shapes)
-    values = {key: item.value for key, item in inputs.items()}
-    assert role_memory.refusal(params, shapes, values, memory_plan(params, shapes, values)) == ""
+@pytest.mark.parametrize(
+    ("profile", "gpu"),
+    [
+        *(("", "h20"), ("smoke", "h20"), ("h200", "h200"), ("hf", "h100"), ("hf", "h20")),
+        *(("hf-adapter", "h100"), ("h20-pool", "h20")),
+    ],
+)
+def test_every_profile_fits_its_own_gpus_with_a_tenth_to_spare(profile: str, gpu: str) -> None:
+    params = resolve(profile, ("device=cuda", f"pool.gpu={gpu}")).params
+    model = PROFILE_MODELS.get(profile)
+    shapes = public_shapes(model) if model else policy_shapes(params)
+    assert refusal(params, shapes) == ""
+    assert memory_of_roles(params, shapes)["trainers"].total <= 0.9 * GPU_BYTES[gpu]
+    if model:
+        assert params.policy.context == params.engine.tokens_per_microbatch
+        check_stages(params)
+        for ppo in (params.warmup, params.agentic):
+            assert ppo.advantages == "critic" or ppo.rollouts.samples > 1
+
+
+def test_profiles_of_hugging_face_models_are_those_that_a_public_model_stands_for() -> None:
+    profiles = yaml.safe_load((PROJECT / "params.yaml").read_text())["profiles"]
+    adopted = {name for name in profiles if resolve(name).params.policy.source != "scratch"}
+    assert adopted == set(PROFILE_MODELS)
+
+
+def trainer(profile: str, *sets: str) -> RoleMemory:
+    return memory_of_roles(resolve(profile, sets).params, public_shapes("Qwen3-8B"))["trainers"]
+
+
+def test_without_a_critic_the_plan_is_smaller_by_the_critics_states() -> None:
+    parameters = public_shapes("Qwen3-8B").parameters
+    for stage, ranks in ((3, 6), (2, None)):
+        sets = ("engine.cpu_offload=false", "pool.trainers=6", f"engine.zero_stage={stage}", "pool.gpu=h200")
+        groups = trainer("hf", *sets, "warmup.advantages=group", "agentic.advantages=group")
+        # Under ZeRO 2 the weights are whole on each rank, and the other 16 bytes are divided.
+        states = 18 * parameters / ranks if ranks else (2 + 16 / 6) * parameters
+        assert trainer("hf", *sets).total - groups.total == pytest.approx(states)
+
+
+def test_adapters_train_only_their_own_parameters() -> None:
+    parameters, adapters = public_shapes("Qwen3-8B").parameters, 2 * 43_646_976
+    states = 2 * parameters + 18 * adapters
+    assert trainer("hf-adapter").parts["states"] == pytest.approx(states)
+    # A critic has adapters and frozen weights of its own; vLLM leaves no room for it on this GPU.
+    critic = trainer("hf-adapter", "agentic.advantages=critic")
+    assert critic.parts["states"] == pytest.approx(2 * states) and critic.total > 80e9
+
+
+def test_a_sampler_on_the_same_gpu_takes_its_share_while_it_is_awake() -> None:
+    shared = ("policy.weight_transfer=ipc", "pool.samplers=0", "pool.judges=0", "pool.gpu=h20")
+    awake, apart = trainer("hf", *shared, "policy.sleep=false"), trainer("hf", "pool.gpu=h20")
+    assert awake.parts["sampler"] == pytest.approx(0.4 * 96e9) and apart.parts["sampler"] == 0
+    asleep = trainer("hf", *shared, "policy.sleep=true", "policy.gpu_memory_share=0.1")
+    assert asleep.parts["sampler"] == ASLEEP_BYTES
+    assert asleep.host - apart.host == 2 * public_shapes("Qwen3-8B").parameters
+    sampling = trainer("hf-adapter").parts
+    assert sampling["sampler"] == pytest.approx(0.5 * 80e9) and sampling["judge or new weights"] == 8e9
 
 
 def test_a_run_asks_the_plan_before_it_makes_anything(
@@ -160,7 +212,7 @@ def test_a_run_asks_the_plan_before_it_makes_anything(
         raise AssertionError("the pipeline began to make its data set")
 
     monkeypatch.setattr(nightly, "dataset", dataset)
-    config = model_shapes.CONFIGURATIONS["Qwen3-32B"]
+    config = CONFIGURATIONS["Qwen3-32B"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     sets = (
         f"policy.source={tmp_path}",
@@ -169,69 +221,50 @@ def test_a_run_asks_the_plan_before_it_makes_anything(
         "evaluation.levels=[]",
     )
     night: Any = SimpleNamespace(params=resolve("hf", sets).params)
-    with pytest.raises(UserError, match=r"^pool\.trainers: 4 ranks that train .*config\.json need"):
+    with pytest.raises(UserError, match=r"^pool\.trainers: 4 ranks that train .* need"):
         nightly.nightly_pipeline(night, Quiet())
-    # A type of model that cannot be planned is not refused.
-    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
-    role_memory.check_fits(night.params)
 
 
-def test_proposed_placements_hold_and_none_is_worse_than_the_pool() -> None:
-    sets = ("warmup.rollouts.tasks=2", "agentic.rollouts.tasks=2")
-    params = resolve("hf", sets).params
-    shapes = model_shapes.named_shapes("Qwen3-8B")
-    inputs = capacity.default_inputs(params, capacity.GPUS["h100"], shapes)
-    given = capacity.plan(params, shapes, inputs)
-    found = placement_search.placements(params, shapes, inputs, given["hours"])
-    assert found["cheapest"]["gpu_hours"] <= given["gpu_hours"]
-    assert found["fastest"]["hours"] <= given["hours"]
-    for best in (found["cheapest"], found["fastest"]):
-        roles = {key: best[key] for key in ("trainers", "samplers", "judges")}
-        assert sum(roles.values()) <= 8 or best is found["cheapest"]
-        placed = resolve("hf", (*sets, *(f"pool.{key}={value}" for key, value in roles.items()))).params
-        again = capacity.default_inputs(placed, capacity.GPUS["h100"], shapes)
-        values = {key: item.value for key, item in again.items()}
-        assert placement_search.fits(placed, memory_plan(placed, shapes, values))
-        assert capacity.plan(placed, shapes, again)["hours"] == pytest.approx(best["hours"])
-    shared = resolve("hf-adapter").params
-    assert placement_search.placements(shared, shapes, inputs, 1.0) == {}
+DOCUMENTED = re.findall(
+    r"```console\n\$ (cuda-agent plan [^\n]+)\n(.+?)```",
+    (PROJECT / "docs" / "training.md").read_text(),
+    re.DOTALL,
+)
 
 
-def plan(*arguments: str) -> tuple[int, dict[str, Any], str]:
-    small = ("--set", "warmup.rollouts.tasks=2", "--set", "agentic.rollouts.tasks=2")
-    command = [sys.executable, "-m", "components.cli", "plan", "--json", *arguments, *small]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    return done.returncode, json.loads(done.stdout), done.stderr
+@pytest.mark.parametrize(("command", "printed"), DOCUMENTED, ids=[command for command, _ in DOCUMENTED])
+def test_the_documented_tables_are_what_the_command_prints(
+    command: str, printed: str, tmp_path: Path
+) -> None:
+    """A role that does not fit is named in the last line, and the exit code is 2."""
+    model = PROFILE_MODELS[command.split("--profile ")[1].split()[0]]
+    (tmp_path / "models" / "policy").mkdir(parents=True)
+    (tmp_path / "models" / "policy" / "config.json").write_text(json.dumps(CONFIGURATIONS[model]))
+    arguments = [sys.executable, "-m", "components.cli", *command.split()[1:], "--json"]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == (2 if "refused:" in printed else 0), done.stderr
+    assert [line.rstrip() for line in done.stderr.splitlines()] == printed.splitlines()
+    record = json.loads(done.stdout)
+    assert record["refused"] == (
+        printed.splitlines()[-1].removeprefix("refused: ") if done.returncode else ""
+    )
+    assert set(record["roles"]) >= {"trainers", "samplers"}
 
 
-def test_the_command_ends_with_the_sentence_and_exit_code_2_if_a_role_cannot_fit() -> None:
-    code, record, text = plan("--profile", "hf", "--set", "pool.trainers=1", "--model", "Qwen3-32B")
-    assert code == 2 and record["refused"].startswith("pool.trainers: 1 ranks")
-    assert text.splitlines()[-1] == f"refused: {record['refused']}"
+def test_every_profile_of_a_public_model_has_a_documented_table() -> None:
+    documented = {command.split("--profile ")[1].split()[0] for command, _ in DOCUMENTED}
+    assert documented == set(PROFILE_MODELS)
 
 
-def test_only_trajectories_of_the_same_profile_and_rollouts_are_measurements(tmp_path: Path) -> None:
-    """A run of another profile in the home, with two turns of ten tokens, does not plan this one."""
-    wanted = resolve("hf-adapter", ("agentic.rollouts.tasks=2",)).params.model_dump(mode="json")
-    for index, (profile, tasks) in enumerate((("smoke", 2), ("hf-adapter", 3), ("hf-adapter", 2))):
-        stage, run = tmp_path / "stages" / f"agentic-{index}", tmp_path / "runs" / str(index)
-        save_trajectories(stage / "trajectories" / "step-0", [trajectory(turns=2 + 5 * index)])
-        rollouts = wanted["agentic"]["rollouts"] | {"tasks": tasks}
-        settings = {"params": wanted | {"agentic": {"rollouts": rollouts}}}
-        run.mkdir(parents=True)
-        (run / "settings.json").write_text(json.dumps(settings))
-        stages = [{"name": "agentic", "checkpoint": str(stage / "checkpoint")}]
-        (run / "run.json").write_text(json.dumps({"profile": profile, "stages": stages}))
-    for profile, turns in (("hf-adapter", {"turns": pytest.approx(12)}), ("hf", {})):
-        found = home_inputs(resolve(profile, ("agentic.rollouts.tasks=2", f"home={tmp_path}")))
-        assert {key: item.value for key, item in found.items() if key == "turns"} == turns
-
-
-def trajectory(turns: int) -> Trajectory:
-    turn = Turn("")
-    tokens, ones = [1] * 10 * turns, [1] * 10 * turns
-    verdicts = (Verdict(status="correct"),)
-    return Trajectory("task", tokens, ones, [-0.5] * 10 * turns, (turn,) * turns, verdicts, 1.0, "stop", "v0")
+@pytest.mark.parametrize(
+    ("profile", "sentence"), [("smoke", "device=cuda"), ("h20-pool", "policy.source: models/policy")]
+)
+def test_a_profile_that_cannot_be_planned_is_one_sentence(
+    profile: str, sentence: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "components.cli", "plan", "--profile", profile]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and sentence in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 def test_doctor_says_what_of_the_pool_is_there() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from training_fixtures import NoPool
 
-from components.core import ray_cluster
 from components.core.config import check_policy_source, resolve
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.progress import Quiet
+from components.planning import ray_cluster
 from components.training.run_stage import check_critic_given, check_stages, stages_of_run
 from components.training.stage import Stage
 from flows import nightly

@@ -25,10 +25,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_bytes, digest_json, remove_tree, scratch_folder
 from components.core.params import Params
-from components.core.ray_cluster import NAMESPACE, bundle, connect, name_in_run, reserve
 from components.core.task import KernelTask
 from components.judge.judge import Judge
 from components.judge.verdict import Admission, Verdict
+from components.planning.ray_cluster import NAMESPACE, bundle, connect, name_in_run, reserve
 
 # Statuses that a verdict can have if the candidate's runner was killed from outside.
 KILLED_STATUSES = ("crashed", "build_failed", "load_failed", "out_of_memory")

@@ -273,7 +273,7 @@ def server_addresses(servers: Sequence[str]) -> list[str]:
         return list(servers)
     if importlib.util.find_spec("ray") is None:
         raise UserError("policy.servers: [ray] needs Ray; install the extra ray, or name the servers.")
-    from components.core.ray_cluster import announced
+    from components.planning.ray_cluster import announced
 
     if not (found := announced()):
         raise UserError(

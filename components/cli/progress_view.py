@@ -1,12 +1,11 @@
 """The display of a run's progress and of the tables at its end, on standard error.
 
 On a terminal, the progress is one table of the stages, which is updated in place. Elsewhere it is printed as
-lines, with at most one line for each stage every LINE_SECONDS.
+lines.
 """
 
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,59 +13,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-# Least number of seconds between two lines of one stage.
-LINE_SECONDS = 5.0
+from components.core.progress import LineProgress
+from components.core.text import FIGURES, before_name, duration, figures_row, figures_text, format_number
 
 
-@dataclass
-class Row:
-    """The progress of one stage, as its first and its last report give it.
-
-    `started` and `first_step` are the time and the step of the first report, and the other fields are those
-    of the last report. The times are in seconds of a monotonic clock.
-    """
-
-    step: int
-    total: int
-    started: float
-    first_step: int
-    updated: float
-    figures: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Return the estimated seconds until the stage ends, or None before its first step has ended."""
-        done = self.step - self.first_step
-        return (self.updated - self.started) / done * (self.total - self.step) if done > 0 else None
-
-
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-def figures_text(figures: Mapping[str, float]) -> str:
-    """Return the figures with their names as text, such as "reward 1.2  m_3 25%".
-
-    Shares are written as percentages. They are the pass rate and the figures m_-1 to m_3, which are the
-    shares of the milestones.
-    """
-    return "  ".join(
-        f"{name} {value:.0%}" if name.startswith(("m_", "pass_rate")) else f"{name} {value:.3g}"
-        for name, value in figures.items()
-    )
-
-
-class ProgressView:
+class ProgressView(LineProgress):
     """A `Progress` that shows a live table on a terminal and prints lines elsewhere; a context manager."""
 
-    def __init__(self, console: Console, *, clock: Any = time.monotonic):
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic):
+        super().__init__(self.note, clock=clock)
         self.console = console
-        self.clock = clock
-        self.rows: dict[str, Row] = {}
-        self.printed: dict[str, float] = {}
         self.live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -84,25 +40,9 @@ class ProgressView:
             self.live.__exit__(kind, error, trace)
             self.live = None
 
-    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
-        now = self.clock()
-        fresh = stage not in self.rows or step < self.rows[stage].step
-        if fresh:
-            self.rows[stage] = Row(step, total, now, step, now)
-        row = self.rows[stage]
-        row.step, row.total, row.updated = step, total, now
-        row.figures = figures or row.figures
-        if self.live is None and (
-            fresh or step >= total or now - self.printed.get(stage, 0.0) >= LINE_SECONDS
-        ):
-            self.printed[stage] = now
-            left = f"  {duration(row.seconds_left)} left" if row.seconds_left and step < total else ""
-            self.console.print(
-                f"{stage:<12} {step}/{total}  {figures_text(row.figures)}{left}".rstrip(),
-                highlight=False,
-                soft_wrap=True,
-                markup=False,
-            )
+    def print_progress(self, stage: str, *, is_new: bool) -> None:
+        if self.live is None:
+            super().print_progress(stage, is_new=is_new)
 
     def note(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
@@ -128,40 +68,6 @@ def plain_table(columns: Iterable[str], rows: Iterable[Iterable[str]], *, show_h
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def format_number(value: float | None, pattern: str = "{:.3g}") -> str:
-    return "–" if value is None else pattern.format(value)
-
-
-# Columns of the table of evaluations at the end of a run.
-FIGURES = (
-    "held-out tasks",
-    "pass rate",
-    "faster than eager",
-    "faster than compile",
-    "geomean eager",
-    "geomean compile",
-)
-
-
-def figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
-    """Return the cells of one evaluation in the columns FIGURES, of which `name` is the first.
-
-    `found` has the fields of a components.evaluation.metrics.Summary.
-    """
-    rate, mean = found["faster_rate"], found["geomean"]
-    cells = [format_number(cell, "{:.0%}") for cell in (found["pass_rate"], rate["eager"], rate["compile"])]
-    return [name, *cells, format_number(mean["eager"], "{:.2f}x"), format_number(mean["compile"], "{:.2f}x")]
-
-
-def before_name(record: Mapping[str, Any]) -> str:
-    """Return the name of the first policy's evaluation in tables, from the content of a run.json.
-
-    The first policy is that of the cold start, a version of the registry, or a folder.
-    """
-    start = record.get("night", {}).get("start", "scratch")
-    return f"before ({'cold start' if start == 'scratch' else start})"
 
 
 def evaluation_table(overall: Any, console: Console) -> None:
