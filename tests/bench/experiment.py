@@ -1,4 +1,4 @@
-"""The experiment of docs/measurements/results.md: what each stage adds on held-out tasks, by seed, and ablations.
+"""The experiment of docs/measurements/results.md: what each stage adds on held-out tasks, by seed; ablations.
 
     python tests/bench/experiment.py OUT [--profile cpu] [--seeds 0,1,2] [--variants NAME,NAME] \
         [--schedules N] [--set KEY=VALUE] [--part PART] [--table] [--plot FILE.svg]

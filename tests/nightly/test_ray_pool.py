@@ -25,6 +25,7 @@ from components.core.params import Params
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.pool.open_pool import open_pool
 from components.judge.pool.ray_pool import RemoteJudges
+from components.planning import ray_cluster
 from components.training import critic
 from components.training.ray_launcher import run_on_ray
 from components.training.run_stage import run_stage
