@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from components.core.errors import UserError
 
 # The width of the rows is a multiple of this number of tokens. The sums over a row's tokens are then the
-# same, to the last bit, at every width (docs/training.md).
+# same, to the last bit, at every width (docs/measurements/training.md).
 WIDTH_STEP = 64
 # Names that transformers gives to layers without and with a sliding window.
 FULL, SLIDING = "full_attention", "sliding_attention"

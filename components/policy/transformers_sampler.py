@@ -6,9 +6,9 @@ leaves when it ends, so no sequence waits for another one to end.
 A sequence's tokens and log-probabilities do not depend on the sequences that share its forward passes, nor on
 the time at which it joins, to the last bit. A prompt is evaluated alone. A forward pass of running sequences
 has a fixed number of rows (on cpu a power of two), of which unused ones are empty, and each row has a place
-of its own in a cache whose width is a multiple of `row_cache.WIDTH_STEP`. docs/training.md has the
-measurement. Mixtures of experts are the exception: the tokens that share an expert share a matrix product of
-varying size.
+of its own in a cache whose width is a multiple of `row_cache.WIDTH_STEP`; this was measured
+(docs/measurements/training.md). Mixtures of experts are the exception: the tokens that share an expert share
+a matrix product of varying size.
 """
 
 import asyncio
