@@ -8,30 +8,35 @@ import sys
 from pathlib import Path
 
 from components.agent.utility_output import BUILD_SUCCEEDED, Utility, utility_output
-from components.core.config import resolve
-from components.core.errors import UserError
+from components.core.config import default_device, resolve
+from components.core.errors import InfrastructureError, UserError
 from components.core.files import atomic_write
 from components.core.params import Params
 from components.judge.candidate_folder import judge_workdir, read_workspace
 from components.sandbox.build import Builder
+from components.sandbox.preflight import check_isolation
 
 
 def run_utility(utility: Utility) -> None:
     """Run a utility on the current folder, print its output and exit.
 
-    The exit code is 0 after success, 1 if the candidate failed, and 2 after a UserError.
+    The exit code is 0 after success, 1 if the candidate failed, and 2 or 3 if it was not judged: because of a
+    bad input or of the judge itself, or without isolation.
     """
-    device = "cuda" if Path("/dev/nvidia0").exists() else "cpu"
     try:
-        params = resolve("", (f"device={device}",)).params
+        params = resolve("", (f"device={default_device()}",)).params
+        check_isolation(params.sandbox, params.device)
         folder = Path(params.home).resolve() / "judge"
         if utility == "compile":
             text, code = _compile(params, folder / "builds")
         else:
-            text, code = utility_output(utility, judge_workdir(params, Path.cwd(), None, folder))
-    except UserError as error:
+            verdict = judge_workdir(params, Path.cwd(), None, folder)
+            if verdict.status == "infrastructure":
+                raise InfrastructureError(verdict.log)
+            text, code = utility_output(utility, verdict)
+    except (UserError, InfrastructureError) as error:
         print(error, file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code if isinstance(error, UserError) else 2)
     print(text)
     sys.exit(code)
 

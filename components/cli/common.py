@@ -75,14 +75,20 @@ class CommonOptions:
     params_file: ParamsFile = None
     as_json: Json = False
 
-    def resolve(self, *overrides: str, defaults: tuple[str, ...] = ()) -> Resolved:
+    def resolve(self, *overrides: str, defaults: tuple[str, ...] = (), device: str | None = None) -> Resolved:
         """Return the parameters that result from the parameter file and the options.
 
         `overrides` are KEY=VALUE pairs from other options of the command, and `defaults` are KEY=VALUE pairs
-        that the option `--set` may override. Raises UserError if a parameter or the file is not valid.
+        that the option `--set` may override. `device` is the value of the option `--device` of a command that
+        has it; if it is empty, the device is by default the one of this machine. Raises UserError if a
+        parameter or the file is not valid.
         """
-        from components.core.config import PROJECT, resolve
+        from components.core.config import PROJECT, default_device, resolve
 
+        if device:
+            overrides = (*overrides, f"device={device}")
+        elif device is not None:
+            defaults = (f"device={default_device()}", *defaults)
         home = (f"home={json.dumps(self.home)}",) if self.home else ()
         return resolve(
             self.profile,
@@ -90,14 +96,16 @@ class CommonOptions:
             self.params_file or PROJECT / "params.yaml",
         )
 
-    def resolve_for_judging(self, *overrides: str, defaults: tuple[str, ...] = ()) -> Resolved:
+    def resolve_for_judging(
+        self, *overrides: str, defaults: tuple[str, ...] = (), device: str | None = None
+    ) -> Resolved:
         """Return the parameters after checking that this machine can isolate candidates.
 
         Raises IsolationUnavailable if it cannot. Commands call this method before they load torch or a
         policy. Nothing is checked here if the judges run on a Ray cluster or behind a service, because these
         judges check it themselves.
         """
-        resolved = self.resolve(*overrides, defaults=defaults)
+        resolved = self.resolve(*overrides, defaults=defaults, device=device)
         if not resolved.params.pool.judges and not resolved.params.pool.service:
             from components.sandbox.preflight import check_isolation
 
@@ -177,10 +185,6 @@ def home_of(resolved: Resolved) -> Path:
     return Path(resolved.params.home).expanduser().resolve()
 
 
-def default_device() -> str:
-    return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
-
-
 def newest_dataset(home: Path) -> Path:
     """Return the folder of the data set of the home that was modified last.
 
@@ -192,22 +196,23 @@ def newest_dataset(home: Path) -> Path:
 
 @contextlib.contextmanager
 def judge_session(
-    params: Params, home: Path, *, use_resident: bool = False
+    params: Params, home: Path, *, use_service: bool = False
 ) -> Iterator[tuple[LocalPool, ProgressView]]:
     """Open the judge pool of the home and a progress view on standard error, and close both at the end.
 
-    With `use_resident`, the judge that `cuda-agent serve` keeps ready for this home is used if it runs.
+    With `use_service`, the judge that `cuda-agent serve` keeps ready for this home is used if it runs.
     """
     from components.cli.progress_view import ProgressView
     from components.judge.pool.open_pool import open_pool
 
     with (
-        contextlib.closing(open_pool(params, home / "verdicts", use_resident=use_resident)) as pool,
+        contextlib.closing(open_pool(params, home / "verdicts", use_service=use_service)) as pool,
         ProgressView(stderr_console()) as view,
     ):
         yield pool, view
 
 
+@functools.cache
 def stderr_console() -> Console:
     from rich.console import Console
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,16 +14,12 @@ from components.cli.common import (
     Device,
     ExitCode,
     Output,
-    default_device,
     home_of,
     newest_dataset,
     print_line,
     with_common_options,
 )
 from components.core.errors import UserError
-
-if TYPE_CHECKING:
-    from components.judge.resident import Judges
 
 # Parameters that are set unless `--precise` is given. Intervals are about twice as wide with them as with the
 # numbers of rounds in the base section of params.yaml.
@@ -65,11 +59,10 @@ def judge(
         "sandbox.tolerance": tolerance,
     }
     overrides = [f"{name}={value}" for name, value in chosen.items() if value]
-    device_setting = f"device={device or default_device()}"
     # A service judges with its own number of rounds.
-    is_remote = bool(options.resolve(device_setting, *overrides).params.pool.service)
+    is_remote = bool(options.resolve(*overrides, device=device).params.pool.service)
     defaults = () if precise or is_remote else QUICK
-    resolved = options.resolve_for_judging(device_setting, *overrides, defaults=defaults)
+    resolved = options.resolve_for_judging(*overrides, defaults=defaults, device=device)
     from components.judge.candidate_folder import judge_workdir
     from components.judge.verdict import Labels
 
@@ -99,48 +92,36 @@ def serve(
         Path | None, typer.Option("--tokens", help="token file; by default only this machine is served")
     ] = None,
     tasks: Annotated[
-        str, typer.Option("--tasks", help="tasks to list over HTTP: shipped, a folder, or a parquet file")
+        str, typer.Option("--tasks", help="tasks to list: shipped, a folder, or a parquet file")
     ] = "shipped",
     keep_days: Annotated[
-        int | None,
-        typer.Option("--keep-days", min=1, help="days for which ended jobs are kept; by default 30"),
-    ] = None,
+        int, typer.Option("--keep-days", min=1, help="days for which ended jobs are kept")
+    ] = 30,
 ) -> None:
     """Keep a judge with its processes and baselines ready, until Ctrl-C or SIGTERM.
 
     `cuda-agent judge`, `cuda-agent optimize` and the utilities of a workspace use it if they have the same
     home folder and device. With `--http` it serves other machines and programs too.
     """
-    if not (http or (tokens is None and keep_days is None and tasks == "shipped")):
-        raise UserError(
-            "--tokens, --tasks, --keep-days: they are for HTTP; give an address with --http as well."
-        )
+    if tokens is not None and not http:
+        raise UserError("--tokens: they are for HTTP; give an address with --http as well.")
     suite = f"evaluation.suite={json.dumps(tasks)}"
-    resolved = options.resolve_for_judging(f"device={device or default_device()}", suite)
+    resolved = options.resolve_for_judging(suite, device=device)
     params, home = resolved.params, home_of(resolved)
+    from components.evaluation.suites import load_suite
+    from components.service.server import bind
+    from components.service.server import serve as serve_judges
+    from components.service.tokens import TokenFile
+
+    listed = load_suite(params, newest_dataset(home))
+    file = TokenFile(tokens) if tokens is not None else None
     with contextlib.ExitStack() as resources:
-        http_server: Callable[[Judges], AbstractContextManager[object]] = contextlib.nullcontext
-        if http:
-            from components.evaluation.suites import load_suite
-            from components.service.http_server import bind, serving
-            from components.service.retention import KEEP_DAYS
-            from components.service.tokens import TokenFile
-
-            listed = load_suite(params, newest_dataset(home))
-            listener = resources.enter_context(bind(http, has_tokens=tokens is not None))
-            file = TokenFile(tokens) if tokens is not None else None
-
-            def http_server(judges: Judges) -> AbstractContextManager[object]:
-                folder = home / "service" / params.device
-                days = KEEP_DAYS if keep_days is None else keep_days
-                return serving(judges, params, folder, listed, listener, file, keep_days=days)
-
-        from components.judge.resident import serve as serve_judge
+        listener = resources.enter_context(bind(http, has_tokens=file is not None)) if http else None
 
         def started(path: object) -> None:
             print_line(f"judging on {params.device} at {path}; Ctrl-C ends it")
-            if http:
+            if listener is not None:
                 host, port = listener.getsockname()[:2]
                 print_line(f"serving HTTP at http://{host}:{port}")
 
-        serve_judge(params, home / "judge", started, http_server)
+        serve_judges(params, home, listed, started, listener=listener, tokens=file, keep_days=keep_days)

@@ -10,9 +10,7 @@ interrupted, 143 ended by SIGTERM.
 
 import gc
 import os
-import signal
 import sys
-from types import FrameType
 
 import typer
 
@@ -33,8 +31,7 @@ from components.cli.train import train
 from components.cli.trajectory import trajectory_app
 from components.core.errors import StageFailed, UserError
 from components.core.files import environment_fault
-from components.core.signals import outside_of_locks, send_again
-from components.training.launcher import TERMINATED
+from components.core.signals import Terminated, handle_signals
 
 app = typer.Typer(
     name="cuda-agent",
@@ -67,48 +64,6 @@ for name, group in (
     ("trajectory", trajectory_app),
 ):
     app.add_typer(group, name=name)
-
-
-class _Terminated(SystemExit):
-    """Exception that the handler of SIGTERM raises, so that a command ends its child processes and cleans up.
-
-    The message for the user is printed by `main` and not by the handler, because the handler may interrupt
-    another print.
-    """
-
-
-# Signals by the names of the exceptions that their handlers raise; Prefect's handler raises the last one.
-SIGNALS = {
-    "KeyboardInterrupt": signal.SIGINT,
-    "_Terminated": signal.SIGTERM,
-    "TerminationSignal": signal.SIGTERM,
-}
-
-
-def _raise_terminated(number: int, frame: FrameType | None) -> None:
-    raise _Terminated(TERMINATED)
-
-
-def _send_again(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Send a signal once more if the exception that its handler raised was ignored; report other exceptions.
-
-    Python ignores an exception where none can be raised, for instance in `__del__`, in a weak reference's
-    callback, and in some C code. The signal is sent by another thread, when such code has ended.
-    """
-    number = SIGNALS.get(unraisable.exc_type.__name__)
-    if number is None:
-        sys.__unraisablehook__(unraisable)
-    elif not sys.is_finalizing():  # while the interpreter ends, no thread can start
-        send_again(number)
-
-
-def handle_signals() -> None:
-    """Make SIGTERM raise an exception, and send SIGTERM and SIGINT again where their exception is ignored.
-
-    The exception of SIGTERM is not raised where a lock is being taken or released.
-    """
-    signal.signal(signal.SIGTERM, outside_of_locks(_raise_terminated))
-    sys.unraisablehook = _send_again
 
 
 def _reopen_standard_streams() -> None:
@@ -144,7 +99,7 @@ def main() -> None:
     except StageFailed as error:
         print(f"cuda-agent: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except _Terminated:
+    except Terminated:
         print("cuda-agent: ended by SIGTERM; the same command continues where it stopped.", file=sys.stderr)
         raise
     except Exception as error:

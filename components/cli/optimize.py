@@ -11,7 +11,6 @@ from components.cli.common import (
     Output,
     Policy,
     ServerModel,
-    default_device,
     home_of,
     judge_session,
     print_line,
@@ -61,7 +60,7 @@ def optimize(
 
     If no faster kernel is found, the report says so. The exit code is 0 in both cases.
     """
-    resolved = options.resolve_for_judging(f"device={device or default_device()}")
+    resolved = options.resolve_for_judging(device=device)
     from components.agent.export import check_output_folder, export, headline
     from components.agent.optimize.search import find_kernel, search_budget
     from components.agent.optimize.user_module import user_task
@@ -73,7 +72,7 @@ def optimize(
     check_output_folder(folder)
     chosen = find_policy(policy, model, resolved)
     params, home = with_any_duration(chosen.params), home_of(resolved)
-    with judge_session(params, home, use_resident=True) as (pool, view):
+    with judge_session(params, home, use_service=True) as (pool, view):
         pool.prepare()
         limits = search_budget(params, attempts, turns, budget)
         outcome = find_kernel(chosen, task, pool, limits, origin=str(module), progress=view)

@@ -79,6 +79,11 @@ def _read(path: Path) -> dict[str, Any]:
     return values
 
 
+def default_device() -> str:
+    """Return the device of commands that are given none: cuda where there is an NVIDIA GPU, or else cpu."""
+    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+
+
 @dataclass(frozen=True)
 class Resolved:
     """The parameters of one run, and the name of the profile that they were resolved with.

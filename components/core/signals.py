@@ -9,6 +9,7 @@ then block forever on its next message to the thread that shares the lock, for e
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -22,6 +23,45 @@ LOCKING_FUNCTIONS = ("__enter__", "__exit__", "acquire", "release")
 LOCKING_MODULES = ("logging",)
 
 Handler = Callable[[int, FrameType | None], object]
+
+
+class Terminated(SystemExit):
+    """Exception that the handler of SIGTERM raises, so that a command ends its child processes and cleans up.
+
+    The message for the user is printed by the command and not by the handler, because the handler may
+    interrupt another print. The attribute `signal` is that of Prefect's TerminationSignal.
+    """
+
+    signal = signal.SIGTERM
+
+
+def handle_signals() -> None:
+    """Make SIGTERM raise an exception, and send SIGTERM and SIGINT again where their exception is ignored.
+
+    The exception of SIGTERM is not raised where a lock is being taken or released.
+    """
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        raise Terminated(128 + number)
+
+    signal.signal(signal.SIGTERM, outside_of_locks(terminate))
+    sys.unraisablehook = _send_ignored_again
+
+
+def _send_ignored_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Send a signal once more if the exception that its handler raised was ignored; report other exceptions.
+
+    Python ignores an exception where none can be raised, for instance in `__del__`, in a weak reference's
+    callback, and in some C code. The signal is sent by another thread, when such code has ended.
+    """
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        number: int | None = signal.SIGINT
+    else:
+        number = getattr(unraisable.exc_value, "signal", None)
+    if number is None:
+        sys.__unraisablehook__(unraisable)
+    elif not sys.is_finalizing():  # while the interpreter ends, no thread can start
+        send_again(number)
 
 
 def send_again(number: int) -> None:

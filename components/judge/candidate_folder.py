@@ -7,11 +7,12 @@ import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.core.errors import UserError
+from components.core.errors import InfrastructureError, UserError
 from components.core.params import Params
 from components.core.progress import Report, ignore
 from components.core.task import load_task
-from components.judge.resident_client import connect
+from components.judge.pool.http_pool import ServiceClient, connect
+from components.judge.pool.local_pool import infrastructure_verdict
 from components.judge.verdict import Verdict
 from components.sandbox.build import open_factory
 
@@ -71,21 +72,26 @@ def judge_workdir(
 
     `workdir` is a workspace or a single Python file. `task` is the path of a task file; if it is None, the
     task is the workspace's model.py. If the parameter `pool.service` is set, the HTTP service at this address
-    judges. Otherwise a resident judge whose socket is in `folder` judges, or, if none runs there, a new judge
-    that keeps its builds in `folder`. `report` is called with the name of each step when it begins. Raises
-    UserError if a file is missing or not valid.
+    judges. Otherwise the service whose socket is in `folder` judges, or, if none runs there, a new judge that
+    keeps its builds in `folder`. `report` is called with the name of each step when it begins. If the judge
+    itself fails, the verdict has the status `infrastructure`. Raises UserError if a file is missing or not
+    valid.
     """
     files = read_candidate(workdir)
     if task is None and workdir.is_file():
         raise UserError(f"{workdir}: a single file has no task; give its task file with --task.")
     kernel_task = load_task(task if task is not None else workdir / "model.py")
-    if params.pool.service:
-        from components.judge.pool.http_pool import HttpJudge
+    with contextlib.closing(_open_judge(params, folder, report)) as judge:
+        try:
+            return judge.verdict(kernel_task, files, compare_compile=True, report=report)
+        except InfrastructureError as error:
+            return infrastructure_verdict(params, error)
 
-        with contextlib.closing(HttpJudge(params)) as service:
-            return service.verdict(kernel_task, files, compare_compile=True)
-    with contextlib.closing(connect(params, folder) or start_judge(params, folder, report)) as judge:
-        return judge.verdict(kernel_task, files, compare_compile=True, report=report)
+
+def _open_judge(params: Params, folder: Path, report: Report) -> Judge | ServiceClient:
+    if params.pool.service:
+        return ServiceClient(params)
+    return connect(params, folder) or start_judge(params, folder, report)
 
 
 def start_judge(params: Params, folder: Path, report: Report) -> Judge:

@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request, Response
@@ -19,21 +20,27 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from components.core import telemetry
 from components.core.param_kinds import result_values
 from components.core.text import readable
 from components.judge.version import VERSION, protocol_digest
 from components.policy.prompts import task_message
-from components.service.body_limit import BodyLimit
-from components.service.errors import ServiceError
 from components.service.jobs import JobService
-from components.service.requests import AdmissionBody, JobView, JudgementBody, TaskSummary, TaskView
-from components.service.tokens import LOCAL, Token, TokenFile
-from components.service.waiting import changes, ended
+from components.service.requests import (
+    AdmissionBody,
+    JobView,
+    JudgementBody,
+    ServiceError,
+    TaskSummary,
+    TaskView,
+)
+from components.service.tokens import Token, TokenFile
 
-# Largest number of bytes of a request's body.
-BODY_BYTES = 8 << 20
+# Largest number of bytes of a request's body, and of a larger body that are read and dropped before the
+# answer, because the client of a connection that is closed while it sends gets no answer.
+BODY_BYTES, DROPPED_BYTES = 8 << 20, 32 << 20
 # Longest wait of one request for a result, and longest time without data in a stream of events, in seconds.
 WAIT_SECONDS, HEARTBEAT_SECONDS = 60.0, 15.0
 # Host names of requests to a service without tokens; others are requests that a web page redirected.
@@ -44,27 +51,19 @@ Wait = Annotated[
 ]
 
 
-def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
+def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
     """Return the ASGI application with all routes of the service.
 
-    `tokens` has the tokens of the callers. If it is None, every caller has the rights of the token
-    `tokens.LOCAL`, and only requests to a host name of the own machine are answered.
+    `callers` has the tokens of the callers. If it is one token, every caller has its rights without sending
+    it, and only requests to a host name of the own machine are answered.
     """
-
-    def authenticate(secret: str | None) -> Token:
-        if tokens is None:
-            return LOCAL
-        if secret is None:
-            raise ServiceError(401, "Authorization: give a token, as in Authorization: Bearer TOKEN.")
-        return tokens.find(secret)
-
     app = FastAPI(
         title="CUDA Agent judge",
         version=VERSION,
         description="Judges CUDA and C++ kernels: secret inputs, a clock outside, an interval.",
     )
-    app.add_middleware(BodyLimit, limit=BODY_BYTES)
-    if tokens is None:
+    app.add_middleware(BodyLimit)
+    if isinstance(callers, Token):
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_HOSTS)
     _add_error_handlers(app)
     bearer = HTTPBearer(auto_error=False, description="made by cuda-agent token create")
@@ -72,7 +71,11 @@ def make_app(service: JobService, tokens: TokenFile | None) -> FastAPI:
     def caller(
         credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
     ) -> Token:
-        return authenticate(None if credentials is None else credentials.credentials)
+        if isinstance(callers, Token):
+            return callers
+        if credentials is None:
+            raise ServiceError(401, "Authorization: give a token, as in Authorization: Bearer TOKEN.")
+        return callers.find(credentials.credentials)
 
     Caller = Annotated[Token, Depends(caller)]
 
@@ -193,6 +196,58 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, failed)
+
+
+class BodyLimit:
+    """ASGI middleware that answers 413 to a body of more than BODY_BYTES, without keeping the body."""
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        received = 0
+
+        async def limited() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > BODY_BYTES:
+                while message.get("more_body", False) and received < DROPPED_BYTES:
+                    message = await receive()
+                    received += len(message.get("body", b""))
+                raise HTTPException(
+                    413, f"body: larger than {BODY_BYTES} bytes; send the sources of one candidate."
+                )
+            return message
+
+        await self.app(scope, limited, send)
+
+
+@contextlib.contextmanager
+def changes(service: JobService, job_id: str) -> Iterator[asyncio.Event]:
+    """Yield an event of the running event loop that is set whenever the job's state or progress changes."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def changed() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(event.set)
+
+    with service.watch(job_id, changed):
+        yield event
+
+
+async def ended(service: JobService, token: Token, job_id: str, seconds: float) -> JobView:
+    """Wait for the end of a job, for at most `seconds` or until the service closes, and return its state."""
+    deadline = time.monotonic() + seconds
+    with changes(service, job_id) as event:
+        while True:
+            event.clear()
+            job = await run_in_threadpool(service.view, token, job_id)
+            left = deadline - time.monotonic()
+            if job.has_ended or left <= 0 or service.closing:
+                return job
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), left)
 
 
 async def _events(service: JobService, token: Token, job_id: str) -> AsyncIterator[str]:

@@ -2,13 +2,13 @@
 
 A job that is queued or running when the process ends is queued when the store is opened again, but fails if
 the process ended three times while the job ran. The text of a request is deleted when its job ends; the
-result itself is in the journal of verdicts. `retention.py` deletes jobs that ended long ago.
+result itself is in the journal of verdicts. Jobs that ended long ago are deleted.
 """
 
 import sqlite3
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,11 +61,11 @@ class StoredJob:
     token: str
     subject: str
     kind: Kind
-    state: State
     task_id: str
-    measurement: int
-    changed: float
     body: str
+    state: State = "queued"
+    measurement: int = 1
+    changed: float = field(default_factory=time.time)
     error: str = ""
     status: int = 200
     seq: int = 0

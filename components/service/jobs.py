@@ -30,19 +30,18 @@ from components.judge.pool.local_pool import (
     judge_with_retries,
     verdict_key,
 )
-from components.judge.verdict import Verdict
+from components.judge.verdict import Admission, Verdict
 from components.judge.version import protocol_digest
-from components.service.errors import ServiceError
 from components.service.job_store import JobStore, State, StoredJob
-from components.service.judges import ServiceJudges
+from components.service.judges import WarmJudges
 from components.service.requests import (
     AdmissionBody,
-    AdmissionView,
     JobView,
     JudgementBody,
+    ServiceError,
     public_verdict,
 )
-from components.service.tokens import Token
+from components.service.tokens import OWNER, Token
 
 DAY = 86_400.0
 # Pause after a failure of the queue's database, in seconds.
@@ -67,7 +66,7 @@ class JobService:
 
     def __init__(
         self,
-        judges: ServiceJudges,
+        judges: WarmJudges,
         params: Params,
         folder: Path,
         tasks: list[KernelTask],
@@ -105,6 +104,8 @@ class JobService:
             raise ServiceError(
                 403, f"device: the token {token.name} may not measure on {self.judges.device}."
             )
+        if body.params is not None and token is not OWNER:
+            raise ServiceError(403, "params: only the account that runs the service may send them.")
         made = (
             self._judgement(token, body) if isinstance(body, JudgementBody) else self._admission(token, body)
         )
@@ -124,22 +125,19 @@ class JobService:
         task = self.task(token, body)
         candidate = Candidate.of(body.files)
         epoch = f"service/{token.name}/{body.measurement}/{body.compare_compile}"
-        protocol = protocol_digest(self.params_of(body))
+        protocol = protocol_digest(body.settings(self.params))
         return StoredJob(
             id=verdict_key(protocol, Job(task, candidate, epoch)),
             token=token.name,
             subject=digest_json([token.name, protocol, task.task_id, candidate.digest]),
             kind="judgement",
-            state="queued",
             task_id=task.task_id,
             measurement=body.measurement,
-            changed=time.time(),
             body=body.model_copy(update={"task": "", "code": task.code}).model_dump_json(),
         )
 
     def _admission(self, token: Token, body: AdmissionBody) -> StoredJob:
-        task = self.task(token, body)
-        protocol = protocol_digest(self.params_of(body))
+        protocol = protocol_digest(body.settings(self.params))
         key = admission_key(protocol, body.eager_seconds, body.code, headroom=body.headroom)
         key = digest_json([token.name, key])
         return StoredJob(
@@ -147,10 +145,7 @@ class JobService:
             token=token.name,
             subject=key,
             kind="admission",
-            state="queued",
-            task_id=task.task_id,
-            measurement=1,
-            changed=time.time(),
+            task_id=self.task(token, body).task_id,
             body=body.model_dump_json(),
         )
 
@@ -180,23 +175,6 @@ class JobService:
         if (task := self.tasks.get(task_id)) is None:
             raise ServiceError(404, f"task: no task {task_id[:100]!r}; GET /v1/tasks lists all.")
         return task
-
-    def params_of(self, body: JudgementBody | AdmissionBody) -> Params:
-        """Return the service's parameters, in which those that the request chooses are replaced.
-
-        A request to judge a candidate may choose the precision and the labels. A request to admit a task may
-        choose the precision and the shortest and longest eager time.
-        """
-        params = self.params
-        if body.precision is not None:
-            params = params.model_copy(update={"precision": body.precision})
-        if isinstance(body, JudgementBody) and body.labels is not None:
-            sandbox = params.sandbox.model_copy(update=body.labels.model_dump())
-            params = params.model_copy(update={"sandbox": sandbox})
-        if isinstance(body, AdmissionBody):
-            data = params.data.model_copy(update={"eager_seconds": body.eager_seconds})
-            params = params.model_copy(update={"data": data})
-        return params
 
     def _check_measurements(self, token: Token, job: StoredJob) -> None:
         if max(job.measurement, self.store.measurements(job.subject) + 1) > token.measurements:
@@ -242,12 +220,12 @@ class JobService:
         if job.state == "done":
             try:
                 record = read_json(journal_path(self.verdicts, job.id))
-            except FileNotFoundError as error:  # it is being deleted (retention.py)
+            except FileNotFoundError as error:  # it is being deleted (delete_old)
                 raise ServiceError(404, f"job: the verdict of {job_id!r} was deleted; ask again.") from error
             if job.kind == "judgement":
                 verdict = public_verdict(Verdict.model_validate(record))
             else:
-                admission = AdmissionView.model_validate(record)
+                admission = Admission(**record)
         return JobView(
             id=job.id,
             kind=job.kind,
@@ -341,9 +319,14 @@ class JobService:
         """Return the first job of the token that was served least recently, or None if none may run.
 
         The jobs of one token may occupy all workers but one, so that another token's job can begin at once.
+        Those of the account that runs the service may occupy all.
         """
         most = max(1, self.workers - 1)
-        jobs = [job for token, job in self.store.waiting().items() if self.running[token] < most]
+        jobs = [
+            job
+            for token, job in self.store.waiting().items()
+            if token == OWNER.name or self.running[token] < most
+        ]
         return min(jobs, key=lambda job: (self.served.get(job.token, 0), job.seq), default=None)
 
     def _judge(self, job: StoredJob) -> tuple[State, str, int]:
@@ -359,7 +342,7 @@ class JobService:
         with self.judges.on_behalf_of(job.token):
             if job.kind == "admission":
                 request = AdmissionBody.model_validate_json(job.body)
-                params = self.params_of(request)
+                params = request.settings(self.params)
                 admission = admit_with_retries(
                     params, lambda: self.judges.admit(params, request.code, headroom=request.headroom)
                 )
@@ -368,7 +351,7 @@ class JobService:
                 write_json(path, asdict(admission))
                 return "done", "", 200
             body = JudgementBody.model_validate_json(job.body)
-            with self.judges.using(self.params_of(body)) as judge:
+            with self.judges.using(body.settings(self.params)) as judge:
                 verdict = judge_with_retries(
                     self.params,
                     lambda: judge.verdict(
@@ -382,6 +365,23 @@ class JobService:
             return "failed", verdict.log, 422 if verdict.reason in TASK_FAULTS else 503
         write_json(path, verdict.model_dump())
         return "done", "", 200
+
+    def delete_old(self, moment: float) -> int:
+        """Delete the jobs that ended before `moment`, a time.time(), with their verdicts; return how many.
+
+        They are deleted in small numbers at a time, between which requests are accepted. A verdict is deleted
+        after its job, so that no job is left without its verdict if the process is killed between the two.
+        """
+        deleted = 0
+        while not self.closing:
+            with self.condition:  # no request may find a verdict that is being deleted
+                jobs = self.store.delete_ended(moment)
+                for job in jobs:
+                    journal_path(self.verdicts, job).unlink(missing_ok=True)
+            deleted += len(jobs)
+            if not jobs:
+                break
+        return deleted
 
     def stop(self) -> None:
         """Set `closing`, so that no further job begins and every request that waits for a job returns."""

@@ -1,39 +1,174 @@
-"""The interfaces of the judges that the service uses, which `judge/resident.py` implements."""
+"""Judges that a running service keeps warm, with their processes, baselines and reference data.
+
+All measurements are made one after the other, whatever their settings.
+"""
 
 import contextlib
-from typing import Protocol
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from components.core.param_types import Device
+from components.core.errors import UserError
 from components.core.params import Params
-from components.core.progress import Report
-from components.core.task import KernelTask
-from components.judge.verdict import Admission, Verdict
+from components.judge.admission import admit
+from components.judge.device_scheduler import DeviceScheduler
+from components.judge.judge import Judge
+from components.judge.verdict import Admission, with_standard_labels
+from components.judge.version import protocol_digest
+from components.sandbox.runner_factory import RunnerFactory
+
+LOG = logging.getLogger(__name__)
+
+# Seconds after which a judge that is not used is closed, because each judge has task benches of its own.
+IDLE_SECONDS = 900.0
+# Largest number of judges that stay warm. More are open only while more are in use.
+MOST_WARM = 4
 
 
-class ServiceJudge(Protocol):
-    """Interface of a judge that returns the verdict on a candidate's `files` for a task.
+@dataclass
+class WarmJudge:
+    """A judge that several threads use, and what is needed to construct and to close it.
 
-    While it judges, it calls `report` with a text that describes the present step. `compare_compile` has the
-    meaning of the field of `JudgementBody` with this name.
+    `judge` is None until the judge is constructed, and the lock `construction` is held meanwhile. `users` is
+    the number of threads that use the judge or wait for it. `last_used` is the time at which a thread last
+    stopped using the judge, in seconds of `time.monotonic`.
     """
 
-    def verdict(
-        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool | None, report: Report
-    ) -> Verdict: ...
+    judge: Judge | None = None
+    construction: threading.Lock = field(default_factory=threading.Lock)
+    users: int = 0
+    last_used: float = 0.0
 
 
-class ServiceJudges(Protocol):
-    """Interface of the judges of one device (`resident.Judges`).
+class WarmJudges:
+    """The judges of one device, each for one set of parameters and constructed at its first use.
 
-    `using` yields the judge for the parameters `params`. `admit` checks whether the task with the source
-    `code` can be judged. Inside the context `on_behalf_of(caller)`, the measurements of this thread count as
-    those of `caller`, so that the device can be shared fairly between callers.
+    `folder` is where judges keep builds and caches. The judge for `params` is constructed at once and is
+    closed only by `close`. Any other judge is closed when it was not used for `idle_seconds`, or when it is
+    the one that was not used for longest and MOST_WARM others are wanted. Judges whose limits of runners are
+    equal fork them from the same processes.
     """
 
-    device: Device
+    def __init__(self, params: Params, folder: Path, *, idle_seconds: float = IDLE_SECONDS):
+        self.device = params.device
+        self.folder = folder
+        self.idle_seconds = idle_seconds
+        self.scheduler = DeviceScheduler(params.device)
+        self.scheduler.release_idle_memory = self._release_idle_memory
+        self.judges: dict[str, WarmJudge] = {}
+        self.lock = threading.Lock()
+        self.own = protocol_digest(params)
+        self.runner_settings = _runner_settings(params)
+        self.runner_factory: RunnerFactory | None = None
+        with self.using(params) as own:
+            own.prepare()
+            self.runner_factory = own.runner_factory
+        self.closing = threading.Event()
+        self.closer = threading.Thread(target=self._close_idle_judges, name="idle-judges", daemon=True)
+        self.closer.start()
 
-    def using(self, params: Params) -> contextlib.AbstractContextManager[ServiceJudge]: ...
+    @contextlib.contextmanager
+    def using(self, params: Params) -> Iterator[Judge]:
+        """Yield the judge for `params`, which stays open inside the context.
 
-    def admit(self, params: Params, code: str, *, headroom: bool) -> Admission: ...
+        It is constructed if there is none, and only callers with the same parameters wait for that. Raises
+        UserError if the parameters are for another device. An error of the construction is raised and not
+        kept, so the next caller constructs the judge again.
+        """
+        if params.device != self.device:
+            raise UserError(f"device={params.device}: the running judge measures on {self.device}.")
+        protocol = protocol_digest(params)
+        with self.lock:
+            closed = [] if protocol in self.judges else self._remove_idle(most=MOST_WARM - 1)
+            warm = self.judges.setdefault(protocol, WarmJudge())
+            warm.users += 1
+        try:
+            self._close_judges(closed)
+            with warm.construction:
+                if warm.judge is None:
+                    shares = _runner_settings(params) == self.runner_settings
+                    factory = self.runner_factory if shares else None
+                    warm.judge = Judge(params, self.folder, factory=factory, scheduler=self.scheduler)
+            yield warm.judge
+        finally:
+            with self.lock:
+                warm.users -= 1
+                warm.last_used = time.monotonic()
+                if warm.judge is None and warm.users == 0:
+                    del self.judges[protocol]
 
-    def on_behalf_of(self, caller: str) -> contextlib.AbstractContextManager[None]: ...
+    def _remove_idle(self, *, before: float = 0.0, most: int = MOST_WARM) -> list[Judge]:
+        """Remove and return unused judges: those last used `before`, and more until `most` are left.
+
+        The caller holds the lock, and closes the judges after it has released it.
+        """
+        unused = [key for key, warm in self.judges.items() if key != self.own and warm.users == 0]
+        unused.sort(key=lambda key: self.judges[key].last_used)
+        excess = len(self.judges) - most
+        removed = [
+            self.judges.pop(key).judge
+            for number, key in enumerate(unused)
+            if number < excess or self.judges[key].last_used < before
+        ]
+        return [judge for judge in removed if judge is not None]
+
+    def _close_judges(self, judges: list[Judge]) -> None:
+        for judge in judges:
+            try:
+                if judge.runner_factory is self.runner_factory:
+                    with self.scheduler.measuring():
+                        judge.bench_cache.close()
+                else:
+                    judge.close()
+            except Exception:  # the others are closed nevertheless, and those that are idle later
+                LOG.exception("a judge that was not used could not be closed")
+
+    def _close_idle_judges(self) -> None:
+        """Close judges that were not used for `idle_seconds`, and repeat this until `close` is called."""
+        while not self.closing.wait(self.idle_seconds / 4):
+            with self.lock:
+                closed = self._remove_idle(before=time.monotonic() - self.idle_seconds)
+            self._close_judges(closed)
+
+    def admit(self, params: Params, code: str, *, headroom: bool) -> Admission:
+        """Return the admission of the task with source `code`.
+
+        With `headroom`, the task must also compile and leave device memory for other tasks, and its time
+        under torch.compile is measured too. A task whose eager time is not in the window `data.eager_seconds`
+        of `params` is refused.
+        """
+        params = with_standard_labels(params)
+        with self.using(params) as judge:
+            return admit(params, judge.runner_factory, self.scheduler, code, headroom=headroom)
+
+    def on_behalf_of(self, caller: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this thread's measurements count as those of `caller`.
+
+        Callers that wait at the same time measure in turn (`DeviceScheduler.on_behalf_of`).
+        """
+        return self.scheduler.on_behalf_of(caller)
+
+    def _constructed(self) -> list[Judge]:
+        with self.lock:
+            return [warm.judge for warm in self.judges.values() if warm.judge is not None]
+
+    def _release_idle_memory(self) -> None:
+        for judge in self._constructed():
+            judge.bench_cache.close_unused()
+
+    def close(self) -> None:
+        self.closing.set()
+        self.closer.join()
+        own = self.judges[self.own].judge
+        self._close_judges([judge for judge in self._constructed() if judge is not own])
+        if own is not None:
+            own.close()
+
+
+def _runner_settings(params: Params) -> tuple[object, ...]:
+    """Return the settings of a factory of runners; judges with equal ones can share it."""
+    sandbox = params.sandbox
+    return sandbox.isolation, sandbox.run_seconds, sandbox.memory_bytes

@@ -1,13 +1,16 @@
-"""Requests and answers of the service, as they appear in JSON."""
+"""Requests and answers of the service, as they appear in JSON, and the error that is a sentence."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field, FiniteFloat, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from components.core.param_types import Precision
+from components.core.params import Params
 from components.core.records import FrozenModel
 from components.core.task import KernelTask
-from components.judge.verdict import Labels, Verdict
+from components.judge.pool.http_pool import MOST_MEASUREMENTS
+from components.judge.verdict import Admission, Labels, Verdict
 from components.service.job_store import Kind, State
 
 # Largest number of characters of a task's source.
@@ -32,6 +35,18 @@ PUBLIC_EVIDENCE = (
 )
 
 
+class ServiceError(Exception):
+    """An error that is answered with an HTTP status and one sentence.
+
+    `retry_after` is the number of seconds after which the caller may try again.
+    """
+
+    def __init__(self, status: int, message: str, *, retry_after: float | None = None):
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+
+
 def _check_text(text: str) -> str:
     """Return the text; raise ValueError if it has surrogates, which JSON can represent and UTF-8 cannot."""
     try:
@@ -47,14 +62,29 @@ Measurement = Annotated[
     int,
     Field(
         ge=1,
-        le=1_000_000,
+        le=MOST_MEASUREMENTS,
         description="1 is the first measurement of this candidate, and repeats it at no cost; 2 measures it "
         "anew. All are counted, and the count is part of every answer",
     ),
 ]
 
 
-class JudgementBody(FrozenModel):
+class Body(FrozenModel):
+    """What all requests have: the settings of the judge that they choose.
+
+    `params` has all parameters. Only the account that runs the service may send it, by the Unix socket.
+    """
+
+    precision: Precision | None = Field(None, description="by default the service's")
+    params: SkipJsonSchema[Params | None] = None
+
+    def settings(self, params: Params) -> Params:
+        """Return the parameters of a service, in which those that the request chooses are replaced."""
+        params = self.params or params
+        return params if self.precision is None else params.model_copy(update={"precision": self.precision})
+
+
+class JudgementBody(Body):
     """Request to judge a candidate on a task that the service lists, or whose source the caller sends."""
 
     task: str = Field("", description="task_id of a task that GET /v1/tasks lists")
@@ -66,7 +96,6 @@ class JudgementBody(FrozenModel):
         "one that is faster than eager, with the default mode; null compares none",
     )
     measurement: Measurement = 1
-    precision: Precision | None = Field(None, description="by default the service's")
     labels: Labels | None = Field(
         None, description="rules, weights and tolerance (docs/judge.md); by default the service's"
     )
@@ -77,8 +106,15 @@ class JudgementBody(FrozenModel):
             raise ValueError("give either task, an id of GET /v1/tasks, or code, the source of a task")
         return self
 
+    def settings(self, params: Params) -> Params:
+        params = super().settings(params)
+        if self.labels is None:
+            return params
+        sandbox = params.sandbox.model_copy(update=self.labels.model_dump())
+        return params.model_copy(update={"sandbox": sandbox})
 
-class AdmissionBody(FrozenModel):
+
+class AdmissionBody(Body):
     """Request to check whether a task can be judged."""
 
     code: Source = Field(min_length=1, description="source of the task")
@@ -86,15 +122,11 @@ class AdmissionBody(FrozenModel):
     eager_seconds: tuple[FiniteFloat, FiniteFloat] = Field(
         (1e-9, 1e9), description="window for the eager time of one call, seconds"
     )
-    precision: Precision | None = Field(None, description="by default the service's")
 
-
-class AdmissionView(FrozenModel):
-    """Result of checking whether a task can be judged."""
-
-    admitted: bool
-    reason: str
-    evidence: dict[str, Any]
+    def settings(self, params: Params) -> Params:
+        params = super().settings(params)
+        data = params.data.model_copy(update={"eager_seconds": self.eager_seconds})
+        return params.model_copy(update={"data": data})
 
 
 class JobView(FrozenModel):
@@ -109,7 +141,7 @@ class JobView(FrozenModel):
     position: int | None = Field(None, description="place among the caller's own queued jobs")
     progress: str = Field("", description="step of the judge, while the job is running")
     verdict: Verdict | None = None
-    admission: AdmissionView | None = None
+    admission: Admission | None = None
     error: str = Field("", description="why a job failed; no fault of the candidate")
     status: int = Field(200, exclude=True)  # of HTTP
 

@@ -16,7 +16,8 @@ from components.core.errors import UserError
 from components.core.files import digest_bytes, write_json
 from components.core.param_types import Count, Device
 from components.core.records import FrozenModel
-from components.service.errors import ServiceError
+from components.judge.pool.http_pool import MOST_MEASUREMENTS
+from components.service.requests import ServiceError
 
 
 class Token(FrozenModel):
@@ -35,6 +36,9 @@ class Token(FrozenModel):
 
 # Caller of a service without a token file, which only this machine can connect to.
 LOCAL = Token(name="local", digest="", queued=10_000, per_day=1_000_000, measurements=1000, operator=True)
+# Caller by the Unix socket, which only the account that runs the service can connect to. It alone may send
+# all parameters of a judgement, and occupy all workers.
+OWNER = LOCAL.model_copy(update={"name": "owner", "measurements": MOST_MEASUREMENTS})
 RECORDS = TypeAdapter(list[Token])
 
 
@@ -63,10 +67,8 @@ def create_token(path: Path, token: Token, days: float | None) -> str:
     None. Raises UserError if the file has a token of this name, or if the name is that of callers without a
     token.
     """
-    if token.name == LOCAL.name:
-        raise UserError(
-            f"{path}: {LOCAL.name} names the callers of a service without tokens; choose another name."
-        )
+    if token.name in (LOCAL.name, OWNER.name):
+        raise UserError(f"{path}: {token.name} names callers without a token; choose another name.")
     tokens = read_tokens(path) if path.exists() else []
     if token.name in {other.name for other in tokens}:
         raise UserError(f"{path}: a token named {token.name} exists; revoke it or choose another name.")

@@ -30,9 +30,10 @@ from components.core.config import resolve
 from components.core.params import Params
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
-from components.judge.resident import Judges
 from components.judge.verdict import Verdict
-from components.service.http_server import bind, serving
+from components.service.jobs import JobService
+from components.service.judges import WarmJudges
+from components.service.server import bind, serving
 
 
 class SameJudgePool(LocalPool):
@@ -91,13 +92,14 @@ def main() -> None:
     task = corpus.CUDA_TASK if on_cuda else corpus.TASK
     slow = corpus.files("honest_cuda" if on_cuda else "honest", "slow")
     with contextlib.ExitStack() as stack:
-        judges = Judges(params, home / "judge")
-        stack.callback(judges.close)
+        judges = stack.enter_context(contextlib.closing(WarmJudges(params, home / "judge")))
         judge = stack.enter_context(judges.using(params))
         pool = SameJudgePool(params, home / "local", judge)
         stack.callback(pool.executor.shutdown)
         listener = stack.enter_context(bind("0", has_tokens=False))
-        stack.enter_context(serving(judges, params, home / "service", [task], listener, None))
+        service = JobService(judges, params, home / "service", [task])
+        stack.callback(service.close)
+        stack.enter_context(serving(service, listener))
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         client = stack.enter_context(httpx.Client(base_url=address, timeout=100))
 

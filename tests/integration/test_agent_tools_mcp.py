@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_fixtures import PARAMS, TASK, TextJudges
-
-from components.service.http_server import bind, serving
+from service_fixtures import TASK, TextJudges, text_service
 
 pytest.importorskip("mcp", reason="the extra serve is not installed")
 from mcp import ClientSession, StdioServerParameters
@@ -40,11 +38,8 @@ def test_an_agent_judges_a_workspace_by_mcp(tmp_path: Path) -> None:
     (workspace / "model.py").write_text(TASK.code)
     (workspace / "model_new.py").write_text("a")
     judges = TextJudges()
-    with (
-        bind("0", has_tokens=False) as listener,
-        serving(judges, PARAMS, tmp_path / "there", [TASK], listener, None),
-    ):
-        found = asyncio.run(call_all(f"http://127.0.0.1:{listener.getsockname()[1]}", workspace))
+    with text_service(tmp_path / "there", judges) as address:
+        found = asyncio.run(call_all(address, workspace))
     assert found["names"] == {"judge", "wait", "task", "tasks", "explain"}
     answer = found["judged"].structured_content
     assert (answer["status"], answer["reason"]) == ("wrong_output", "max_error:given")

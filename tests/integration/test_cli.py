@@ -11,10 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from components.agent import workspace_cli
+from components.agent.utility_output import Utility
+from components.cli.common import CommonOptions
 from components.cli.doctor import Finding, examine
+from components.core import config
 from components.cli.progress_view import ProgressView, duration
 from components.core.config import resolve
-from components.core.errors import UserError
+from components.core.errors import InfrastructureError, IsolationUnavailable, UserError
 from components.core.files import environment_fault
 from flows.run_context import home_lock
 from flows.server import prefect_server
@@ -390,3 +394,38 @@ def test_everything_dies_with_the_run() -> None:
         while any(map(alive, started)) and time.monotonic() < deadline:
             time.sleep(0.05)
     assert not any(map(alive, started))
+
+
+@pytest.mark.parametrize("machine", ["cpu", "cuda"])
+def test_set_device_is_obeyed_whatever_the_machine_has(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "default_device", lambda: machine)
+
+    def device(*sets: str, option: str = "") -> str:
+        return CommonOptions("", sets=list(sets)).resolve(device=option).params.device
+
+    assert device() == machine
+    assert device("device=cpu") == "cpu" and device("device=cuda") == "cuda"
+    assert device("device=cuda", option="cpu") == "cpu", "the option --device is the command's own"
+    assert CommonOptions("").resolve().params.device == "cuda", "as in params.yaml"
+
+
+@pytest.mark.parametrize("utility", ["compile", "verification"])
+@pytest.mark.parametrize(
+    ("error", "code"), [(IsolationUnavailable("bwrap is missing."), 3), (InfrastructureError("no fork"), 2)]
+)
+def test_a_utility_that_cannot_judge_does_not_say_that_the_candidate_failed(
+    utility: Utility,
+    error: Exception,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(workspace_cli, "check_isolation", fail)
+    with pytest.raises(SystemExit) as ended:
+        workspace_cli.run_utility(utility)
+    assert ended.value.code == code and capsys.readouterr().err == f"{error}\n"

@@ -4,20 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from service_fixtures import PARAMS, TASK, TextJudges
+from service_fixtures import TASK, TextJudges, text_service
 
 from components.service.client import cuda_agent_reward as reward
-from components.service.http_server import bind, serving
 
 
 @pytest.fixture(autouse=True)
 def judges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TextJudges]:
     judges = TextJudges()
-    with (
-        bind("0", has_tokens=False) as listener,
-        serving(judges, PARAMS, tmp_path, [TASK], listener, None),
-    ):
-        monkeypatch.setenv("CUDA_AGENT_JUDGE", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    with text_service(tmp_path, judges) as address:
+        monkeypatch.setenv("CUDA_AGENT_JUDGE", address)
         yield judges
 
 

@@ -15,11 +15,10 @@ from service_fixtures import PARAMS, TASK, TextJudges, body, service, token
 
 from components.core.errors import UserError
 from components.service.app import BODY_BYTES, make_app
-from components.service.errors import ServiceError
 from components.service.job_store import JobStore, StoredJob
 from components.service.jobs import JobService
-from components.service.requests import JudgementBody
-from components.service.tokens import LOCAL, Token, TokenFile, create_token, read_tokens, write_tokens
+from components.service.requests import JudgementBody, ServiceError
+from components.service.tokens import LOCAL, OWNER, Token, TokenFile, create_token, read_tokens, write_tokens
 
 BOB, EVE = token("bob"), token("eve")
 
@@ -42,7 +41,7 @@ def judges() -> TextJudges:
 def client(tmp_path: Path, judges: TextJudges) -> Iterator[TestClient]:
     with (
         service(tmp_path, judges) as jobs,
-        TestClient(make_app(jobs, None), base_url="http://127.0.0.1", raise_server_exceptions=False) as made,
+        TestClient(make_app(jobs, LOCAL), base_url="http://127.0.0.1", raise_server_exceptions=False) as made,
     ):
         yield made
 
@@ -178,11 +177,7 @@ def test_rights_of_a_token_are_enforced(tmp_path: Path, judges: TextJudges) -> N
     with service(tmp_path, judges, workers=0, capacity=3) as jobs:
 
         def status(rights: dict[str, Any], **fields: Any) -> int:
-            with (
-                TestClient(make_app(jobs, None), base_url="http://127.0.0.1") as client,
-                pytest.MonkeyPatch.context() as patch,
-            ):
-                patch.setattr("components.service.app.LOCAL", token("t", **rights))
+            with TestClient(make_app(jobs, token("t", **rights)), base_url="http://127.0.0.1") as client:
                 answer = client.post("/v1/judgements", json=body(**fields))
             if answer.status_code == 429:
                 assert int(answer.headers["Retry-After"]) >= 1
@@ -243,7 +238,7 @@ def test_a_queue_whose_database_fails_for_a_while_loses_no_job(
 
 
 def test_a_job_that_ends_the_service_three_times_fails(tmp_path: Path) -> None:
-    job = StoredJob("a", "t", "s", "judgement", "queued", "task", 1, 0.0, "body")
+    job = StoredJob("a", "t", "s", "judgement", "task", "body")
     JobStore(tmp_path / "jobs.db").put(job)
     states = []
     for _ in range(4):
@@ -335,3 +330,29 @@ def test_no_wording_of_a_request_measures_an_equal_candidate_more_often(
                 refused += 1
         wait_until_idle(jobs)
     assert judges.measured == [("eve", "a")] * 3 and answered > 3 and refused > 3
+
+
+def test_only_the_account_of_the_service_chooses_all_parameters(tmp_path: Path, judges: TextJudges) -> None:
+    sandbox = PARAMS.sandbox.model_copy(update={"rounds": 7})
+    params = PARAMS.model_copy(update={"sandbox": sandbox}).model_dump(mode="json")
+    named_alike = OWNER.model_copy()
+    with service(tmp_path, judges) as jobs:
+        for caller in (LOCAL, BOB, named_alike):
+            with pytest.raises(ServiceError, match="params: only the account") as refused:
+                jobs.submit(caller, request("a", params=params))
+            assert refused.value.status == 403
+        usual, other = jobs.submit(OWNER, request("a")), jobs.submit(OWNER, request("a", params=params))
+        assert usual.id != other.id and other.measurements == 1
+        wait_until_idle(jobs)
+        assert judges.settings == {5, 7}
+
+
+def test_the_account_of_the_service_may_use_all_workers(tmp_path: Path, judges: TextJudges) -> None:
+    with service(tmp_path, judges, workers=0) as jobs:
+        jobs.workers = 2
+        for caller in (OWNER, BOB):
+            for text in "ab":
+                jobs.submit(caller, request(text))
+        jobs.running.update({"owner": 1, "bob": 1})
+        chosen = jobs._choose()
+        assert chosen is not None and chosen.token == "owner"

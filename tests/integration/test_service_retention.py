@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_fixtures import PARAMS, TASK, TextJudges, body, service, token
+from service_fixtures import TextJudges, body, service, token
 
-from components.service.errors import ServiceError
-from components.service.http_server import bind, serving
 from components.service.job_store import BATCH, JobStore, StoredJob
 from components.service.jobs import DAY, JobService
-from components.service.requests import JudgementBody
-from components.service.retention import delete_old_jobs
+from components.service.requests import JudgementBody, ServiceError
+from components.service.server import retaining
 
 BOB = token("bob", measurements=2)
 
@@ -53,7 +51,7 @@ def test_old_jobs_are_deleted_with_their_verdicts_and_judged_anew_later(tmp_path
         old, failed = judged(jobs, "old"), judged(jobs, "fail")
         make_older(tmp_path / "jobs.sqlite", 10)
         new = judged(jobs, "new")
-        assert (delete_old_jobs(jobs, time.time() - 5), verdicts(tmp_path)) == (2, 1)
+        assert (jobs.delete_old(time.time() - 5), verdicts(tmp_path)) == (2, 1)
         assert jobs.view(BOB, new).state == "done"
         for gone in (old, failed):
             with pytest.raises(ServiceError, match="no job"):
@@ -67,7 +65,7 @@ def test_queued_and_running_jobs_are_never_deleted(tmp_path: Path) -> None:
         running, queued, cancelled = (jobs.submit(BOB, request(text)).id for text in "abc")
         jobs.store.move(running, "running", "queued")
         jobs.cancel(BOB, cancelled)
-        assert delete_old_jobs(jobs, time.time() + DAY) == 1
+        assert jobs.delete_old(time.time() + DAY) == 1
         assert [jobs.view(BOB, job).state for job in (running, queued)] == ["running", "queued"]
 
 
@@ -77,13 +75,15 @@ def test_the_age_of_a_job_counts_from_its_end(tmp_path: Path) -> None:
     make_older(tmp_path / "jobs.sqlite", 100 * DAY)
     with service(tmp_path, TextJudges()) as jobs:
         wait_for(lambda: jobs.view(BOB, job).has_ended)
-        assert delete_old_jobs(jobs, time.time() - DAY) == 0
+        assert jobs.delete_old(time.time() - DAY) == 0
 
 
 def test_many_jobs_are_deleted_in_small_numbers(tmp_path: Path) -> None:
     with service(tmp_path, TextJudges(), workers=0) as jobs:
         for number in range(2 * BATCH + 1):
-            jobs.store.put(StoredJob(f"{number:064}", "bob", "s", "judgement", "done", "task", 1, 0.0, ""))
+            jobs.store.put(
+                StoredJob(f"{number:064}", "bob", "s", "judgement", "task", "", "done", changed=0.0)
+            )
         sizes = []
         while deleted := jobs.store.delete_ended(1.0):
             sizes.append(len(deleted))
@@ -96,7 +96,7 @@ def test_a_deleted_measurement_is_no_longer_counted(tmp_path: Path) -> None:
             judged(jobs, "a", measurement=number)
         make_older(tmp_path / "jobs.sqlite", 10, "measurement = 1")
         assert jobs.view(BOB, judged(jobs, "a", measurement=2)).measurements == 2
-        assert delete_old_jobs(jobs, time.time() - 5) == 1
+        assert jobs.delete_old(time.time() - 5) == 1
         assert jobs.view(BOB, judged(jobs, "a", measurement=2)).measurements == 1
 
 
@@ -114,10 +114,7 @@ def test_a_server_deletes_old_jobs_when_it_starts(tmp_path: Path) -> None:
     with service(tmp_path, TextJudges()) as jobs:
         old, new = judged(jobs, "old"), judged(jobs, "new")
     make_older(tmp_path / "jobs.sqlite", 3 * DAY, f"id = '{old}'")
-    with (
-        bind("0", has_tokens=False) as listener,
-        serving(TextJudges(), PARAMS, tmp_path, [TASK], listener, None, keep_days=2) as jobs,
-    ):
+    with service(tmp_path, TextJudges()) as jobs, retaining(jobs, days=2):
         wait_for(lambda: verdicts(tmp_path) == 1)
         assert jobs.store.get(old) is None and jobs.store.get(new) is not None
 

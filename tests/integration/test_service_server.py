@@ -9,14 +9,14 @@ from typing import Any
 
 import httpx
 import pytest
-from service_fixtures import PARAMS, TASK, TextJudges, body
+from service_fixtures import PARAMS, TASK, TextJudges, body, text_service
 
 from components.core.errors import UserError
 from components.core.params import Params
 from components.judge.pool.local_pool import Candidate, Job
 from components.judge.pool.open_pool import open_pool
 from components.service.app import BODY_BYTES
-from components.service.http_server import bind, serving
+from components.service.server import bind
 
 
 @pytest.fixture
@@ -38,11 +38,8 @@ def test_other_machines_are_served_with_tokens_only() -> None:
 
 @pytest.fixture
 def address(tmp_path: Path, judges: TextJudges) -> Iterator[str]:
-    with (
-        bind("0", has_tokens=False) as listener,
-        serving(judges, PARAMS, tmp_path / "there", [TASK], listener, None),
-    ):
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with text_service(tmp_path / "there", judges) as address:
+        yield address
 
 
 def test_no_answer_waits_for_the_acknowledgement_of_a_packet(address: str) -> None:

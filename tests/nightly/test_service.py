@@ -14,7 +14,7 @@ import psutil
 from serve_fixtures import start
 
 from components.core.config import resolve
-from components.judge.resident import Judges
+from components.service.judges import WarmJudges
 
 SIMD = corpus.files("honest", "simd")
 
@@ -74,7 +74,7 @@ def test_a_judge_that_was_not_used_for_long_is_closed_and_started_again(tmp_path
     def processes() -> set[int]:
         return {process.pid for process in psutil.Process().children(recursive=True)} - earlier
 
-    judges = Judges(params, tmp_path, idle_seconds=1.0)
+    judges = WarmJudges(params, tmp_path, idle_seconds=1.0)
     try:
         with judges.using(params) as own:
             assert own.verdict(corpus.TASK, SIMD).status == "correct"

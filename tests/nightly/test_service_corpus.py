@@ -22,8 +22,9 @@ import service_exploits
 from components.core.config import resolve
 from components.judge import judge as judge_module
 from components.judge.pool.local_pool import journal_path
-from components.judge.resident import Judges
-from components.service.http_server import bind, serving
+from components.service.jobs import JobService
+from components.service.judges import WarmJudges
+from components.service.server import bind, serving
 
 pytest.importorskip("mcp", reason="the extra serve is not installed")
 from mcp import ClientSession, StdioServerParameters
@@ -48,12 +49,13 @@ def addresses(folder: Path) -> Iterator[list[str]]:
     """Serve the same judges with the usual limits and with short ones, and compare with eager only."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(judge_module, "MARGIN", math.inf)
-        judges = Judges(PARAMS, folder / "judge")
-        stack.callback(judges.close)
+        judges = stack.enter_context(contextlib.closing(WarmJudges(PARAMS, folder / "judge")))
         found = []
         for name, params in (("usual", PARAMS), ("hurried", HURRIED)):
             listener = stack.enter_context(bind("0", has_tokens=False))
-            stack.enter_context(serving(judges, params, folder / name, [corpus.TASK], listener, None))
+            service = JobService(judges, params, folder / name, [corpus.TASK])
+            stack.callback(service.close)
+            stack.enter_context(serving(service, listener))
             found.append(f"http://127.0.0.1:{listener.getsockname()[1]}")
         yield found
 

@@ -58,7 +58,7 @@ def test_other_errors_are_left_to_the_caller() -> None:
 # A program that gets a signal in a destructor, in which Python ignores exceptions, and then works on.
 IGNORED = """
 import os, signal, sys, time
-from components.cli.main import handle_signals
+from components.core.signals import handle_signals
 from prefect.exceptions import TerminationSignal
 
 class Destructor:
@@ -85,7 +85,7 @@ except BaseException as error:
 @pytest.mark.parametrize(
     ("name", "handler", "raised"),
     [
-        ("SIGTERM", "own", "_Terminated"),
+        ("SIGTERM", "own", "Terminated"),
         ("SIGTERM", "prefect", "TerminationSignal"),
         ("SIGINT", "own", "KeyboardInterrupt"),
     ],

@@ -1,8 +1,13 @@
-"""Client of the HTTP service (`cuda-agent serve --http`), and the pool whose jobs this service judges.
+"""Client of the judge's HTTP service (`cuda-agent serve`), and the pool whose jobs this service judges.
 
-The machine of the client needs neither a GPU nor a sandbox, and this module imports no torch.
+The machine of the client needs neither a GPU nor a sandbox. This module imports no torch, so that a command
+that uses a running service starts fast.
 """
 
+import contextlib
+import json
+import os
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -12,33 +17,45 @@ import httpx
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_json, read_json, write_json
 from components.core.param_kinds import result_values
+from components.core.param_types import Device
 from components.core.params import Params
+from components.core.progress import Report, ignore
 from components.core.task import KernelTask
 from components.judge.pool.local_pool import Job, LocalPool
 from components.judge.verdict import Admission, Verdict
-from components.judge.version import protocol_digest
+from components.judge.version import VERSION, protocol_digest
 
 # Seconds that one request waits for a result, and that its transfer may take beyond that.
 WAIT_SECONDS, TRANSFER_SECONDS = 50, 30.0
 # Seconds for which a request is repeated if the service does not answer, for example because it restarts, and
 # seconds between two attempts.
 RESTART_SECONDS, RETRY_SECONDS = 60.0, 1.0
+# Seconds without an answer after which a Unix socket counts as one without a service.
+CONNECT_SECONDS = 5.0
+# Largest number of a measurement of a candidate.
+MOST_MEASUREMENTS = 1_000_000
 # HTTP statuses of a service that is busy or restarts, after which a request is repeated.
 UNAVAILABLE = (429, 502, 504)
 
 
-class HttpJudge:
-    """Client of the HTTP service at `pool.service`, with the methods of a judge (`pool.JudgeLike`).
+class ServiceClient:
+    """Client of the judge's HTTP service, with the methods of a judge (`local_pool.JudgeLike`).
 
-    The constructor raises UserError if there is no service, if the token is refused, or if the service has
-    other settings than `params`, because verdicts with other settings must not be mixed.
+    By default, the service is the one at `pool.service`. It has to have the same settings as `params`,
+    because verdicts with other settings must not be mixed. With `socket`, the path of a Unix socket, it is
+    the service of this account there; each request then has all parameters. The constructor raises UserError
+    if there is no service at `pool.service`, if it refuses the token, or if it has other settings.
     """
 
-    def __init__(self, params: Params):
+    def __init__(self, params: Params, *, socket: Path | None = None):
         self.params = params
-        self.address = params.pool.service
-        headers = {}
-        if params.pool.service_token:
+        self.resources = contextlib.ExitStack()
+        self.is_local = socket is not None
+        self.address = params.pool.service if socket is None else "http://localhost"
+        headers, transport = {}, None
+        if socket is not None:
+            transport = httpx.HTTPTransport(uds=socket_address(socket, self.resources))
+        elif params.pool.service_token:
             path = Path(params.pool.service_token).expanduser()
             try:
                 headers["Authorization"] = f"Bearer {path.read_text().strip()}"
@@ -46,9 +63,18 @@ class HttpJudge:
                 raise UserError(
                     f"pool.service_token: {path} cannot be read ({error}); give the file with the token."
                 ) from error
-        self.client = httpx.Client(
-            base_url=self.address, headers=headers, timeout=WAIT_SECONDS + TRANSFER_SECONDS
+        self.client = self.resources.enter_context(
+            httpx.Client(
+                transport=transport,
+                base_url=self.address,
+                headers=headers,
+                timeout=WAIT_SECONDS + TRANSFER_SECONDS,
+            )
         )
+        if not self.is_local:
+            self._check_settings()
+
+    def _check_settings(self) -> None:
         try:
             answer = self.client.get("/v1/settings")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -58,8 +84,11 @@ class HttpJudge:
             ) from error
         if answer.status_code != 200:
             raise UserError(f"pool.service: {self.address} refused: {_error(answer)}")
-        if answer.json()["protocol"] != protocol_digest(params):
-            own, there = result_values(params, ("device", "precision", "sandbox")), answer.json()["settings"]
+        if answer.json()["protocol"] != protocol_digest(self.params):
+            own, there = (
+                result_values(self.params, ("device", "precision", "sandbox")),
+                answer.json()["settings"],
+            )
             names = [name for name in sorted(own) if own[name] != there.get(name)]
             values = ", ".join(f"{name} is {there.get(name)} there and {own[name]} here" for name in names)
             raise UserError(
@@ -72,23 +101,25 @@ class HttpJudge:
         files: dict[str, str],
         *,
         compare_compile: bool | None = False,
-        measurement: int = 1,
+        measurement: int = 0,
+        report: Report = ignore,
     ) -> Verdict:
         """Return the service's verdict on the candidate with `files` on `task`.
 
         `files` maps each workspace path to the text of the file. `compare_compile` determines when a correct
         candidate is also compared with torch.compile: always, with its fastest mode (True), only if it is
         faster than eager, with the default mode (False), or never (None). The service measures a candidate
-        once for each value of `measurement`. Raises InfrastructureError if the service or its judge fails,
-        and UserError if the service refuses the request.
+        once for each value of `measurement`; if it is 0, it is the first one, or a new one on a Unix socket.
+        `report` is called with the name of each step of the judge. Raises InfrastructureError if the service
+        or its judge fails, and UserError if the service refuses the request.
         """
         request = {
             "code": task.code,
             "files": files,
             "compare_compile": compare_compile,
-            "measurement": measurement,
+            "measurement": measurement or (secrets.randbelow(MOST_MEASUREMENTS) + 1 if self.is_local else 1),
         }
-        return Verdict.model_validate(self._ask("/v1/judgements", request)["verdict"])
+        return Verdict.model_validate(self._ask("/v1/judgements", request, report)["verdict"])
 
     def admit(self, code: str, *, headroom: bool = False) -> Admission:
         """Return the service's admission of the task with source `code`.
@@ -99,19 +130,25 @@ class HttpJudge:
         """
         window = self.params.data.eager_seconds
         request = {"code": code, "headroom": headroom, "eager_seconds": window}
-        return Admission(**self._ask("/v1/admissions", request)["admission"])
+        return Admission(**self._ask("/v1/admissions", request, ignore)["admission"])
 
-    def _ask(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, path: str, request: dict[str, Any], report: Report) -> dict[str, Any]:
         """Post `request` to `path` until the service has finished its job, and return the job's record.
 
-        The request may be sent several times, also to a service that was restarted, because equal requests
-        have the same job. Raises InfrastructureError if the service does not answer for `RESTART_SECONDS` or
-        if the task or the judge failed, and UserError if the service refuses the request.
+        If `report` is not `ignore`, it is called with the job's progress. The request may be sent several
+        times, also to a service that was restarted, because equal requests have the same job. Raises
+        InfrastructureError if the service does not answer for `RESTART_SECONDS` or if the task or the judge
+        failed, and UserError if the service refuses the request.
         """
+        if self.is_local:
+            request["params"] = self.params.model_dump(mode="json")
+        wait = WAIT_SECONDS if report is ignore else 0
         silent_since = time.monotonic()
         while True:
             try:
-                answer = self.client.post(path, params={"wait": WAIT_SECONDS}, json=request)
+                answer = self.client.post(path, params={"wait": wait}, json=request)
+                if answer.status_code == 202 and report is not ignore:
+                    answer = self._follow(answer.json()["id"], report)
             except httpx.HTTPError as error:
                 if time.monotonic() - silent_since > RESTART_SECONDS:
                     raise InfrastructureError(f"{self.address} did not answer: {error}") from error
@@ -120,19 +157,69 @@ class HttpJudge:
             silent_since = time.monotonic()
             if answer.status_code == 200:
                 job: dict[str, Any] = answer.json()
-                return job
-            if answer.status_code in UNAVAILABLE:
+                if job["state"] == "done":
+                    return job
+            elif answer.status_code in UNAVAILABLE:
                 time.sleep(float(answer.headers.get("Retry-After", RETRY_SECONDS)))
             elif answer.status_code in (422, 503):  # the task or the judge failed
                 raise InfrastructureError(f"{self.address}: {_error(answer)}")
             elif answer.status_code != 202:
                 raise UserError(f"pool.service: {self.address} refused: {_error(answer)}")
 
+    def _follow(self, job_id: str, report: Report) -> httpx.Response:
+        """Report the progress of a job until its events end, and return the service's answer about it."""
+        with self.client.stream("GET", f"/v1/jobs/{job_id}/events") as events:
+            for line in events.iter_lines():
+                if line.startswith("data: ") and (progress := json.loads(line[6:])["progress"]):
+                    report(progress)
+        return self.client.get(f"/v1/jobs/{job_id}")
+
     def prepare(self) -> None:
         """Do nothing, because the service's judge is ready."""
 
     def close(self) -> None:
-        self.client.close()
+        self.resources.close()
+
+
+def socket_path(folder: Path, device: Device) -> Path:
+    """Return the path of the Unix socket of the service whose judges work in `folder`."""
+    return folder / f"service-{device}.sock"
+
+
+def socket_address(path: Path, resources: contextlib.ExitStack) -> str:
+    """Return a short path of the socket `path`, which is valid until `resources` are closed.
+
+    The path of a Unix socket is limited to 107 bytes, and the path of a folder may be longer. The short path
+    therefore leads through a descriptor of the folder.
+    """
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    resources.callback(os.close, descriptor)
+    return f"/proc/self/fd/{descriptor}/{path.name}"
+
+
+def connect(params: Params, folder: Path) -> ServiceClient | None:
+    """Return a client of the service whose Unix socket is in `folder`, or None if none runs there.
+
+    Raises UserError if one runs whose sources differ from those of the caller. None is not returned in this
+    case, because the caller would start a second judge, and two judges of one device would disturb each
+    other's measurements.
+    """
+    path = socket_path(folder, params.device)
+    if not path.exists():
+        return None
+    client = ServiceClient(params, socket=path)
+    try:
+        version = client.client.get("/health", timeout=CONNECT_SECONDS).raise_for_status().json()["version"]
+    except httpx.HTTPError:
+        client.close()
+        return None
+    if version != VERSION:
+        client.close()
+        raise UserError(
+            f"{path}: the running judge has other sources ({version}) than this command ({VERSION}); end it "
+            "and start it again with cuda-agent serve."
+        )
+    return client
 
 
 class HttpPool(LocalPool):
@@ -143,12 +230,12 @@ class HttpPool(LocalPool):
     The numbers are stored in the journal's folder, so that a run that continues gets the same measurements.
     """
 
-    def start(self) -> HttpJudge:
-        return HttpJudge(self.params)
+    def start(self) -> ServiceClient:
+        return ServiceClient(self.params)
 
     def ask(self, job: Job) -> Verdict:
         judge = self.judge
-        assert isinstance(judge, HttpJudge)
+        assert isinstance(judge, ServiceClient)
         return judge.verdict(
             job.task,
             dict(job.candidate.files),

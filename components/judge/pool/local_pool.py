@@ -87,6 +87,17 @@ def journal_path(verdicts: Path, key: str) -> Path:
     return verdicts / key[:2] / f"{key}.json"
 
 
+def infrastructure_verdict(params: Params, error: InfrastructureError) -> Verdict:
+    """Return the verdict of a judge that itself failed with `error`."""
+    return Verdict(
+        status="infrastructure",
+        reason="judge",
+        device=params.device,
+        precision=params.precision,
+        log=str(error)[:500],
+    )
+
+
 def judge_with_retries(params: Params, judge: Callable[[], Verdict]) -> Verdict:
     """Return the first verdict of `judge` whose status is not `infrastructure`.
 
@@ -97,13 +108,7 @@ def judge_with_retries(params: Params, judge: Callable[[], Verdict]) -> Verdict:
             try:
                 verdict = judge()
             except InfrastructureError as error:
-                verdict = Verdict(
-                    status="infrastructure",
-                    reason="judge",
-                    device=params.device,
-                    precision=params.precision,
-                    log=str(error)[:500],
-                )
+                verdict = infrastructure_verdict(params, error)
             if verdict.status != "infrastructure":
                 break
         status.append(verdict.status)
@@ -156,8 +161,8 @@ class LocalPool:
     The judges are on a Ray cluster if `pool.judges`, their number, is not 0. Each judge builds and prepares
     several candidates at once, and measures one at a time. `verdicts` is the journal's folder. Files are
     added to it and never changed. `folder` is where a judge on this machine keeps its builds and caches; by
-    default it is the folder `judge` beside the journal. If `use_resident` is true and a resident judge
-    (`resident.py`) runs on `folder`, the pool uses it and starts no judge.
+    default it is the folder `judge` beside the journal. If `use_service` is true and a service of this
+    account (`cuda-agent serve`) runs on `folder`, the pool uses it and starts no judge.
     """
 
     def __init__(
@@ -166,10 +171,10 @@ class LocalPool:
         verdicts: Path,
         folder: Path | None = None,
         *,
-        use_resident: bool = False,
+        use_service: bool = False,
     ):
         self.params = params
-        self.use_resident = use_resident
+        self.use_service = use_service
         self.verdicts = verdicts
         self.folder = folder if folder is not None else verdicts.parent / "judge"
         self.protocol = protocol_digest(params)
@@ -188,7 +193,7 @@ class LocalPool:
             return self._judge
 
     def start(self) -> JudgeLike:
-        """Return a new judge, a client of the resident judge, or the judges on a Ray cluster.
+        """Return a new judge, a client of the running service, or the judges on a Ray cluster.
 
         The modules are imported here, because a run whose results are all in the journal needs neither torch
         nor a client.
@@ -197,11 +202,11 @@ class LocalPool:
             from components.judge.pool.ray_pool import RemoteJudges
 
             return RemoteJudges(self.params)
-        if self.use_resident:
-            from components.judge.resident_client import connect
+        if self.use_service:
+            from components.judge.pool.http_pool import connect
 
-            if (resident := connect(self.params, self.folder)) is not None:
-                return resident
+            if (service := connect(self.params, self.folder)) is not None:
+                return service
         from components.judge.judge import Judge
 
         return Judge(self.params, self.folder)

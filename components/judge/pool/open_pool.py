@@ -9,13 +9,14 @@ from components.judge.pool.local_pool import LocalPool
 from components.sandbox.preflight import check_isolation
 
 
-def open_pool(params: Params, verdicts: Path, *, use_resident: bool = False) -> LocalPool:
+def open_pool(params: Params, verdicts: Path, *, use_service: bool = False) -> LocalPool:
     """Return a pool whose judges are where the parameters of the section pool say.
 
-    `verdicts` is the folder of the journal. With `use_resident`, a pool on this machine uses a resident judge
-    that runs on its folder, instead of a new judge. If the judge is on this machine, the isolation of runners
-    is checked at once, because the caller may do long work before the first job. Raises IsolationUnavailable
-    if runners cannot be isolated, and UserError if both `pool.service` and `pool.judges` are set.
+    `verdicts` is the folder of the journal. With `use_service`, a pool on this machine uses the service that
+    runs on its folder (`cuda-agent serve`), instead of a new judge. If the judge is on this machine, the
+    isolation of runners is checked at once, because the caller may do long work before the first job. Raises
+    IsolationUnavailable if runners cannot be isolated, and UserError if both `pool.service` and `pool.judges`
+    are set.
     """
     if params.pool.service:
         if params.pool.judges:
@@ -23,4 +24,4 @@ def open_pool(params: Params, verdicts: Path, *, use_resident: bool = False) -> 
         return HttpPool(params, verdicts)
     if not params.pool.judges:
         check_isolation(params.sandbox, params.device)
-    return LocalPool(params, verdicts, use_resident=use_resident)
+    return LocalPool(params, verdicts, use_service=use_service)

@@ -1,4 +1,4 @@
-"""A resident judge answers as a new judge does, serves one account, and leaves nothing behind."""
+"""The service on its Unix socket answers as a new judge does, serves one account, leaves nothing behind."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from judge_fixtures import CODE, HERE, MODEL_NEW, TASK
 
 from components.core.config import resolve
 from components.core.errors import InfrastructureError, UserError
-from components.judge import resident_client
+from components.judge.pool import http_pool
+from components.judge.pool.http_pool import ServiceClient, connect, socket_path
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
-from components.judge.resident_client import connect, socket_path
 
 SETTINGS = ("--profile", "ci", "--device", "cpu")
 PARAMS = resolve("ci").params
@@ -30,7 +30,7 @@ def command(name: str, *arguments: str) -> list[str]:
 
 
 def start(home: Path) -> subprocess.Popen[str]:
-    """Start a resident judge, and return when it can be asked."""
+    """Start a service, and return when it can be asked."""
     process = subprocess.Popen(command("serve", "--home", str(home)), stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert str(socket_path(home / "judge", "cpu")) in process.stderr.readline()
@@ -40,7 +40,7 @@ def start(home: Path) -> subprocess.Popen[str]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     # The path is longer than the 107 bytes that a socket's address may have.
-    home = tmp_path_factory.mktemp("resident") / ("h" * 100)
+    home = tmp_path_factory.mktemp("service") / ("h" * 100)
     process = start(home)
     yield home
     process.terminate()
@@ -67,7 +67,7 @@ def judge(workspace: Path, home: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_command_asks_the_resident_judge_and_starts_none(home: Path, workspace: Path) -> None:
+def test_the_command_asks_the_service_and_starts_no_judge(home: Path, workspace: Path) -> None:
     done = judge(workspace, home)
     verdict = json.loads(done.stdout)
     assert done.returncode == 0 and verdict["status"] == "correct", done.stderr
@@ -86,13 +86,13 @@ def test_without_one_a_judge_is_started_and_serve_is_named(tmp_path: Path, works
 
 def test_a_pool_uses_it_only_if_asked(home: Path, tmp_path: Path, workspace: Path) -> None:
     files = {"model_new.py": MODEL_NEW, "kernels/forward.cpp": "not C++"}
-    asking = LocalPool(PARAMS, tmp_path / "verdicts", home / "judge", use_resident=True)
+    asking = LocalPool(PARAMS, tmp_path / "verdicts", home / "judge", use_service=True)
     own = LocalPool(PARAMS, tmp_path / "other", tmp_path / "judge")
     try:
         verdicts = [pool.submit(Job(TASK, Candidate.of(files), epoch="0")).result() for pool in (asking, own)]
         assert [verdict.status for verdict in verdicts] == ["build_failed"] * 2
-        assert isinstance(asking.judge, resident_client.ResidentJudge)
-        assert not isinstance(own.judge, resident_client.ResidentJudge)
+        assert isinstance(asking.judge, ServiceClient)
+        assert not isinstance(own.judge, ServiceClient)
         assert asking.admit("x = 1").result() == own.admit("x = 1").result()
     finally:
         asking.close()
@@ -101,13 +101,13 @@ def test_a_pool_uses_it_only_if_asked(home: Path, tmp_path: Path, workspace: Pat
 
 def test_callers_with_other_settings_are_served_with_their_own(home: Path) -> None:
     sandbox = PARAMS.sandbox.model_copy(update={"rounds": 7, "most_rounds": 7})
-    resident = connect(PARAMS.model_copy(update={"sandbox": sandbox}), home / "judge")
-    assert resident is not None
+    service = connect(PARAMS.model_copy(update={"sandbox": sandbox}), home / "judge")
+    assert service is not None
     files = {"model_new.py": MODEL_NEW} | {
         f"kernels/{path.name}": path.read_text() for path in (HERE / "honest" / "simd" / "kernels").iterdir()
     }
-    verdict = resident.verdict(TASK, files)
-    resident.close()
+    verdict = service.verdict(TASK, files)
+    service.close()
     assert verdict.status == "correct", verdict.log
     assert len(verdict.evidence["raw_seconds"]["candidate"]) == 7
 
@@ -121,7 +121,7 @@ def test_a_second_one_and_another_version_are_refused(home: Path, monkeypatch: p
         command("serve", "--home", str(home)), capture_output=True, text=True, check=False, timeout=100
     )
     assert done.returncode == 2 and "already runs" in done.stderr and len(done.stderr.splitlines()) == 1
-    monkeypatch.setattr(resident_client, "VERSION", "0123456789abcdef")
+    monkeypatch.setattr(http_pool, "VERSION", "0123456789abcdef")
     with pytest.raises(UserError, match=r"other sources .* start it again"):
         connect(PARAMS, home / "judge")
 
@@ -133,15 +133,18 @@ def test_a_socket_without_a_server_does_no_harm(tmp_path: Path) -> None:
     assert path.exists() and connect(PARAMS, tmp_path) is None
 
 
-def test_a_judge_that_is_killed_is_a_fault_of_the_infrastructure(tmp_path: Path) -> None:
+def test_a_judge_that_is_killed_is_a_fault_of_the_infrastructure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_pool, "RESTART_SECONDS", 0.0)
     process = start(tmp_path)
-    resident = connect(PARAMS, tmp_path / "judge")
-    assert resident is not None
+    service = connect(PARAMS, tmp_path / "judge")
+    assert service is not None
     kill = threading.Timer(1.0, os.kill, (process.pid, signal.SIGKILL))
     kill.start()
-    with pytest.raises(InfrastructureError, match="resident judge"):
+    with pytest.raises(InfrastructureError, match="did not answer"):
         while True:  # judgements, until the judge is gone
-            resident.verdict(TASK, {"model_new.py": MODEL_NEW, "kernels/forward.cpp": f"{time.time()}"})
+            service.verdict(TASK, {"model_new.py": MODEL_NEW, "kernels/forward.cpp": f"{time.time()}"})
     kill.join()
     process.wait()
     assert connect(PARAMS, tmp_path / "judge") is None
