@@ -31,12 +31,10 @@ from components.core.progress import Progress
 from components.core.task import dataset_version
 from components.synthesis.dvc_stages import ERROR_PREFIX
 from flows.data_inputs import absolute_values, maker_digest
-from flows.dataset_remote import has_version, initialise_workspace, keep_pointer, run_dvc
+from flows.dataset_remote import OUTPUT, has_version, initialise_workspace, keep_lock, run_dvc
 from flows.run_context import Busy, PipelineRun
 from flows.steps import DatasetRecord, counted
 
-# Folder of the data set in the DVC workspace.
-OUTPUT = Path("data") / "tasks"
 # Parts of DVC's messages about a lock that another process holds.
 LOCK_HELD = ("Unable to acquire lock", "is busy, it is being blocked")
 # DVC's message about a damaged lock file, which this module deletes before it tries the command again. DVC
@@ -75,7 +73,7 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
         dvc(workspace, ["push"], run, progress)
         atomic_write(workspace / ".dvc" / "pushed", pushed)
     folder = keep_version(run, workspace)
-    keep_pointer(run.params, run.home, folder.name, workspace / "dvc.lock", OUTPUT.as_posix())
+    keep_lock(run.params, run.home, folder.name, workspace / "dvc.lock")
     get_run_logger().info(f"version {folder.name[:12]}, {'up to date' if after == before else 'built'}")
     return DatasetRecord(
         version=folder.name,

@@ -1,9 +1,8 @@
 """Upload data set versions to the DVC remote, restore them, and run DVC commands.
 
-The files of a version are stored in the DVC remote, which stores equal files once. The .dvc file that refers
-to them is stored in the artifact store as `datasets/<version>/data.dvc`. So any version can be restored
-without the repository and the dvc.lock file that it was built with. DVC works in folders that are no git
-repositories.
+The files of a version are stored in the DVC remote, which stores equal files once. The dvc.lock file that
+names them is stored in the artifact store as `datasets/<version>/dvc.lock`. So any version can be restored
+without the folder that it was built in. DVC works in folders that are no git repositories.
 """
 
 import os
@@ -15,16 +14,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import yaml
-
 from components.core.errors import UserError
 from components.core.files import atomic_folder, write_changed
 from components.core.params import Params
 from components.core.task import dataset_version
-from components.storage import Store, open_store
+from components.storage import open_store
 
-# Name of the .dvc file, which refers to the files of a version in the DVC remote.
-POINTER = "data.dvc"
+# Folder of the data set in a DVC workspace.
+OUTPUT = Path("data") / "tasks"
+# A dvc.yaml with the one stage of which a workspace needs the output, to upload or restore it.
+STAGE = f"stages: {{tasks: {{cmd: cuda-agent data build, outs: [{OUTPUT.as_posix()}]}}}}\n"
 
 
 def remote_url(params: Params, home: Path) -> str:
@@ -98,36 +97,26 @@ def push(params: Params, home: Path, folder: Path) -> str:
     if not tasks.is_file():
         raise UserError(f"{folder}: holds no tasks.parquet; give the folder of a data set.")
     version = dataset_version(tasks)
-    store = open_store(params.store, home)
-    home.mkdir(parents=True, exist_ok=True)
-    if not store.exists(_pointer_key(version)):
+    if not open_store(params.store, home).exists(_lock_key(version)):
+        home.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=home) as name:
             workspace = initialise_workspace(Path(name), params, home)
-            shutil.copytree(folder, workspace / "data", ignore=shutil.ignore_patterns("dvc.lock"))
-            _dvc(workspace, ["add", "--quiet", "data"])
-            _dvc(workspace, ["push", "--quiet"])
-            # The .dvc file is stored last, because its presence means that the version is pushed completely.
-            store.put(_pointer_key(version), workspace / POINTER)
-    _put_text(store, home, _prefix_key(version), version)
+            (workspace / "dvc.yaml").write_text(STAGE)
+            shutil.copytree(folder, workspace / OUTPUT, ignore=shutil.ignore_patterns("dvc.lock"))
+            _dvc(workspace, ["commit", "--quiet", "--force", "tasks"])
+            _dvc(workspace, ["push", "--quiet", "tasks"])
+            keep_lock(params, home, version, workspace / "dvc.lock")
     return version
 
 
-def keep_pointer(params: Params, home: Path, version: str, lock: Path, output: str) -> None:
-    """Store the .dvc file of a version whose files `dvc push` has already uploaded.
+def keep_lock(params: Params, home: Path, version: str, lock: Path) -> None:
+    """Store the dvc.lock file of a version whose files `dvc push` has already uploaded.
 
-    The .dvc file is made from the entry for the path `output` in the dvc.lock file `lock`. The path is
-    replaced by `data`, the folder into which `pull` restores the files.
+    A stored one is kept: it names equal files, although its parameters may differ.
     """
-    stages = yaml.safe_load(lock.read_text())["stages"].values()
-    out = next(out for stage in stages for out in stage.get("outs", ()) if out["path"] == output)
     store = open_store(params.store, home)
-    _put_text(
-        store,
-        home,
-        _pointer_key(version),
-        yaml.safe_dump({"outs": [out | {"path": "data"}]}, sort_keys=False),
-    )
-    _put_text(store, home, _prefix_key(version), version)
+    if not store.exists(_lock_key(version)):
+        store.put(_lock_key(version), lock)
 
 
 def pull(params: Params, home: Path, version: str) -> Path:
@@ -137,30 +126,29 @@ def pull(params: Params, home: Path, version: str) -> Path:
     DVC fails, or if the downloaded data set has another version.
     """
     store = open_store(params.store, home)
+    found = {entry.key.split("/")[1] for entry in store.entries(f"datasets/{version}")}
+    if len(found) != 1 or len(version) < 8:
+        raise UserError(
+            f"{remote_url(params, home)}: holds no version {version}; "
+            "give one that a run or cuda-agent data push has kept."
+        )
+    version = found.pop()
+    folder = home / "datasets" / version
+    if has_version(folder, version):
+        return folder
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=home) as name:
         workspace = initialise_workspace(Path(name), params, home)
-        try:
-            if len(version) < 64:
-                store.get(_prefix_key(version), workspace / "version")
-                version = (workspace / "version").read_text()
-            folder = home / "datasets" / version
-            if has_version(folder, version):
-                return folder
-            store.get(_pointer_key(version), workspace / POINTER)
-        except KeyError as error:
-            raise UserError(
-                f"{remote_url(params, home)}: holds no version {version}; "
-                "give one that a run or cuda-agent data push has kept."
-            ) from error
-        _dvc(workspace, ["pull", "--quiet"])
-        if not has_version(workspace / "data", version):
+        (workspace / "dvc.yaml").write_text(STAGE)
+        store.get(_lock_key(version), workspace / "dvc.lock")
+        _dvc(workspace, ["pull", "--quiet", "tasks"])
+        if not has_version(workspace / OUTPUT, version):
             raise UserError(
                 f"{remote_url(params, home)}: what is kept as {version} is something else; "
                 "push it again from a good copy."
             )
         with atomic_folder(folder) as temporary:
-            shutil.copytree(workspace / "data", temporary, dirs_exist_ok=True)
+            shutil.copytree(workspace / OUTPUT, temporary, dirs_exist_ok=True)
     return folder
 
 
@@ -172,19 +160,8 @@ def has_version(folder: Path, version: str) -> bool:
         return False
 
 
-def _pointer_key(version: str) -> str:
-    return f"datasets/{version}/{POINTER}"
-
-
-def _prefix_key(version: str) -> str:
-    return f"datasets/by-prefix/{version[:8]}"
-
-
-def _put_text(store: Store, home: Path, key: str, text: str) -> None:
-    if not store.exists(key):
-        with tempfile.TemporaryDirectory(dir=home) as name:
-            (Path(name) / "text").write_text(text)
-            store.put(key, Path(name) / "text")
+def _lock_key(version: str) -> str:
+    return f"datasets/{version}/dvc.lock"
 
 
 def _dvc(workspace: Path, arguments: Sequence[str]) -> None:

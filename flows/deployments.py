@@ -26,11 +26,12 @@ from components.evaluation.suites import load_suite
 from components.judge.pool.open_pool import open_pool
 from components.registry import models
 from components.registry.tracking import connect, flatten
-from flows import process_reaper, run_context
+from flows import run_context
 from flows.approval import approval, ask, settings
 from flows.data import dataset
 from flows.evaluation import figures
 from flows.nightly import nightly_pipeline
+from flows.processes import start_reaper
 from flows.progress import DiskGuard, EventProgress
 from flows.retry_policy import retry_by_kind
 from flows.run_context import PipelineRun
@@ -63,7 +64,7 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
     run_context.check_environment(run)
     # If this process is killed, the reaper kills DVC, the judge and their children, which would otherwise
     # go on and hold locks.
-    process_reaper.start_reaper()
+    start_reaper()
 
     lines = LineProgress(lambda line: print(line, file=sys.stderr, flush=True))
     progress = EventProgress(lines, run.params, run.home, str(flow_run.id))

@@ -38,12 +38,12 @@ from flows.night import (
     open_night,
     training_deadline,
 )
+from flows.processes import Server
 from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
 from flows.result_markdown import verdict
 from flows.run_context import RUN_FILE, PipelineRun, check_training, source_commit
 from flows.run_page import PageProgress
-from flows.server import Server
 from flows.steps import (
     CheckpointRecord,
     Context,

@@ -42,8 +42,8 @@ def run(
     """
     from components.cli.progress_view import ProgressView, final_table
     from components.core import telemetry
-    from flows import process_reaper, run_context
-    from flows.server import prefect_server
+    from flows import run_context
+    from flows.processes import prefect_server, start_reaper
 
     resolved, console = options.resolve(), stderr_console()
     pipeline_run = run_context.open_run(resolved, redo_from)
@@ -56,7 +56,7 @@ def run(
         run_context.prepare_home(pipeline_run.home)
         with run_context.home_lock(pipeline_run.home):
             run_context.prepare_environment(pipeline_run.home)
-            process_reaper.start_reaper()
+            start_reaper()
             if metrics:
                 telemetry.serve(metrics)
             print_line(f"run {pipeline_run.run_id}, profile {resolved.profile}, home {pipeline_run.home}")

@@ -51,7 +51,7 @@ class FolderStore:
         return (self.root / check_key(key)).is_file()
 
     def entries(self, prefix: str = "") -> Iterator[StoredObject]:
-        for path in sorted(self.root.rglob("*"), key=Path.as_posix):
+        for path in sorted((self.root / prefix.rpartition("/")[0]).rglob("*"), key=Path.as_posix):
             key = path.relative_to(self.root).as_posix()
             if (
                 path.is_file()

@@ -20,8 +20,8 @@ from components.cli.progress_view import ProgressView, duration
 from components.core.config import resolve
 from components.core.errors import InfrastructureError, IsolationUnavailable, UserError
 from components.core.files import environment_fault
+from flows.processes import prefect_server
 from flows.run_context import home_lock
-from flows.server import prefect_server
 
 CLI = [sys.executable, "-m", "components.cli"]
 
@@ -211,6 +211,7 @@ def test_a_missing_compiler_and_missing_bubblewrap_are_named(tmp_path: Path) -> 
 HOLDER = """
 import sys, time
 from pathlib import Path
+from flows.processes import prefect_server
 from flows.run_context import home_lock
 with home_lock(Path(sys.argv[1])):
     print("held", flush=True)
@@ -368,8 +369,8 @@ def test_durations_read_like_a_clock() -> None:
 
 RUN = """
 import subprocess, sys, time
-from flows import process_reaper
-process_reaper.start_reaper()
+from flows.processes import start_reaper
+start_reaper()
 child = "import subprocess, time; print(subprocess.Popen(['sleep', '300']).pid, flush=True); time.sleep(300)"
 print(subprocess.Popen([sys.executable, "-c", child]).pid, flush=True)
 time.sleep(300)

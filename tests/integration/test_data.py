@@ -286,9 +286,7 @@ def test_a_runs_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     data.dvc(workspace, ["push"], night, None)
     kept = data.keep_version(night, workspace)
     version = kept.name
-    dataset_remote.keep_pointer(
-        night.params, night.home, version, workspace / "dvc.lock", data.OUTPUT.as_posix()
-    )
+    dataset_remote.keep_lock(night.params, night.home, version, workspace / "dvc.lock")
     before = (kept / "tasks.parquet").read_bytes()
     shutil.rmtree(night.home / "datasets")
     shutil.rmtree(workspace)

@@ -294,7 +294,7 @@ def test_damage_in_s3_is_noticed(tmp_path: Path, bucket: Any) -> None:
 
 def test_damage_in_a_folder_is_noticed(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
-    for key in ("runs/a/report.html", "datasets/b/data.dvc"):
+    for key in ("runs/a/report.html", "datasets/b/dvc.lock"):
         store.put(key, file(tmp_path, b"good"))
         assert list(damaged(store, key)) == [(key, "")]
         (tmp_path / "store" / key).write_bytes(b"evil")

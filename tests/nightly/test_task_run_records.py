@@ -10,7 +10,7 @@ FLOW = """
 import sys
 from pathlib import Path
 
-from flows.server import prefect_server
+from flows.processes import prefect_server
 
 with prefect_server(Path(sys.argv[1])) as server:
     from prefect import flow, task
@@ -54,7 +54,7 @@ import sys
 import time
 from pathlib import Path
 
-from flows.server import prefect_server
+from flows.processes import prefect_server
 
 with prefect_server(Path(sys.argv[1])) as server:
     from prefect import flow, task

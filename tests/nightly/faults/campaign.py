@@ -43,7 +43,7 @@ def wrong(night: PipelineRun) -> list[str]:
     from components.registry.promotion import Promotion
     from components.registry.tracking import RUN_KEY, connect
     from components.storage import S3Store, open_store
-    from flows.process_reaper import VARIABLE
+    from flows.processes import VARIABLE
     from flows.run_context import PipelineRun as Identity
 
     resolved = resolve("ci", (*night.sets, f"home={json.dumps(str(night.home))}"))

@@ -1,31 +1,29 @@
-"""The process of a Prefect API server for one run, with the database in the run's home folder.
+"""The processes that belong to one run: a Prefect API server, and a reaper that leaves none behind.
 
 Prefect can start a temporary server by itself, but only when the first flow runs, and only after it has
-imported the whole server into the flow's process. This module starts the server as a separate process before
-anything else, so that the server starts while the run is still importing its modules. If PREFECT_API_URL is
-set, the run uses the server at that address and starts none.
+imported the whole server into the flow's process; it does not end with a run that is killed. `prefect_server`
+starts the server as a separate process before anything else, so that the server starts while the run is still
+importing its modules. Its database is in the run's home folder. If PREFECT_API_URL is set, the run uses the
+server at that address and starts none.
 
-Creating the tables of a new database takes about half of the start. So a copy of the empty database is kept
-in the user's cache, one for each version of Prefect.
+A killed process cannot stop its children (DVC and the programs that DVC runs, Prefect's server, compile
+workers). They would continue, hold locks, and write files that the resumed run uses. A signal at the parent's
+death (`PR_SET_PDEATHSIG`) reaches children only and not theirs, so the run first starts a reaper.
 """
 
 import contextlib
-import json
 import os
+import secrets
 import socket
-import sqlite3
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+
+import httpx
 
 from components.core.errors import UserError, error_chain
-from components.core.files import atomic_write, user_cache
 
 # Longest wait for the server's first answer, which includes the creation of a new database.
 START_SECONDS = 180.0
@@ -58,13 +56,6 @@ class Server:
     def __init__(self, home: Path):
         self.log = home / "prefect" / "server.log"
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        # This is Prefect's default path. If PREFECT_SERVER_DATABASE_CONNECTION_URL is set, the server uses
-        # another database.
-        self.database = self.log.parent / "prefect.db"
-        self.empty_database = user_cache("prefect") / f"{version('prefect')}.db"
-        self.is_new = not self.database.exists()
-        if self.is_new and self.empty_database.is_file():
-            atomic_write(self.database, self.empty_database.read_bytes())
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -93,18 +84,15 @@ class Server:
         """
         deadline = time.monotonic() + START_SECONDS
         while True:
-            try:
-                self._call("health")
-                break
-            except OSError:
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise UserError(
-                        f"{self.log}: Prefect's server did not start, its last messages are there; "
-                        "run the same command again."
-                    ) from None
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=5).is_success:
+                    return
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise UserError(
+                    f"{self.log}: Prefect's server did not start, its last messages are there; "
+                    "run the same command again."
+                )
             time.sleep(0.05)
-        if self.is_new and self.database.is_file() and not self.empty_database.exists():
-            self._keep_empty_database()
 
     def wait_for_task_runs(self) -> None:
         """Block until the server has recorded the final states of all task runs, for at most RECORD_SECONDS.
@@ -119,22 +107,24 @@ class Server:
         EventsWorker.drain_all(timeout=RECORD_SECONDS)
         deadline = time.monotonic() + RECORD_SECONDS
         while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(OSError):  # a busy server may answer late
+            with contextlib.suppress(httpx.HTTPError):  # a busy server may answer late
                 if self._recorded_task_runs() >= self.task_runs:
                     break
             time.sleep(0.2)
 
     def _recorded_task_runs(self) -> int:
         """Return the number of task runs of the newest flow run that are recorded in a final state."""
-        newest = self._call("flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})[0]["id"]
-        final = {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}
-        ended = {"flow_runs": {"id": {"any_": [newest]}}, "task_runs": {"state": {"type": final}}}
-        return int(self._call("task_runs/count", ended))
+        with httpx.Client(base_url=self.url, timeout=5) as client:
+            newest = client.post("/flow_runs/filter", json={"sort": "START_TIME_DESC", "limit": 1})
+            final = {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}
+            ended = {
+                "flow_runs": {"id": {"any_": [newest.raise_for_status().json()[0]["id"]]}},
+                "task_runs": {"state": {"type": final}},
+            }
+            return int(client.post("/task_runs/count", json=ended).raise_for_status().json())
 
     def caused(self, error: BaseException) -> bool:
         """Return whether the server has ended and a failed connection is among the causes of `error`."""
-        import httpx
-
         if not any(isinstance(cause, httpx.TransportError) for cause in error_chain(error)):
             return False
         # A server that received a signal closes its port before its process ends, so wait for the process.
@@ -155,25 +145,6 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-    def _call(self, path: str, body: Any = None) -> Any:
-        """Return the JSON answer of one API call: a GET request if `body` is None, and a POST otherwise."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"{self.url}/{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=5) as response:
-            return json.load(response)
-
-    def _keep_empty_database(self) -> None:
-        """Copy the new database, whose tables are still empty, into the user's cache."""
-        self.empty_database.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.empty_database.parent) as folder:
-            copy = Path(folder, "copy.db")
-            with (
-                contextlib.closing(sqlite3.connect(self.database)) as source,
-                contextlib.closing(sqlite3.connect(copy)) as target,
-            ):
-                source.backup(target)
-            copy.replace(self.empty_database)
 
 
 @contextlib.contextmanager
@@ -196,11 +167,49 @@ def prefect_server(home: Path) -> Iterator[Server | None]:
         if server.caused(error):
             raise UserError(
                 f"{server.log}: Prefect's server ended under the run, for instance by a signal to all "
-                "processes; "
-                "nothing is lost: run the same command again."
+                "processes; nothing is lost: run the same command again."
             ) from error
         server.wait_for_task_runs()
         raise
     finally:
         del os.environ["PREFECT_API_URL"]
         server.stop()
+
+
+# Environment variable with the mark of a run, which all processes that the run starts inherit.
+VARIABLE = "CUDA_AGENT_LEASH"
+# Program of the reaper. Its `cat` ends when the run's end of the pipe closes. A process may start another
+# one after the list was made and before it is killed, so the list is made until it is empty.
+REAPER = """
+cat
+for attempt in 1 2 3 4 5 6 7 8 9 10; do
+    found=$(grep -lszxF "$1" /proc/[0-9]*/environ)
+    [ -n "$found" ] || exit
+    echo "$found" | cut -d / -f 3 | xargs kill -KILL
+done
+"""
+
+
+def start_reaper() -> None:
+    """Start a process that kills all later children of the current process, and theirs, after its end.
+
+    The standard input of the reaper is a pipe whose other end only the current process holds. The pipe closes
+    when this process ends. Then the reaper kills every process that has this process's mark in the
+    environment variable VARIABLE. A second call does nothing.
+    """
+    if os.environ.get(VARIABLE, "").startswith(f"{os.getpid()}-"):
+        return
+    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+    read_end, write_end = os.pipe()
+    # The reaper gets a session of its own, so that Ctrl-C in the terminal does not end it.
+    subprocess.Popen(
+        ["sh", "-c", REAPER, "reaper", f"{VARIABLE}={mark}"],
+        stdin=read_end,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(read_end)
+    # `write_end` is never closed and never inherited, so the pipe closes exactly when this process ends.
+    assert not os.get_inheritable(write_end)
+    os.environ[VARIABLE] = mark
