@@ -15,8 +15,8 @@ from components.agent import workspace_cli
 from components.agent.utility_output import Utility
 from components.cli.common import CommonOptions
 from components.cli.doctor import Finding, examine
-from components.core import config
 from components.cli.progress_view import ProgressView, duration
+from components.core import config
 from components.core.config import resolve
 from components.core.errors import InfrastructureError, IsolationUnavailable, UserError
 from components.core.files import environment_fault
