@@ -119,6 +119,18 @@ def test_the_stages_named_for_from_are_the_stages(page: Path) -> None:
             assert stage in STAGES, words
 
 
+@pytest.mark.parametrize("page", [*PAGES, PROJECT / "CHANGELOG.md"], ids=[*IDS, "CHANGELOG.md"])
+def test_prose_has_at_most_110_columns(page: Path) -> None:
+    prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    too_long = [line for line in prose.splitlines() if len(line) > 110 and not line.startswith("|")]
+    assert not too_long, f"{page.name}: {too_long[0]}"
+
+
+def test_comments_of_the_parameters_have_at_most_110_columns() -> None:
+    lines = (PROJECT / "params.yaml").read_text().splitlines()
+    assert [line for line in lines if line.lstrip().startswith("#") and len(line) > 110] == []
+
+
 def test_a_command_that_does_not_exist_is_noticed() -> None:
     with pytest.raises(AssertionError, match="no command"):
         follow(["models", "explode"])
