@@ -1,8 +1,10 @@
 """The commands `cuda-agent evaluate` and `cuda-agent runs …`: evaluate a policy, and compare two runs."""
 
+from __future__ import annotations
+
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +21,10 @@ from components.cli.common import (
     with_common_options,
 )
 from components.core.errors import UserError
+
+if TYPE_CHECKING:
+    from components.core.params import Params
+    from components.core.task import KernelTask
 
 runs_app = typer.Typer(
     help="Finished runs and evaluations, side by side.", no_args_is_help=True, rich_markup_mode=None
@@ -68,9 +74,8 @@ def evaluate(
     overrides += [f"evaluation.attempts={attempts}"] if attempts else []
     resolved = options.resolve_for_judging(*overrides)
     home, console = home_of(resolved), stderr_console()
-    from components.cli.policies import find_policy
+    from components.cli.models import find_policy
     from components.cli.progress_view import evaluation_table
-    from components.core.files import digest_json
     from components.evaluation.evaluate import evaluate as evaluate_policy
     from components.evaluation.report import write_evaluation_report
     from components.evaluation.suites import load_suite
@@ -79,8 +84,7 @@ def evaluate(
     tasks = load_suite(resolved.params, dataset or newest_dataset(home))
     examined = find_policy(policy, model, resolved)
     params = examined.params
-    settings = params.model_dump(mode="json", exclude={"home", "gate", "store", "registry"})
-    epoch = digest_json([examined.digest, [task.task_id for task in tasks], settings])[:12]
+    epoch = evaluation_epoch(examined.digest, tasks, params)
     folder = home / "evaluations" / epoch
     if resume and not folder.is_dir():
         raise UserError(
@@ -100,6 +104,20 @@ def evaluate(
         console.print(f"not measurable: {task.name or task.task_id}, {task.reason}")
     print_line(f"report   {report}")
     return Output(results.model_dump(mode="json") | {"report": str(report)})
+
+
+def evaluation_epoch(policy: str, tasks: list[KernelTask], params: Params) -> str:
+    """Return the name of an evaluation of the policy with the digest `policy`.
+
+    As the key of a pipeline run's evaluation, it depends on no parameter that only changes throughput, so
+    that an evaluation continues with another policy.batch, for instance.
+    """
+    from components.core.files import digest_json
+    from components.core.param_kinds import result_values
+    from flows.stage_keys import READS
+
+    settings = result_values(params, READS["evaluation"].params)
+    return digest_json([policy, [task.task_id for task in tasks], settings])[:12]
 
 
 @runs_app.command("compare")

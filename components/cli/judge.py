@@ -1,9 +1,7 @@
-"""The commands `cuda-agent judge` (judge one workspace) and `cuda-agent serve` (keep a judge ready)."""
+"""The command `cuda-agent judge`: judge one workspace or file."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +13,9 @@ from components.cli.common import (
     ExitCode,
     Output,
     home_of,
-    newest_dataset,
     print_line,
     with_common_options,
 )
-from components.core.errors import UserError
 
 # Parameters that are set unless `--precise` is given. Intervals are about twice as wide with them as with the
 # numbers of rounds in the base section of params.yaml.
@@ -79,49 +75,3 @@ def judge(
         print_line(verdict.log)
     failed = verdict.status == "infrastructure"
     return Output(verdict.model_dump(mode="json"), ExitCode.FAILED if failed else ExitCode.DONE)
-
-
-@with_common_options("", prints_output=False)
-def serve(
-    options: CommonOptions,
-    device: Device = "",
-    http: Annotated[
-        str, typer.Option("--http", metavar="[HOST:]PORT", help="also serve HTTP (docs/service.md)")
-    ] = "",
-    tokens: Annotated[
-        Path | None, typer.Option("--tokens", help="token file; by default only this machine is served")
-    ] = None,
-    tasks: Annotated[
-        str, typer.Option("--tasks", help="tasks to list: shipped, a folder, or a parquet file")
-    ] = "shipped",
-    keep_days: Annotated[
-        int, typer.Option("--keep-days", min=1, help="days for which ended jobs are kept")
-    ] = 30,
-) -> None:
-    """Keep a judge with its processes and baselines ready, until Ctrl-C or SIGTERM.
-
-    `cuda-agent judge`, `cuda-agent optimize` and the utilities of a workspace use it if they have the same
-    home folder and device. With `--http` it serves other machines and programs too.
-    """
-    if tokens is not None and not http:
-        raise UserError("--tokens: they are for HTTP; give an address with --http as well.")
-    suite = f"evaluation.suite={json.dumps(tasks)}"
-    resolved = options.resolve_for_judging(suite, device=device)
-    params, home = resolved.params, home_of(resolved)
-    from components.evaluation.suites import load_suite
-    from components.service.server import bind
-    from components.service.server import serve as serve_judges
-    from components.service.tokens import TokenFile
-
-    listed = load_suite(params, newest_dataset(home))
-    file = TokenFile(tokens) if tokens is not None else None
-    with contextlib.ExitStack() as resources:
-        listener = resources.enter_context(bind(http, has_tokens=file is not None)) if http else None
-
-        def started(path: object) -> None:
-            print_line(f"judging on {params.device} at {path}; Ctrl-C ends it")
-            if listener is not None:
-                host, port = listener.getsockname()[:2]
-                print_line(f"serving HTTP at http://{host}:{port}")
-
-        serve_judges(params, home, listed, started, listener=listener, tokens=file, keep_days=keep_days)

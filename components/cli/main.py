@@ -18,16 +18,14 @@ from components.cli.common import ExitCode
 from components.cli.data import data_app
 from components.cli.doctor import doctor
 from components.cli.evaluation import evaluate, runs_app
-from components.cli.fleet import fleet
-from components.cli.judge import judge, serve
-from components.cli.mcp import mcp
+from components.cli.judge import judge
 from components.cli.models import models_app
 from components.cli.optimize import optimize
 from components.cli.params import params, plan
 from components.cli.run import run
+from components.cli.service import mcp, serve, token_app
 from components.cli.store import store_app
-from components.cli.token import token_app
-from components.cli.train import train
+from components.cli.train import fleet, train
 from components.cli.trajectory import trajectory_app
 from components.core.errors import StageFailed, UserError
 from components.core.files import environment_fault

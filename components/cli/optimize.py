@@ -64,7 +64,7 @@ def optimize(
     from components.agent.export import check_output_folder, export, headline
     from components.agent.optimize.search import find_kernel, search_budget
     from components.agent.optimize.user_module import user_task
-    from components.cli.policies import find_policy
+    from components.cli.models import find_policy
     from components.judge.pool.local_pool import with_any_duration
 
     task = user_task(module, class_name, inputs, init)

@@ -1,7 +1,9 @@
 """The commands `cuda-agent trajectory …`: print trajectories and write them as HTML."""
 
+from __future__ import annotations
+
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -11,6 +13,9 @@ from components.cli.common import (
     print_table,
     with_common_options,
 )
+
+if TYPE_CHECKING:
+    from components.agent.trajectory import Trajectory
 
 trajectory_app = typer.Typer(
     help="Trajectories of a policy: read or render them.",
@@ -35,26 +40,29 @@ def trajectory_show(
 
     trajectories = load_trajectories(folder)
     if number or len(trajectories) == 1:
-        number, trajectory = trajectory_viewer.choose(trajectories, number, folder)
+        _, trajectory = trajectory_viewer.choose(trajectories, number, folder)
         for text, style in trajectory_viewer.lines(trajectory):
             print_line(text, style)
-    else:
-        rows = [
-            (
-                *(str(index), one.task_id, str(len(one.turns))),
-                *(str(sum(len(turn.calls) for turn in one.turns)), f"{one.reward:g}"),
-                *(one.finish_reason, trajectory_viewer.words(one.final)),
-            )
-            for index, one in enumerate(trajectories, 1)
-        ]
-        print_table(("", "task", "turns", "calls", "reward", "ended by", "final answer"), rows)
-    keys = ("task_id", "reward", "finish_reason", "policy_version", "files")
-    records = [
-        {key: getattr(one, key) for key in keys}
-        | {"turns": len(one.turns), "final": one.final.model_dump(mode="json")}
-        for one in ([trajectories[number - 1]] if number else trajectories)
-    ]
-    return Output({"trajectories": records})
+        return Output({"trajectories": [_record(trajectory)]})
+    rows = []
+    for index, one in enumerate(trajectories, 1):
+        calls = sum(len(turn.calls) for turn in one.turns)
+        counts = (str(index), one.task_id, str(len(one.turns)), str(calls), f"{one.reward:g}")
+        rows.append((*counts, one.finish_reason, trajectory_viewer.words(one.final)))
+    print_table(("", "task", "turns", "calls", "reward", "ended by", "final answer"), rows)
+    return Output({"trajectories": [_record(one) for one in trajectories]})
+
+
+def _record(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "task_id": trajectory.task_id,
+        "reward": trajectory.reward,
+        "finish_reason": trajectory.finish_reason,
+        "policy_version": trajectory.policy_version,
+        "files": trajectory.files,
+        "turns": len(trajectory.turns),
+        "final": trajectory.final.model_dump(mode="json"),
+    }
 
 
 @trajectory_app.command("html")

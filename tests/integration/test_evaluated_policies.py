@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from components.agent.episode import RolloutRequest
 from components.agent.policies import Policy, checkpoint_policy
 from components.agent.trajectory import Trajectory
+from components.cli.evaluation import evaluation_epoch
 from components.cli.main import app
-from components.cli.policies import find_policy
+from components.cli.models import find_policy
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.progress import Quiet
@@ -64,6 +65,14 @@ def test_an_evaluation_of_nothing_is_one_sentence_and_leaves_nothing(
             app, ["evaluate", "--home", "home", "--suite", "shipped", *words]
         ).exception or AssertionError("it was accepted")
     assert not (tmp_path / "home").exists()
+
+
+def test_an_evaluation_continues_with_another_batch_and_with_no_other_attempts() -> None:
+    def epoch(*sets: str) -> str:
+        return evaluation_epoch("digest", [TASK], resolve("ci", sets).params)
+
+    assert epoch() == epoch("policy.batch=3", "pool.judges=2", "data.held_out=7", "home=elsewhere")
+    assert len({epoch(), epoch("evaluation.attempts=9"), epoch("sandbox.rounds=9"), epoch("seed=9")}) == 4
 
 
 def said(url: str, **sets: Any) -> Policy:

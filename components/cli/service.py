@@ -1,17 +1,95 @@
-"""The commands `cuda-agent token`, which create, list and revoke tokens of the HTTP service."""
+"""The commands of the judge's service: `cuda-agent serve`, `cuda-agent mcp` and `cuda-agent token …`."""
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from components.cli.common import Output, print_line, print_table, with_common_options
+from components.cli.common import (
+    CommonOptions,
+    Device,
+    Output,
+    home_of,
+    newest_dataset,
+    print_line,
+    print_table,
+    with_common_options,
+)
 from components.core.errors import UserError
 
 token_app = typer.Typer(help="Tokens of callers of cuda-agent serve --http.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="name of the caller")]
 File = Annotated[Path, typer.Option("--file", help="token file")]
 DEFAULT = Path(".cuda-agent/service/tokens.json")
+
+
+@with_common_options("", prints_output=False)
+def serve(
+    options: CommonOptions,
+    device: Device = "",
+    http: Annotated[
+        str, typer.Option("--http", metavar="[HOST:]PORT", help="also serve HTTP (docs/service.md)")
+    ] = "",
+    tokens: Annotated[
+        Path | None, typer.Option("--tokens", help="token file; by default only this machine is served")
+    ] = None,
+    tasks: Annotated[
+        str, typer.Option("--tasks", help="tasks to list: shipped, a folder, or a parquet file")
+    ] = "shipped",
+    keep_days: Annotated[
+        int, typer.Option("--keep-days", min=1, help="days for which ended jobs are kept")
+    ] = 30,
+) -> None:
+    """Keep a judge with its processes and baselines ready, until Ctrl-C or SIGTERM.
+
+    `cuda-agent judge`, `cuda-agent optimize` and the utilities of a workspace use it if they have the same
+    home folder and device. With `--http` it serves other machines and programs too.
+    """
+    if tokens is not None and not http:
+        raise UserError("--tokens: they are for HTTP; give an address with --http as well.")
+    suite = f"evaluation.suite={json.dumps(tasks)}"
+    resolved = options.resolve_for_judging(suite, device=device)
+    params, home = resolved.params, home_of(resolved)
+    from components.evaluation.suites import load_suite
+    from components.service.server import bind
+    from components.service.server import serve as serve_judges
+    from components.service.tokens import TokenFile
+
+    listed = load_suite(params, newest_dataset(home))
+    file = TokenFile(tokens) if tokens is not None else None
+    with contextlib.ExitStack() as resources:
+        listener = resources.enter_context(bind(http, has_tokens=file is not None)) if http else None
+
+        def started(path: object) -> None:
+            print_line(f"judging on {params.device} at {path}; Ctrl-C ends it")
+            if listener is not None:
+                host, port = listener.getsockname()[:2]
+                print_line(f"serving HTTP at http://{host}:{port}")
+
+        serve_judges(params, home, listed, started, listener=listener, tokens=file, keep_days=keep_days)
+
+
+def mcp(
+    service: Annotated[
+        str, typer.Option("--service", help="address of cuda-agent serve --http")
+    ] = "http://127.0.0.1:8470",
+    token: Annotated[Path | None, typer.Option("--token", help="file with the service's token")] = None,
+) -> None:
+    """Serve the judge's tools to a coding agent by MCP on standard input and output."""
+    import httpx
+
+    from components.service.mcp_server import make_mcp_server
+
+    headers = {}
+    if token is not None:
+        try:
+            headers["Authorization"] = f"Bearer {token.read_text().strip()}"
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--token {token}: cannot be read ({error}).") from error
+    client = httpx.AsyncClient(base_url=service, headers=headers)
+    make_mcp_server(client).run("stdio")
 
 
 @token_app.command()
