@@ -167,7 +167,9 @@ def example(name: str) -> KernelTask:
     )
 
 
-@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize(
+    "name", sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "one_loop")
+)
 def test_the_examples_speak_the_language_of_the_small_policy(name: str) -> None:
     chain = read_chain(canonicalize(example(name).code) or "")
     assert chain is not None and write_kernel(chain, VECTORISED["cpu"])
@@ -333,7 +335,7 @@ def test_a_mistake_of_the_command_line_is_one_sentence_and_leaves_nothing(
 def test_a_small_policy_says_when_a_module_is_none_that_it_has_learned() -> None:
     def notes(expression: str) -> tuple[str, ...]:
         task = TASK.model_copy(update={"code": TASK.code.replace("torch.tanh(x)", expression)})
-        return find_kernel(lambda i, t: "Done.", task=task).notes
+        return search(lambda i, t: "Done.", task=task).notes
 
     assert notes("torch.tanh(x)") == ()
     assert notes("torch.cumsum(x, 0)") == (NOT_LEARNED,)
