@@ -14,7 +14,7 @@ def ask(command: str) -> None:
     """
     path = os.environ.get("JUDGE_SOCKET", "")
     if not path:
-        from components.agent.workspace_cli import run_utility
+        from components.agent.utilities import run_utility
 
         run_utility(command)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

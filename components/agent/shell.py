@@ -3,7 +3,7 @@
 The bash runs from the first command to the end of the trajectory, so the working directory, variables and
 functions persist. Each command writes its output to a file of its own, because the end of a pipe would not be
 reached as long as a background process keeps it open. The shell may write to /workspace, /output and /tmp,
-and it sends requests to the judge through a socket in /control (components/agent/judge_socket.py).
+and it sends requests to the judge through a socket in /control (components/agent/utilities.py).
 """
 
 import contextlib
@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from components.agent import untrusted_folder
-from components.agent.judge_socket import JudgeSocket
-from components.agent.utility_output import Utility
+from components.agent.utilities import JudgeSocket, Utility
 from components.agent.workspace import TEMPLATE
 from components.core.files import remove_tree, scratch_folder
 from components.core.params import Sandbox

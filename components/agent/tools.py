@@ -15,7 +15,7 @@ from components.agent.shell import CommandResult, Shell
 from components.agent.tool_parser import Request
 from components.agent.tool_schemas import Arguments, validated
 from components.agent.trajectory import ToolCall
-from components.agent.utility_output import BUILD_SUCCEEDED, COMMANDS, Utility, utility_output
+from components.agent.utilities import BUILD_SUCCEEDED, COMMANDS, Utility, utility_output
 from components.agent.workspace import Workspace, matches_glob, plain_path
 from components.core.params import Sandbox
 from components.core.text import readable

@@ -61,7 +61,7 @@ def optimize(
     If no faster kernel is found, the report says so. The exit code is 0 in both cases.
     """
     resolved = options.resolve_for_judging(device=device)
-    from components.agent.export import check_output_folder, export, headline
+    from components.agent.optimize.export import check_output_folder, export, headline
     from components.agent.optimize.search import find_kernel, search_budget
     from components.agent.optimize.user_module import user_task
     from components.cli.models import find_policy

@@ -14,7 +14,7 @@ from agent_tool_fixtures import use as use
 from components.agent.tool_parser import Request
 from components.agent.tool_schemas import TOOLS, descriptions
 from components.agent.tools import Tools
-from components.agent.utility_output import COMMANDS
+from components.agent.utilities import COMMANDS
 from components.core.text import readable
 
 

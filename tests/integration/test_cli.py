@@ -11,8 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from components.agent import workspace_cli
-from components.agent.utility_output import Utility
+from components.agent import utilities
+from components.agent.utilities import Utility
 from components.cli.common import CommonOptions
 from components.cli.doctor import Finding, examine
 from components.cli.progress_view import ProgressView, duration
@@ -426,7 +426,7 @@ def test_a_utility_that_cannot_judge_does_not_say_that_the_candidate_failed(
         raise error
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(workspace_cli, "check_isolation", fail)
+    monkeypatch.setattr(utilities, "check_isolation", fail)
     with pytest.raises(SystemExit) as ended:
-        workspace_cli.run_utility(utility)
+        utilities.run_utility(utility)
     assert ended.value.code == code and capsys.readouterr().err == f"{error}\n"

@@ -23,7 +23,7 @@ from agent_fixtures import (
 )
 
 from components.agent.episode import RolloutRequest
-from components.agent.export import check_output_folder, drop_in, export, headline
+from components.agent.optimize.export import check_output_folder, drop_in, export, headline
 from components.agent.optimize.search import NOT_LEARNED, Outcome, SearchBudget, find_kernel, search_budget
 from components.agent.optimize.user_module import user_task
 from components.agent.policies import folder_policy, with_policy_settings

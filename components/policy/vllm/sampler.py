@@ -8,18 +8,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from components.core.errors import UserError
 from components.core.params import Params, Policy
 from components.policy.checkpoint import load_generation_config
 from components.policy.sampler import Completion, stop_ids
 from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.server import Request, server_addresses
-from components.policy.vllm.weights import FleetWeights, Sent, ipc_handles, update_info
-from components.policy.vllm.worker import device_name
+from components.policy.vllm.weights import FleetWeights
 
 
 class VllmSampler:
@@ -71,52 +68,12 @@ class VllmSampler:
         started = time.monotonic()
         self.wake_up()
         is_ipc = self.settings.weight_transfer == "ipc"
-        try:
-            workers = self.weights.begin(self.settings.push_pause)
-            sent = Sent(getattr(torch, workers[0]["dtype"]))
-            devices = sorted({worker["device"] for worker in workers})
-            if is_ipc:
-                self.weights.start({})
-            for bucket in buckets:
-                weights = [
-                    (name, value.detach().to(sent.dtype).contiguous()) for name, value in bucket.items()
-                ]
-                sent.add(weights)
-                if is_ipc:
-                    self._send(weights, devices)
-            if is_ipc:
-                self.weights.finish(version)
-            else:
-                assert folder is not None, "a transfer by disk needs the folder"
-                self.weights.reload(str(folder.resolve()), version)
-            self.weights.end(version, sent.fault)
-        finally:
-            self.weights.resume()
+        assert is_ipc or folder is not None, "a transfer by disk needs the folder"
+        self.weights.push(
+            buckets, version=version, folder=None if is_ipc else folder, pause=self.settings.push_pause
+        )
         self.version = version
         self.push_seconds = time.monotonic() - started
-
-    def _send(self, weights: Sequence[tuple[str, Tensor]], devices: Sequence[str]) -> None:
-        """Send one bucket of weights to all workers, which read it from the memory of their own device.
-
-        `devices` are the devices of the workers, by `device_name`. Raises UserError if this process cannot
-        use one of them.
-        """
-        own = weights[0][1].device
-        seen = {device_name(own): own} | (
-            {device_name(device): device for device in map(_cuda, range(torch.cuda.device_count()))}
-            if own.type == "cuda"
-            else {}
-        )
-        if missing := [name for name in devices if name not in seen]:
-            raise UserError(
-                f"policy.weight_transfer: a vLLM worker is on the device {missing[0]}, which this process "
-                "does not see; set CUDA_VISIBLE_DEVICES to the GPUs of all workers too, or choose disk."
-            )
-        copies = [[value.to(seen[name]) for _, value in weights] for name in devices]
-        self.weights.update(lambda: update_info(weights) | ipc_handles(copies))
-        if own.type == "cuda":
-            # This frees the memory of tensors that vLLM's processes have released.
-            torch.cuda.ipc_collect()
 
     def sleep(self) -> None:
         """Release vLLM's GPU memory until the next `wake_up` or `push`, if `policy.sleep` is set."""
@@ -128,10 +85,6 @@ class VllmSampler:
         if self.asleep:
             self.weights.wake_up()
             self.asleep = False
-
-
-def _cuda(index: int) -> torch.device:
-    return torch.device("cuda", index)
 
 
 def open_vllm_sampler(

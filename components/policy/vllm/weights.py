@@ -5,11 +5,14 @@ that fails during a push is left out of the rest of it, and no request is sent t
 succeeds.
 """
 
+from __future__ import annotations
+
 import asyncio
 import base64
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -38,11 +41,44 @@ class FleetWeights:
         self.fleet = fleet
         self.targets: list[Replica] = []
 
-    def begin(self, pause: str) -> list[dict[str, Any]]:
+    def push(
+        self, buckets: Iterable[Mapping[str, Tensor]], *, version: str, folder: Path | None, pause: str
+    ) -> None:
+        """Replace the weights of all servers by those of `buckets`, and check that every worker has them.
+
+        If `folder` is None, the weights are sent from memory to memory of the same device. Otherwise the
+        servers load the checkpoint `folder`, which has the same weights. `version` is the name of the new
+        weights, and `pause` the parameter `policy.push_pause`, which says whether running requests are kept,
+        aborted or awaited. Raises UserError if a server answers but has other weights, or if no server
+        answers.
+        """
+        try:
+            workers = self._begin(pause)
+            sent = Sent(getattr(torch, workers[0]["dtype"]))
+            devices = sorted({worker["device"] for worker in workers})
+            if folder is None:
+                self._start()
+            for bucket in buckets:
+                weights = [
+                    (name, value.detach().to(sent.dtype).contiguous()) for name, value in bucket.items()
+                ]
+                sent.add(weights)
+                if folder is None:
+                    self._send(weights, devices)
+            if folder is None:
+                body = {"weight_version": version}
+                self._each(lambda replica: replica.server.call("POST", "/finish_weight_update", body))
+            else:
+                self._reload(str(folder.resolve()), version)
+            self._end(version, sent)
+        finally:
+            targets, self.targets = self.targets, []
+            self._post(targets, "/resume")
+
+    def _begin(self, pause: str) -> list[dict[str, Any]]:
         """Pause all servers that answer, and return what `expect_weights` of each of their workers returned.
 
-        `pause` is the parameter `policy.push_pause`, which says whether running requests are kept, aborted or
-        awaited. Raises UserError if a server's workers lack the extension `worker.Fingerprint`, or if a
+        Raises UserError if a server's workers lack the extension `worker.Fingerprint`, or if a
         server divides its requests among several engines.
         """
         # The fleet asks doubted servers again and again, so they are left out here unless all are doubted.
@@ -73,12 +109,12 @@ class FleetWeights:
 
         return [worker for workers in self._each(prepare) for worker in workers]
 
-    def start(self, init: dict[str, Any]) -> None:
-        """Begin an update by vLLM's weight transfer engine, which every server initialises with `init`."""
+    def _start(self) -> None:
+        """Begin an update by vLLM's weight transfer engine."""
 
         async def start(replica: Replica) -> None:
             call = replica.server.call
-            await call("POST", "/init_weight_transfer_engine", {"init_info": init})
+            await call("POST", "/init_weight_transfer_engine", {"init_info": {}})
             try:
                 await call("POST", "/start_weight_update", {"is_checkpoint_format": True})
             except ServerUnavailable as error:
@@ -91,19 +127,35 @@ class FleetWeights:
 
         self._each(start)
 
-    def update(self, info: Callable[[], dict[str, Any]]) -> None:
-        """Send one bucket of weights, and return when every server has loaded it.
+    def _send(self, weights: Sequence[tuple[str, Tensor]], devices: Sequence[str]) -> None:
+        """Send one bucket of weights to all workers, which read it from the memory of their own device.
 
-        `info` returns the description of the bucket for vLLM (`update_info`). It is called for each server,
-        because a memory handle can be opened only once.
+        `devices` are the devices of the workers, by `device_name`. Raises UserError if this process cannot
+        use one of them.
         """
-        self._each(lambda replica: replica.server.call("POST", "/update_weights", {"update_info": info()}))
+        own = weights[0][1].device
+        seen = {device_name(own): own}
+        if own.type == "cuda":
+            others = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+            seen |= {device_name(device): device for device in others}
+        if missing := [name for name in devices if name not in seen]:
+            raise UserError(
+                f"policy.weight_transfer: a vLLM worker is on the device {missing[0]}, which this process "
+                "does not see; set CUDA_VISIBLE_DEVICES to the GPUs of all workers too, or choose disk."
+            )
+        copies = [[value.to(seen[name]) for _, value in weights] for name in devices]
 
-    def finish(self, version: str) -> None:
-        body = {"weight_version": version}
-        self._each(lambda replica: replica.server.call("POST", "/finish_weight_update", body))
+        async def update(replica: Replica) -> None:
+            # A memory handle can be opened only once, so each server gets its own.
+            info = update_info(weights) | ipc_handles(copies)
+            await replica.server.call("POST", "/update_weights", {"update_info": info})
 
-    def reload(self, folder: str, version: str) -> None:
+        self._each(update)
+        if own.type == "cuda":
+            # This frees the memory of tensors that vLLM's processes have released.
+            torch.cuda.ipc_collect()
+
+    def _reload(self, folder: str, version: str) -> None:
         """Have every server load the checkpoint in `folder`, whose weights have the name `version`."""
 
         async def load(replica: Replica) -> None:
@@ -113,18 +165,16 @@ class FleetWeights:
 
         self._each(load)
 
-    def end(self, version: str, fault: Callable[[list[Any]], str]) -> None:
-        """Check that every server in the push has the new weights, and use it for sampling from now on.
+    def _end(self, version: str, sent: Sent) -> None:
+        """Check that every server in the push has the weights `sent`, and sample from it from now on.
 
-        `version` is the name of the new weights, which trajectories record. `fault` takes the reports of a
-        server's workers (`Fingerprint.weight_report`) and returns how they differ from the weights that were
-        sent, or "" if they do not. Raises UserError if a server answers but has other weights, or if no
-        server answers.
+        `version` is the name of the new weights, which trajectories record. Raises UserError if a server
+        answers but has other weights, or if no server answers.
         """
 
         async def end(replica: Replica) -> None:
             reports = await replica.server.workers("weight_report")
-            if problem := fault(reports):
+            if problem := sent.fault(reports):
                 replica.outdated = True
                 raise UserError(
                     f"policy.servers: {replica.server.url} does not hold the weights that were sent to it "
@@ -137,11 +187,6 @@ class FleetWeights:
             replica.doubt(False)
 
         self._each(end)
-
-    def resume(self) -> None:
-        """End the pause of the servers that take part in the present push, also if the push failed."""
-        targets, self.targets = self.targets, []
-        self._post(targets, "/resume")
 
     def sleep(self) -> None:
         self._post([replica for replica in self.fleet.replicas if replica.is_usable()], "/sleep?level=1")
