@@ -48,8 +48,8 @@ DAY = 86_400.0
 RETRY_SECONDS = 1.0
 # Jobs of all tokens that may be queued or running.
 CAPACITY = 20_000
-# Weight of the last job in the average of the seconds that a job takes, and its first value.
-AVERAGE_WEIGHT, FIRST_SECONDS = 0.1, 2.0
+# Seconds after which a caller is asked to try again if its own jobs, or those of all, fill the queue.
+OWN_QUEUE_SECONDS, QUEUE_SECONDS = 2.0, 20.0
 # Reasons of verdicts `infrastructure` that the task's own source causes; another attempt would not help.
 TASK_FAULTS = ("task", "too_large")
 
@@ -86,9 +86,8 @@ class JobService:
         self.running: Counter[str] = Counter()  # jobs of each token
         self.served: dict[str, int] = {}  # number of the turn in which a token was served last
         self.turn = 0
-        self.seconds_per_job = FIRST_SECONDS
         self.progress: dict[str, str] = {}
-        self.watchers: dict[str, list[Callable[[], None]]] = {}
+        self.watchers: set[tuple[str, Callable[[], None]]] = set()  # with the ids of their jobs
         self.threads = [
             threading.Thread(target=self._work, name=f"service-{number}") for number in range(self.workers)
         ]
@@ -186,16 +185,15 @@ class JobService:
 
     def _check_quota(self, token: Token) -> None:
         active = self.store.active(token.name)
-        seconds = self.seconds_per_job / max(1, self.workers)
         if active >= token.queued:
             raise ServiceError(
                 429,
                 f"queue: the token {token.name} has {active} jobs waiting, and may have {token.queued}.",
-                retry_after=max(1.0, seconds),
+                retry_after=OWN_QUEUE_SECONDS,
             )
         if self.store.active() >= self.capacity:
             raise ServiceError(
-                429, "queue: the service has no place for another job.", retry_after=max(1.0, 10 * seconds)
+                429, "queue: the service has no place for another job.", retry_after=QUEUE_SECONDS
             )
         now = time.time()
         count, first = self.store.since(token.name, now - DAY)
@@ -255,32 +253,29 @@ class JobService:
 
         The call may come from any thread.
         """
+        watcher = (job_id, changed)
         with self.condition:
-            self.watchers.setdefault(job_id, []).append(changed)
+            self.watchers.add(watcher)
         try:
             yield
         finally:
             with self.condition:
-                self.watchers[job_id].remove(changed)
-                if not self.watchers[job_id]:
-                    del self.watchers[job_id]
+                self.watchers.remove(watcher)
 
     def _notify(self, job_id: str) -> None:
         with self.condition:
-            watchers = list(self.watchers.get(job_id, ()))
-        for changed in watchers:
+            watching = [changed for watched, changed in self.watchers if watched == job_id]
+        for changed in watching:
             changed()
 
     def _work(self) -> None:
         while (job := self._stored(self._next)) is not None:
-            began = time.monotonic()
             try:
                 state, error, status = self._judge(job)
             except Exception as failure:
                 state, error, status = "failed", f"the judge failed: {str(failure)[:300]}", 503
             with self.condition:
                 self.running[job.token] -= 1
-                self.seconds_per_job += AVERAGE_WEIGHT * (time.monotonic() - began - self.seconds_per_job)
                 self.condition.notify_all()
             self._stored(functools.partial(self.store.finish, job.id, state, error, status))
             self.progress.pop(job.id, None)
@@ -388,7 +383,7 @@ class JobService:
         with self.condition:
             self.closing = True
             self.condition.notify_all()
-            watched = list(self.watchers)
+            watched = {job_id for job_id, _ in self.watchers}
         for job_id in watched:
             self._notify(job_id)
 
