@@ -71,14 +71,17 @@ def train(
     if ranks > 1:
         _launch(ranks, output)
         return
+    from components.training.launcher import LAUNCHED, end_with_launcher
+
     distributed, rank = "WORLD_SIZE" in os.environ, int(os.environ.get("RANK", "0"))
+    if LAUNCHED in os.environ:
+        end_with_launcher()
 
     from components.cli.progress_view import ProgressView
     from components.core.files import MANIFEST, digest_json
     from components.core.progress import Quiet
     from components.core.sources import project_digests
     from components.judge.pool.open_pool import open_pool
-    from components.training.launcher import LAUNCHED
     from components.training.run_stage import run_stage
     from components.training.stage import CHECKPOINT, Stage
     from components.training.training_loop import Terminated
@@ -125,8 +128,12 @@ def train(
 
 def _launch(ranks: int, output: Path) -> None:
     """Start this command once for each rank, without its option `--ranks`, and exit with its exit code."""
+    import logging
+
     from components.training.launcher import launch
 
+    # torchrun's agent would print its own report of a failed rank beside the sentence of this command.
+    logging.disable(logging.ERROR)
     arguments = [word for word in sys.argv[1:] if not word.startswith("--ranks=")]
     if "--ranks" in arguments:
         index = arguments.index("--ranks")

@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.autograd.graph import save_on_cpu
 
 from components.core import param_types, stage_params
 from components.core.errors import UserError
-from components.training import document_attention, universal_checkpoint
+from components.training import document_attention
 from components.training.batches import Batch, Microbatch, Packed, Streams, pack, plan, stream, to_device
 from components.training.ranks import World, deepspeed_config, import_deepspeed, join_world
-from components.training.universal_checkpoint import SHARDS, UNIVERSAL
 
 # Betas of AdamW.
 BETAS = (0.9, 0.95)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# Least size of a tensor that engine.activation_offload moves to host memory.
-OFFLOADED_BYTES = 2**20
+# Folder of the shards of a state, which all ranks write.
+SHARDS = "state"
 
 Values = TypeVar("Values", bound=Streams)
 # Function that takes a network, packed tokens and the values of its own tokens, and returns loss and metrics,
@@ -168,8 +168,10 @@ class DeepSpeedEngine:
         # DeepSpeed averages gradients over ranks, but the shares of all ranks must be summed. With sequence
         # parallelism, ZeRO 3 divides by the number of ranks, ZeRO 1 and 2 by the number of groups.
         divisor = self.world.size if self.settings.zero_stage == 3 else self.world.groups
+        # With activation checkpointing, most of the tensors that are moved are the inputs of the layers.
+        is_offloaded = self.settings.activation_offload and self.world.device.type == "cuda"
         for microbatch in microbatches:
-            with self._offloaded_activations():
+            with save_on_cpu(pin_memory=True) if is_offloaded else contextlib.nullcontext():
                 share = loss(self.engine, microbatch)
             self.engine.backward(share * (divisor if microbatch.counted else 0))
         norm, is_known = self._local_norm(), self.settings.zero_stage > 0 or self.world.size == 1
@@ -197,29 +199,6 @@ class DeepSpeedEngine:
         return float(torch.stack(gradients).norm()) if gradients else math.nan
 
     @contextlib.contextmanager
-    def _offloaded_activations(self) -> Iterator[None]:
-        """Return a context that keeps large tensors for the backward pass in host memory.
-
-        With activation checkpointing these are mostly the inputs of the layers. Parameters stay where they
-        are. Nothing is moved on cpu or without engine.activation_offload.
-        """
-        if not self.settings.activation_offload or self.world.device.type == "cpu":
-            yield
-            return
-
-        def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-            if isinstance(tensor, nn.Parameter) or tensor.nbytes < OFFLOADED_BYTES:
-                return tensor
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            return tensor.device, host.copy_(tensor)
-
-        def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-            return packed if isinstance(packed, Tensor) else packed[1].to(packed[0])
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-
-    @contextlib.contextmanager
     def gathered(self, module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
         """Return a context in which this process has the parameters of `module` complete, also under ZeRO 3.
 
@@ -235,27 +214,12 @@ class DeepSpeedEngine:
         """Write parameters, optimizer state and random state below the new folder `folder`."""
         self.engine.save_checkpoint(str(folder), tag=SHARDS, client_state={"rng": torch.get_rng_state()})
 
-    def load(self, folder: Path, *, ranks: int) -> None:
-        """Load what `save` wrote below `folder` when there were `ranks` ranks; every rank must call this.
+    def load(self, folder: Path) -> None:
+        """Load what `save` wrote below `folder` on as many ranks; every rank must call this.
 
-        If this engine has another number of ranks, rank 0 converts the state to a folder beside `folder`,
-        which is removed after the loading. Raises UserError if DeepSpeed finds no state in `folder`.
+        Raises UserError if DeepSpeed finds no state in `folder`.
         """
-        if ranks == self.world.size or self.settings.zero_stage == 0:
-            self._load(folder, SHARDS)
-            return
-        with universal_checkpoint.converted(folder, writes=self.world.rank == 0) as out:
-            self.world.barrier()
-            # The configuration says of all states that are loaded which form they have.
-            self.engine._config.load_universal_checkpoint = True
-            try:
-                self._load(out, UNIVERSAL)
-            finally:
-                self.engine._config.load_universal_checkpoint = False
-            self.world.barrier()
-
-    def _load(self, folder: Path, tag: str) -> None:
-        path, client = self.engine.load_checkpoint(str(folder), tag=tag)
+        path, client = self.engine.load_checkpoint(str(folder), tag=SHARDS)
         if path is None:
             raise UserError(f"{folder}: the resumable state is damaged; delete the folder and run again.")
         torch.set_rng_state(client["rng"])

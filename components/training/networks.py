@@ -5,6 +5,7 @@ computed from the hidden state of the token before it, so before it is emitted.
 """
 
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from components.core import params, stage_params
@@ -181,24 +181,32 @@ def tile_mlps(model: PreTrainedModel, settings: stage_params.Engine) -> None:
     only (Arctic long sequence training, arXiv 2506.13996). Under ZeRO 3 a layer must be a leaf module, whose
     parameters are gathered once for all of its parts, because the ranks may have different numbers of parts.
     """
-    tiled = {type(module) for module in model.modules() if _is_dense_mlp(module)}
-    for module in model.modules():
-        if _is_dense_mlp(module):
-            module.forward = functools.partial(_in_parts, module.forward, settings.mlp_tokens)
+    tiled = [module for module in model.modules() if _is_dense_mlp(module)]
+    for module in tiled:
+        module.forward = functools.partial(_tiled, module, type(module).forward, settings.mlp_tokens)
     if settings.zero_stage == 3 and tiled:
         from deepspeed.utils import set_z3_leaf_modules
 
-        set_z3_leaf_modules(model, list(tiled))
+        set_z3_leaf_modules(model, list({type(module) for module in tiled}))
 
 
 def _is_dense_mlp(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "down_proj"))
 
 
-def _in_parts(forward: Any, tokens: int, states: Tensor) -> Tensor:
-    """Apply `forward` to parts of `states` [..., tokens, hidden], and return the outputs in the same shape.
+def _tiled(module: nn.Module, forward: Any, tokens: int, states: Tensor) -> Tensor:
+    """Apply `forward` of `module` to parts of `states` [..., tokens, hidden]; the result has the same shape.
 
     Each part has at most `tokens` tokens. Intermediate states are not kept for the backward pass.
     """
-    parts = states.split(tokens, dim=-2)
-    return torch.cat([checkpoint(forward, part, use_reentrant=False) for part in parts], dim=-2)
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    length = states.shape[-2]
+    parts = math.ceil(length / tokens)
+    # torch.chunk, which divides the states, makes fewer parts where their sizes are rounded up.
+    parts = math.ceil(length / math.ceil(length / parts))
+    if torch.is_grad_enabled() and not states.requires_grad:
+        # TiledMLP computes no gradients of the weights if the states have none.
+        states = states.detach().requires_grad_()
+    output: Tensor = TiledMLP.apply(forward, module, states, parts, list(module.parameters()))
+    return output

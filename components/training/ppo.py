@@ -38,7 +38,6 @@ from components.training.engine import (
     evaluate,
     train_step,
 )
-from components.training.expert_load import ExpertLoad
 from components.training.losses import (
     effective_sample_size,
     importance_weights,
@@ -84,7 +83,6 @@ class Networks:
     critic: DeepSpeedEngine | None
     # Evaluates the policy that the stage started from; None if no loss or metric needs it.
     reference: Callable[[Rollout], Tensor] | None
-    expert_load: ExpertLoad
 
     @property
     def trained(self) -> dict[str, DeepSpeedEngine]:
@@ -131,7 +129,6 @@ def load_networks(stage: Stage, ppo: Ppo, policy: TrainedPolicy, critic_folder: 
     def engine(network: nn.Module) -> DeepSpeedEngine:
         return DeepSpeedEngine(network, settings, device=device, gradient_clip=ppo.gradient_clip)
 
-    expert_load = ExpertLoad(policy.model)
     actor, critic = engine(Actor(policy.model, ppo.rollouts.temperature)), None
     if ppo.advantages == "critic":
         with sharded_loading(settings, device):
@@ -141,7 +138,7 @@ def load_networks(stage: Stage, ppo: Ppo, policy: TrainedPolicy, critic_folder: 
         critic = engine(network)
     is_needed = ppo.kl_coefficient > 0 or ppo.measure_kl
     reference = _reference(stage, ppo, policy, actor) if is_needed else None
-    return Networks(actor, critic, reference, expert_load)
+    return Networks(actor, critic, reference)
 
 
 def _reference(
@@ -257,9 +254,8 @@ def score(
     """
     actor, own = networks.actor, torch.ones(batch.tokens, dtype=torch.bool)
     limit, nothing = actor.settings.tokens_per_microbatch, stream(batch.tokens)
-    with networks.expert_load.counting():
-        old_logprob, entropy = evaluate(actor.forward, actor.world, batch, limit)
-    figures = networks.expert_load.figures(actor.world) | {
+    old_logprob, entropy = evaluate(actor.forward, actor.world, batch, limit)
+    figures: Figures = {
         "entropy": float(entropy.mean()),
         "sampler_difference": float((old_logprob - batch.sampler_logprob).abs().mean()),
         "effective_share": effective_sample_size(old_logprob, batch.sampler_logprob, own),

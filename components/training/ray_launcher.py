@@ -6,6 +6,7 @@ every rank reads and writes there.
 """
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -20,7 +21,7 @@ from components.core.progress import Quiet
 from components.judge.pool.local_pool import with_any_duration
 from components.judge.pool.open_pool import open_pool
 from components.planning.ray_cluster import RUN, bundle, connect
-from components.training.launcher import ERROR_FILE, clear_errors, error_file, raise_first_error
+from components.training.launcher import ERROR_FILE, error_file, raise_first_error
 from components.training.metrics import METRICS
 from components.training.run_stage import run_stage
 from components.training.stage import Stage, StageResult, load_result, load_unfinished
@@ -40,7 +41,7 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
     """
     connect()
     logs = stage.out / "logs"
-    clear_errors(logs)
+    shutil.rmtree(logs, ignore_errors=True)
     trainers, cuda = stage.params.pool.trainers, stage.params.device == "cuda"
     trainer = TorchTrainer(
         _rank,
@@ -111,7 +112,9 @@ def _reported_progress(stage: Stage) -> Iterator[None]:
 
 def _rank(config: dict[str, Any]) -> None:
     """Run one rank of the stage; Ray Train calls this with `train_loop_config`."""
-    os.environ[ERROR_FILE] = str(error_file(config["logs"], get_context().get_world_rank()))
+    file = error_file(config["logs"], get_context().get_world_rank())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    os.environ[ERROR_FILE] = str(file)
     os.environ[RUN] = config["run"]
     with closing(open_pool(with_any_duration(config["stage"]["params"]), config["verdicts"])) as pool:
         run_stage(Stage(**config["stage"], pool=pool, progress=Quiet()))

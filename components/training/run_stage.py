@@ -10,7 +10,6 @@ from components.agent.rewards import load_reward
 from components.core.errors import StageFailed, UserError
 from components.core.params import Params
 from components.judge.verdict import require_standard_labels
-from components.training.disk_space import check_disk_space
 from components.training.stage import STAGES, Stage, StageName, StageResult, finished_result
 
 if TYPE_CHECKING:
@@ -39,7 +38,6 @@ def run_stage(stage: Stage, episode: RunEpisode | None = None) -> StageResult:
         check_critic_given(stage)
         if result := finished_result(stage):
             return result
-        check_disk_space(stage)
         return _run(stage, episode)
     except Exception as error:
         get_error_handler().record_exception(error)

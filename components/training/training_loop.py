@@ -6,14 +6,12 @@ with bitwise the same weights as one that was never interrupted.
 
 A state holds the parameters, optimizer states and random state of the stage's engines after a step. It is
 written to a temporary folder that is renamed when it is complete, so a killed process leaves the previous
-state intact. The folder's name contains precision and ZeRO stage (the layout) and the number of ranks.
+state intact. The folder's name contains precision, ZeRO stage and number of ranks, which are its layout.
 DeepSpeed cannot load shards of another layout: a stage that resumes with another one repeats its training on
-its stored trajectories and does not sample them again. A state of another number of ranks is converted
-(universal_checkpoint.py).
+its stored trajectories and does not sample them again.
 """
 
 import math
-import re
 import shutil
 import signal
 import threading
@@ -61,22 +59,12 @@ class StateStore:
 
     @property
     def layout(self) -> str:
-        return f"{self.settings.dtype}-zero{self.settings.zero_stage}"
+        return f"{self.settings.dtype}-zero{self.settings.zero_stage}-world{self.world.size}"
 
     def complete(self) -> list[tuple[int, Path]]:
-        """Return (finished steps, folder) of every complete state that can be loaded, oldest first.
-
-        A state can be loaded if it has this layout and, with sequence parallelism, this number of ranks. Of
-        two states after the same step, the one of this number of ranks comes last.
-        """
-        pattern = re.compile(rf"step-(\d+)-{self.layout}-world(\d+)")
-        found = [
-            (int(match[1]), int(match[2]) == self.world.size, folder)
-            for folder in (self.stage_folder / "state").glob("step-*")
-            if (match := pattern.fullmatch(folder.name))
-        ]
-        can_convert = self.settings.sequence_parallel == 1
-        return [(steps, folder) for steps, is_own, folder in sorted(found) if is_own or can_convert]
+        """Return (finished steps, folder) of every complete state of this layout, oldest first."""
+        found = (self.stage_folder / "state").glob(f"step-*-{self.layout}")
+        return sorted((int(folder.name.split("-")[1]), folder) for folder in found)
 
     def newest(self) -> int:
         """Return the number of finished steps of the newest complete state, or 0 if there is none."""
@@ -88,7 +76,7 @@ class StateStore:
         If there are then more than `kept` states, the oldest ones are deleted. The states of the stages in
         `finished` are deleted too, because their checkpoints are all that this stage needs.
         """
-        folder = self.stage_folder / "state" / f"step-{steps:04d}-{self.layout}-world{self.world.size}"
+        folder = self.stage_folder / "state" / f"step-{steps:04d}-{self.layout}"
         temporary = folder.with_name(f".{folder.name}.writing")
         if self.world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -118,7 +106,7 @@ class StateStore:
             return 0
         steps, folder = states[-1]
         for name, engine in self.engines.items():
-            engine.load(folder / name, ranks=int(folder.name.rpartition("world")[2]))
+            engine.load(folder / name)
         return steps
 
 

@@ -6,8 +6,6 @@ import math
 import os
 import re
 import signal
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.core.errors import StageFailed, UserError
 from components.core.files import digest_file, digest_json, read_json, write_json
-from components.training.launcher import TERMINATED, launch
 from components.training.metrics import collapse
 from components.training.run_stage import run_stage
 from components.training.training_loop import Terminated
@@ -166,27 +163,3 @@ def test_a_critic_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     write_json(other / "manifest.json", manifest)
     with pytest.raises(UserError, match="reads other tokens than the actor"):
         run_stage(dataclasses.replace(made, critic=other), episode)
-
-
-def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
-    program = f"""
-import os, signal, time
-from pathlib import Path
-Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
-while not all(Path({str(tmp_path)!r}, str(rank)).exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
-    time.sleep(0.05)
-os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else time.sleep(600)
-"""
-    started = time.monotonic()
-    with pytest.raises(StageFailed, match=r"rank 1 of 3 died by signal SIGKILL .*rank-1\.log"):
-        launch([sys.executable, "-c", program], 3, tmp_path / "logs")
-    assert time.monotonic() - started < 60
-    for rank in range(3):
-        with pytest.raises(ProcessLookupError):
-            os.kill(int((tmp_path / str(rank)).read_text()), 0)
-
-
-def test_ranks_that_end_well_or_on_request_are_no_failure(tmp_path: Path) -> None:
-    assert launch([sys.executable, "-c", "raise SystemExit(143)"], 2, tmp_path) == TERMINATED
-    program = "import os; assert os.environ['MASTER_PORT'] and os.environ['LOCAL_RANK'] == os.environ['RANK']"
-    assert launch([sys.executable, "-c", program], 2, tmp_path) == 0

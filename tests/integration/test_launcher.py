@@ -2,24 +2,27 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from prefect_fixtures import wait_for
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from components.core.config import PROJECT
 from components.core.errors import StageFailed, UserError
-from components.training import launcher
 from components.training.launcher import TERMINATED, launch
 from components.training.run_stage import RankLost
 
 PROGRAM = """
 import os, shutil, sys, time
 own = os.environ["TORCHELASTIC_ERROR_FILE"]
-while os.environ["RANK"] == "0" and not os.path.exists(own.replace("rank-0", "rank-1")):
+while os.environ["RANK"] == "0" and not os.path.exists(own.replace("/0/", "/1/")):
     time.sleep(0.05)
 shutil.copyfile(os.path.join(sys.argv[1], os.environ["RANK"]), own)
 time.sleep(int(os.environ["RANK"]))
@@ -28,9 +31,12 @@ sys.exit(1)
 
 
 @pytest.fixture(autouse=True)
-def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the launcher wait for the other ranks for one second after a rank failed."""
-    monkeypatch.setattr(launcher, "GRACE_SECONDS", 1.0)
+def own_signals() -> Iterator[None]:
+    """Restore the handlers of signals that torchrun's agent replaces."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Except
         (
             StageFailed("critic: too little"),
             StageFailed,
-            r"rank 1 of 2 failed: critic: too little .*rank-1\.log",
+            r"rank 1 of 2 failed: critic: too little .*1/stderr\.log",
         ),
         (UserError("critic: no trajectory"), UserError, "^critic: no trajectory$"),
         (ValueError("a bad\n  shape"), StageFailed, "rank 1 of 2 failed: ValueError: a bad shape"),
@@ -76,7 +82,7 @@ def test_the_error_of_the_rank_that_failed_is_told_not_that_of_one_which_lost_it
 def test_a_rank_that_recorded_nothing_is_told_by_the_end_of_its_log(tmp_path: Path) -> None:
     program = "import os, sys, time; time.sleep(60 * (os.environ['RANK'] == '0')); sys.exit('out of luck')"
     with pytest.raises(
-        StageFailed, match=r"rank 1 of 2 died by exit code 1 \(see .*rank-1\.log\);(.|\n)*out of luck"
+        StageFailed, match=r"rank 1 of 2 died by exit code 1 \(see .*1/stderr\.log\);(.|\n)*out of luck"
     ):
         launch([sys.executable, "-c", program], 2, tmp_path / "logs")
 
@@ -92,11 +98,10 @@ def test_an_error_of_an_earlier_run_is_forgotten(
 
 
 def test_after_sigterm_the_ranks_have_the_time_that_they_need(tmp_path: Path) -> None:
-    """Torchrun's agent would kill them after its shutdown timeout, and end with another exit code."""
     program = f"""
 import os, signal, sys, time
 def save(*_):
-    time.sleep(3 * (os.environ["RANK"] == "0"))  # longer than the launcher waits after a failed rank
+    time.sleep(3 * (os.environ["RANK"] == "0"))
     open({str(tmp_path)!r} + "/saved-" + os.environ["RANK"], "w").close()
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)
@@ -114,3 +119,43 @@ time.sleep(60)
     assert launch([sys.executable, "-c", program], 2, tmp_path / "logs") == TERMINATED
     thread.join()
     assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
+
+
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    rank = (
+        "import os, time; from components.training.launcher import end_with_launcher; end_with_launcher(); "
+        f"open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(60)"
+    )
+    program = (
+        "import sys; from pathlib import Path; from components.training.launcher import launch; "
+        f"launch([sys.executable, '-c', {rank!r}], 2, Path({str(tmp_path / 'logs')!r}))"
+    )
+    files = [tmp_path / "0", tmp_path / "1"]
+    with subprocess.Popen([sys.executable, "-c", program], cwd=PROJECT) as process:
+        wait_for(lambda: all(file.is_file() and file.read_text() for file in files), 60)
+        process.kill()
+    wait_for(lambda: not any(psutil.pid_exists(int(file.read_text())) for file in files), 10)
+
+
+def test_a_rank_that_dies_ends_the_others_and_is_named(tmp_path: Path) -> None:
+    program = f"""
+import os, signal, time
+from pathlib import Path
+Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(str(os.getpid()))
+while not all(Path({str(tmp_path)!r}, str(rank)).exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
+    time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else time.sleep(600)
+"""
+    started = time.monotonic()
+    with pytest.raises(StageFailed, match=r"rank 1 of 3 died by signal SIGKILL .*1/stderr\.log"):
+        launch([sys.executable, "-c", program], 3, tmp_path / "logs")
+    assert time.monotonic() - started < 60
+    for rank in range(3):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / str(rank)).read_text()), 0)
+
+
+def test_ranks_that_end_well_or_on_request_are_no_failure(tmp_path: Path) -> None:
+    assert launch([sys.executable, "-c", "raise SystemExit(143)"], 2, tmp_path) == TERMINATED
+    program = "import os; assert os.environ['MASTER_PORT'] and os.environ['LOCAL_RANK'] == os.environ['RANK']"
+    assert launch([sys.executable, "-c", program], 2, tmp_path) == 0

@@ -1,18 +1,18 @@
-"""States on disk: when they are written, when those of finished stages go, and the space that is checked."""
+"""States on disk: when they are written, which are loaded, and when those of finished stages go."""
 
 import dataclasses
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from engine_fixtures import engine_of
 from training_fixtures import episode, stage
 
 from components.core.config import resolve
 from components.core.errors import UserError
-from components.training import disk_space, training_loop
-from components.training.disk_space import count_parameters, needed_bytes
+from components.training import training_loop
 from components.training.run_stage import run_stage
+from components.training.training_loop import StateStore
 
 
 def states(folder: Path) -> list[str]:
@@ -39,17 +39,17 @@ def test_states_are_written_by_time_and_those_of_the_finished_stage_go_with_the_
     assert states(second.out)
 
 
-def test_a_stage_that_does_not_fit_on_the_disk_is_refused_with_both_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = stage(tmp_path, "warmup")
-    parameters = count_parameters(one.actor)
-    assert 10_000 < parameters < 100_000
-    assert needed_bytes(one) == parameters * (3 * 2 * 16 + 4)
-    usage = shutil.disk_usage(tmp_path)._replace(free=5)
-    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match=rf"warmup needs {needed_bytes(one):,} bytes .* and 5 are free"):
-        run_stage(one, episode)
+def test_a_state_of_another_layout_is_not_loaded(tmp_path: Path) -> None:
+    engine = engine_of(1)
+    store = StateStore(tmp_path, {}, engine.settings, engine.world, 2)
+    for name in (
+        "step-0007-bfloat16-zero1-world1",
+        "step-0006-float32-zero3-world1",
+        "step-0004-float32-zero1-world2",
+        "step-0002-float32-zero1-world1",
+    ):
+        (tmp_path / "state" / name).mkdir(parents=True)
+    assert [steps for steps, _ in store.complete()] == [2]
 
 
 @pytest.mark.parametrize("bad", ["0", "20 min", "min", "-1min"])
