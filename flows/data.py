@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from prefect import get_run_logger, task
@@ -24,13 +25,16 @@ from components.core.files import (
     atomic_folder,
     atomic_write,
     digest_bytes,
+    digest_json,
     read_json,
     write_changed,
 )
+from components.core.params import Params
 from components.core.progress import Progress
+from components.core.sources import project_digests
 from components.core.task import dataset_version
 from components.synthesis.dvc_stages import ERROR_PREFIX
-from flows.data_inputs import absolute_values, maker_digest
+from components.synthesis.operator_table import library_versions
 from flows.dataset_remote import OUTPUT, has_version, initialise_workspace, keep_lock, run_dvc
 from flows.run_context import Busy, PipelineRun
 from flows.steps import DatasetRecord, counted
@@ -49,6 +53,9 @@ PROGRESS_LINE = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
 EXITED = re.compile(r"exited with (\d+)")
 # Exit codes of components.synthesis.dvc_stages.
 BAD_INPUT, NO_ISOLATION = 2, 3
+# Source paths whose change causes the data set to be built again. The judge's sources are not listed, because
+# the data set depends on the judge only through the parameters and the verdicts.
+MAKERS = ("components/synthesis/", "components/core/task.py")
 
 
 @task(name="dataset", task_run_name="dataset", persist_result=False, cache_policy=NO_CACHE)
@@ -176,3 +183,23 @@ def _failure(workspace: Path, command: str, lines: Sequence[str]) -> Exception:
 
 def _text(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
+
+
+def maker_digest(run: PipelineRun) -> str:
+    """Return the digest of the code that makes the data set.
+
+    It covers the sources in MAKERS, the library versions, and the number of the request to build the data set
+    again (`--from dataset`), which is 0 if there is none.
+    """
+    files = {name: digest for name, digest in project_digests().items() if name.startswith(MAKERS)}
+    return digest_json([files, library_versions(), run.rerun_number("dataset")])
+
+
+def absolute_values(params: Params) -> dict[str, Any]:
+    """Return all parameters as nested dictionaries, with the paths in data.against made absolute.
+
+    DVC runs in the folder of its workspace, where relative paths would name other files.
+    """
+    values: dict[str, Any] = params.model_dump(mode="json")
+    values["data"]["against"] = [str(Path(path).resolve()) for path in params.data.against]
+    return values

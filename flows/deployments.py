@@ -8,18 +8,25 @@ used, because their slots stay occupied for minutes after a flow is killed.
 
 import contextlib
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import httpx
+from mlflow.exceptions import MlflowException
 from prefect import flow, get_run_logger
 from prefect.artifacts import create_table_artifact
 from prefect.concurrency.sync import concurrency
 from prefect.runtime import flow_run
+from requests.exceptions import ConnectionError as RequestsConnectionError
+from requests.exceptions import Timeout as RequestsTimeout
+from sqlalchemy.exc import OperationalError
 
 from components.agent.policies import checkpoint_policy
-from components.core.errors import UserError
+from components.core.errors import InfrastructureError, UserError, error_chain
 from components.core.progress import LineProgress, Progress
 from components.evaluation.evaluate import evaluate
 from components.evaluation.suites import load_suite
@@ -29,19 +36,34 @@ from components.registry.tracking import connect, flatten
 from flows import run_context
 from flows.approval import approval, ask, settings
 from flows.data import dataset
-from flows.evaluation import figures
 from flows.nightly import nightly_pipeline
 from flows.processes import start_reaper
 from flows.progress import DiskGuard, EventProgress
-from flows.retry_policy import retry_by_kind
-from flows.run_context import PipelineRun
+from flows.run_context import Busy, PipelineRun
+from flows.stages import figures
 
-FlowResult = dict[str, Any]
 # Seconds after which Prefect frees the concurrency slot of a flow that was killed.
 LEASE_SECONDS = 60.0
 # Largest number of attempts of one flow run. Without a limit, a flow that crashes for a permanent reason,
 # such as too little memory, would be resumed for ever.
 LAST_ATTEMPT = 4
+# Seconds to wait before each further try, by the kind of a temporary fault. boto3, MLflow and Prefect
+# themselves retry for up to a minute, so a fault that they report has lasted longer. A permanent error (bad
+# input, a failed stage, a mistake in the code) is not retried, because it would occur again.
+DELAYS = {
+    # A server or the network does not answer. The delays cover the restart of a server, which takes seconds,
+    # and the replacement of a node, which takes minutes.
+    "service": (5.0, 30.0, 120.0, 600.0),
+    # Another process works in the home or holds DVC's lock. The delays cover the length of a short run.
+    "busy": (60.0, 300.0, 900.0, 1800.0),
+    # The judge itself failed in all of its own attempts to judge a candidate.
+    "judge": (30.0, 300.0),
+}
+# MLflow's error codes of temporary faults.
+UNAVAILABLE = ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "ABORTED")
+
+T = TypeVar("T")
+FlowResult = dict[str, Any]
 
 
 def scheduled_day() -> str:
@@ -53,7 +75,7 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
     """Call `work` while no other flow works in the home, and return its result.
 
     `work` gets the `Progress` to which it reports. After a temporary fault, it is called again
-    (retry_policy.py). Raises UserError if Prefect has already attempted this flow run LAST_ATTEMPT times, and
+    (`retry_by_kind`). Raises UserError if Prefect has already attempted this flow run LAST_ATTEMPT times, and
     the errors of `check_environment` if something that the run needs is missing.
     """
     if (flow_run.run_count or 1) > LAST_ATTEMPT:
@@ -188,3 +210,54 @@ def promotion(profile: str = "h20-pool", sets: str = "", home: str = "") -> dict
     if version is None or models.describe(client, model, version)["decision"] != "waiting":
         return {"model": model, "version": version, "verdict": "nothing waits"}
     return dict(approval.fn(version, profile, sets, home))
+
+
+def retry_kind(error: BaseException) -> str | None:
+    """Return the kind of a temporary fault, a key of DELAYS, or None if the fault is permanent.
+
+    The error and then its causes are searched, and the first one that is a temporary fault decides.
+    """
+    for seen in error_chain(error):
+        match seen:
+            case Busy():
+                return "busy"
+            case InfrastructureError():
+                return "judge"
+            case (
+                ConnectionError()
+                | TimeoutError()
+                | httpx.TransportError()
+                | RequestsConnectionError()
+                | RequestsTimeout()
+                | OperationalError()
+            ):
+                return "service"
+            case MlflowException(error_code=code) if code in UNAVAILABLE:
+                return "service"
+    return None
+
+
+def retry_by_kind(
+    call: Callable[[], T], report: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
+) -> T:
+    """Return the result of `call`, which is repeated after temporary faults with the delays of their kind.
+
+    `call` must be safe to repeat. `report` is called with one line for each fault, and `sleep` with the
+    seconds to wait after it. Raises the last error if it is permanent, or if all delays of its kind are used
+    up.
+    """
+    used: Counter[str] = Counter()
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            kind = retry_kind(error)
+            if kind is None or used[kind] == len(DELAYS[kind]):
+                raise
+            delay = DELAYS[kind][used[kind]]
+            used[kind] += 1
+            report(
+                f"{kind} fault, try {used[kind] + 1} of {len(DELAYS[kind]) + 1} in {delay:g} s: "
+                f"{' '.join(str(error).split())[:300]}"
+            )
+        sleep(delay)

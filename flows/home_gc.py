@@ -59,7 +59,7 @@ def removable(home: Path, references: Mapping[str, str], seconds: float) -> list
     """Return the files and folders of the home that can be removed and are older than `seconds`.
 
     A temporary file must also be older than ABANDONED_SECONDS. `references` maps the keys of runs to reasons
-    to keep them (`retention_refs.references`). This function removes nothing.
+    to keep them (`registry.models.references`). This function removes nothing.
     """
     now = time.time()
     used = set(_used_stages(home, references, now - seconds))

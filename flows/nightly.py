@@ -29,7 +29,6 @@ from components.storage import open_store, put_checkpoint
 from components.training.run_stage import check_stages, stages_of_run
 from flows import run_page
 from flows.data import dataset
-from flows.evaluation import evaluate_checkpoint, load, table
 from flows.night import (
     lineage_tags,
     may_begin,
@@ -41,9 +40,9 @@ from flows.night import (
 from flows.processes import Server
 from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
-from flows.result_markdown import verdict
 from flows.run_context import RUN_FILE, PipelineRun, check_training, source_commit
-from flows.run_page import PageProgress
+from flows.run_page import PageProgress, verdict
+from flows.stages import evaluate_checkpoint, load, start_policy, table, train
 from flows.steps import (
     CheckpointRecord,
     Context,
@@ -52,7 +51,6 @@ from flows.steps import (
     count_task_runs,
     mark_crashed_runs,
 )
-from flows.training import start_policy, train
 
 # The content of run.json, which `cuda-agent run --json` prints.
 RunRecord = dict[str, Any]

@@ -22,8 +22,8 @@ from components.registry import gate_runner, models
 from components.registry.gates import Decision
 from components.registry.promotion import Promotion
 from components.registry.tracking import numbers
-from flows.evaluation import evaluate_checkpoint, load
 from flows.night import descent, keep_checkpoint
+from flows.stages import evaluate_checkpoint, load
 from flows.steps import CheckpointRecord, Context, EvaluationRecord, counted
 
 

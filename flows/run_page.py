@@ -9,7 +9,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,14 @@ from prefect.context import FlowRunContext, TaskRunContext
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from components.core.progress import Progress
-from components.core.text import figures_text
-from flows.result_markdown import gates_table, markdown_table, stages_table, verdict
+from components.core.text import (
+    FIGURES,
+    before_name,
+    duration,
+    figures_row,
+    figures_text,
+    format_number,
+)
 from flows.run_context import PipelineRun, source_commit
 
 # Least number of seconds between two log lines, or two updates of the artifact, of one stage.
@@ -149,3 +155,72 @@ def show_result(record: Mapping[str, Any]) -> None:
         create_markdown_artifact(stages_table(record), "stages", "What each stage made")
         create_markdown_artifact(f"{verdict(record)}\n\n{gates_table(record)}", "result", "Figures and gates")
         create_link_artifact(report.as_uri(), report.name, "report", f"On the machine of the run: `{report}`")
+
+
+def stages_table(record: Mapping[str, Any]) -> str:
+    """Return the data set and the stages of a run as a Markdown table.
+
+    `record` is the content of the run's run.json.
+    """
+    data = record["dataset"]
+    rows = [("dataset", _yes(data["cached"]), duration(data["seconds"]), "", "", data["version"][:12])]
+    rows += [
+        (
+            stage["name"],
+            _yes(stage["cached"]),
+            duration(stage["seconds"]),
+            format_number(stage["reward_before"]),
+            format_number(stage["reward_after"]),
+            f"`{stage['digest'][:12]}` in {Path(stage['checkpoint']).parent.name}",
+        )
+        for stage in record["stages"]
+    ]
+    return markdown_table(
+        ("stage", "cached", "duration", "reward before", "reward after", "checkpoint"), rows
+    )
+
+
+def verdict(record: Mapping[str, Any]) -> str:
+    """Return the gates' verdict on a run's model version, its reasons and both evaluations, as Markdown.
+
+    The evaluations are those before and after training. `record` is the content of the run's run.json.
+    """
+    model, gate = record["model"], record["gate"]
+    evaluations = ((before_name(record), record["cold_start"]), ("after", record["evaluation"]))
+    return "\n".join(
+        [
+            f"**{model['name']} version {model['version']}: {gate['verdict']}**",
+            "",
+            *(f"- {reason}" for reason in gate["reasons"]),
+            "",
+            markdown_table(FIGURES, [figures_row(name, figures) for name, figures in evaluations]),
+        ]
+    )
+
+
+def gates_table(record: Mapping[str, Any]) -> str:
+    """Return a Markdown table of the gates of a run's version, with figures, intervals and thresholds.
+
+    `record` is the content of the run's run.json.
+    """
+    rows = [
+        (
+            gate["name"],
+            "passed" if gate["passed"] else "**failed**",
+            format_number(gate["value"]),
+            "" if gate["low"] is None else f"{gate['low']:.3g} to {gate['high']:.3g}",
+            format_number(gate["threshold"]),
+        )
+        for gate in record["gate"]["gates"]
+    ]
+    return markdown_table(("gate", "", "figure", "95 % interval", "threshold"), rows)
+
+
+def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(columns)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

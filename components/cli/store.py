@@ -123,7 +123,7 @@ def store_gc(
     meanwhile.
     """
     from components.cli.models import open_promotion
-    from components.registry.retention_refs import evidence, references
+    from components.registry.models import evidence, references
     from components.storage.gc import plan, reason_to_keep, remove
     from components.storage.s3 import S3Store
     from flows.home_gc import removable

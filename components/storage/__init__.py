@@ -4,9 +4,8 @@ from pathlib import Path
 
 from components.core.errors import UserError
 from components.core.params import StoreParams
-from components.storage.folder import FolderStore
 from components.storage.s3 import S3Store, StoreUnavailable
-from components.storage.store import Store, StoredObject, put_checkpoint
+from components.storage.store import FolderStore, Store, StoredObject, put_checkpoint
 
 __all__ = [
     "FolderStore",

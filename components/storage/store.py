@@ -1,22 +1,29 @@
-"""The interface of artifact stores.
+"""The interface of artifact stores, and the store whose objects are files below one folder.
 
 Keys are POSIX paths such as `runs/1f0c/report.html`. An object is immutable: writing equal bytes to its key
 again has no effect, and writing different bytes raises UserError. So no run can change the objects of another
 run.
 """
 
+import errno
+import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
+from components.core import telemetry
 from components.core.errors import UserError
-from components.core.files import MANIFEST
+from components.core.files import MANIFEST, atomic_write, digest_file, sync
 
 # Pattern of a valid key.
 KEY = re.compile(r"[A-Za-z0-9][\w.,=+@ -]*(/[A-Za-z0-9_][\w.,=+@ -]*)*")
+# Error numbers with which os.link fails on file systems without hard links.
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 @dataclass(frozen=True)
@@ -88,3 +95,107 @@ def put_checkpoint(store: Store, digest: str, folder: Path) -> None:
     files = filter(Path.is_file, folder.rglob("*"))
     for path in sorted(files, key=lambda path: (path.name == MANIFEST, path)):
         store.put(f"{prefix}/{path.relative_to(folder).as_posix()}", path)
+
+
+class FolderStore:
+    """A store of objects as files, with the SHA-256 of each object in a file below `.sha256`.
+
+    If two processes write different bytes under one key at the same time, only one of them succeeds, because
+    objects are created with hard links. On a file system without hard links both may succeed.
+    """
+
+    def __init__(self, root: Path):
+        self.root = root
+
+    def put(self, key: str, source: Path) -> str:
+        target = self.root / check_key(key)
+        with telemetry.transfer("put") as moved:
+            sha256 = digest_file(source)
+            if not target.exists() and _copy(source, target, replace=False):
+                moved.append(source.stat().st_size)
+            elif digest_file(target) != sha256:
+                raise key_taken(str(target))
+            if not self._recorded(key):
+                atomic_write(self._note(key), sha256)
+        return str(target)
+
+    def get(self, key: str, target: Path) -> None:
+        path = self.root / check_key(key)
+        if not path.is_file():
+            raise KeyError(key)
+        with telemetry.transfer("get") as moved:
+            _copy(path, target, replace=True, sha256=self._recorded(key))
+            moved.append(path.stat().st_size)
+
+    def exists(self, key: str) -> bool:
+        return (self.root / check_key(key)).is_file()
+
+    def entries(self, prefix: str = "") -> Iterator[StoredObject]:
+        for path in sorted((self.root / prefix.rpartition("/")[0]).rglob("*"), key=Path.as_posix):
+            key = path.relative_to(self.root).as_posix()
+            if (
+                path.is_file()
+                and key.startswith(prefix)
+                and not any(part.startswith(".") for part in key.split("/"))
+            ):
+                status = path.stat()
+                yield StoredObject(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
+
+    def digests(self, key: str) -> tuple[str, str]:
+        path = self.root / check_key(key)
+        return digest_file(path), self._recorded(key)
+
+    def remove(self, key: str) -> None:
+        path = self.root / check_key(key)
+        for gone in (path, self._note(key)):
+            gone.unlink(missing_ok=True)
+            for folder in gone.parents:
+                if folder == self.root or not folder.is_dir() or any(folder.iterdir()):
+                    break
+                folder.rmdir()
+
+    def _note(self, key: str) -> Path:
+        """Return the path of the file with the object's SHA-256.
+
+        It is not in the same folder as the object, because libraries load the folder of a checkpoint in the
+        store directly and that folder must contain no other files.
+        """
+        return self.root / ".sha256" / check_key(key)
+
+    def _recorded(self, key: str) -> str:
+        """Return the SHA-256 that was recorded when the object `key` was written, or "".
+
+        No digest was recorded if the writer was killed before it recorded one, or if another program wrote
+        the object.
+        """
+        note = self._note(key)
+        return note.read_text().strip() if note.is_file() else ""
+
+
+def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> bool:
+    """Copy a file so that the target appears in one step, and return whether it was written.
+
+    If `replace` is false and the target exists, nothing is written. Raises UserError if `sha256` is not empty
+    and the copy does not match it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
+        copy = Path(folder) / "object"
+        shutil.copyfile(source, copy)
+        sync(copy)
+        if sha256 and digest_file(copy) != sha256:
+            raise UserError(f"{source}: does not match its SHA-256; restore it from a good copy.")
+        if replace:
+            copy.replace(target)
+            return True
+        try:
+            os.link(copy, target)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            # Without hard links, two processes that write at the same time both succeed. The lock of the home
+            # still prevents this for pipeline runs.
+            copy.replace(target)
+    return True

@@ -19,7 +19,7 @@ from components.core.files import digest_bytes
 from components.core.params import StoreParams
 from components.storage import FolderStore, S3Store, Store, StoreUnavailable, open_store, put_checkpoint
 from components.storage.gc import damaged
-from flows.retry_policy import retry_kind
+from flows.deployments import retry_kind
 
 KEYS = {
     "AWS_ACCESS_KEY_ID": "team:person",

@@ -22,7 +22,7 @@ from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.storage import S3Store, Store, StoreUnavailable
-from flows.retry_policy import retry_kind
+from flows.deployments import retry_kind
 
 
 class Swift:

@@ -18,8 +18,8 @@ from components.core.config import PROJECT, resolve
 from components.core.errors import InfrastructureError, UserError
 from components.core.progress import Quiet
 from components.storage import StoreUnavailable
+from flows.deployments import DELAYS, retry_by_kind, retry_kind
 from flows.progress import COLLAPSING, METRICS_FILE, PROGRESS, EventProgress, MetricsProgress
-from flows.retry_policy import DELAYS, retry_by_kind, retry_kind
 from flows.run_context import Busy
 
 

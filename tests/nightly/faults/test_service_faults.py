@@ -16,7 +16,7 @@ from prefect_fixtures import answers, free_port, prefect_server, wait_for
 
 from components.core.config import PROJECT, resolve
 from components.registry.tracking import MlflowRun, connect
-from flows.retry_policy import retry_kind
+from flows.deployments import retry_kind
 
 FLOW = """
 import os, time

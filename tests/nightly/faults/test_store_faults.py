@@ -19,7 +19,7 @@ from moto.server import ThreadedMotoServer
 from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.storage import S3Store, StoreUnavailable
-from flows.retry_policy import retry_by_kind
+from flows.deployments import retry_by_kind
 
 PART = 5 << 20
 WEIGHTS = os.urandom(1 << 16) * 320

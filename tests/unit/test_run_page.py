@@ -1,6 +1,6 @@
 """The record of a run as Markdown."""
 
-from flows.result_markdown import gates_table, markdown_table, stages_table, verdict
+from flows.run_page import gates_table, markdown_table, stages_table, verdict
 
 NOTHING = {"pass_rate": 0.0, "faster_rate": {"eager": 0.0, "compile": 0.0}}
 RECORD = {
