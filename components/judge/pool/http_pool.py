@@ -30,7 +30,7 @@ WAIT_SECONDS, TRANSFER_SECONDS = 50, 30.0
 # Seconds for which a request is repeated if the service does not answer, for example because it restarts, and
 # seconds between two attempts.
 RESTART_SECONDS, RETRY_SECONDS = 60.0, 1.0
-# Seconds without an answer after which a Unix socket counts as one without a service.
+# Seconds after which a Unix socket that accepts no connection counts as one without a service.
 CONNECT_SECONDS = 5.0
 # Largest number of a measurement of a candidate.
 MOST_MEASUREMENTS = 1_000_000
@@ -209,7 +209,9 @@ def connect(params: Params, folder: Path) -> ServiceClient | None:
         return None
     client = ServiceClient(params, socket=path)
     try:
-        version = client.client.get("/health", timeout=CONNECT_SECONDS).raise_for_status().json()["version"]
+        # A busy server may answer late, and a second judge would disturb its measurements.
+        limits = httpx.Timeout(WAIT_SECONDS + TRANSFER_SECONDS, connect=CONNECT_SECONDS)
+        version = client.client.get("/health", timeout=limits).raise_for_status().json()["version"]
     except httpx.HTTPError:
         client.close()
         return None
