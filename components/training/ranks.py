@@ -94,8 +94,21 @@ def join_world(device: param_types.Device, settings: stage_params.Engine) -> Wor
     return World(distributed.get_rank(), size, target, shared)
 
 
+def drop_unsearchable_folders() -> None:
+    """Remove the folders that this account may not search from PATH.
+
+    An account that `su NAME` started from root has root's PATH. A program that is not installed, such as the
+    numactl that DeepSpeed looks for, would then raise PermissionError instead of FileNotFoundError, which
+    DeepSpeed expects.
+    """
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    closed = [folder for folder in folders if not os.access(folder or ".", os.X_OK, effective_ids=True)]
+    os.environ["PATH"] = os.pathsep.join(folder for folder in folders if folder not in closed)
+
+
 def import_deepspeed(device: param_types.Device) -> Any:
     """Import and return DeepSpeed, set up to log to standard error and to compile nothing."""
+    drop_unsearchable_folders()
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
     import deepspeed.ops

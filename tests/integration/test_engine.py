@@ -27,7 +27,7 @@ from components.core.errors import UserError
 from components.training.batches import Microbatch, Streams, pack
 from components.training.engine import DeepSpeedEngine, MetricSums, evaluate, train_step
 from components.training.networks import Actor, load_policy
-from components.training.ranks import sharded_loading
+from components.training.ranks import drop_unsearchable_folders, sharded_loading
 from components.training.rejection import likelihood_loss
 
 
@@ -184,3 +184,22 @@ def test_rotary_frequencies_are_not_rounded_in_a_sharded_bfloat16_model(
         monkeypatch.setattr("transformers.modeling_utils.prevent_arange_dtype_change", contextlib.nullcontext)
         with pytest.raises(UserError, match=r"inv_freq to torch.bfloat16.*transformers 5.23"):
             load_policy(tmp_path, engine, adapter, torch.bfloat16)
+
+
+def test_a_program_that_is_not_installed_is_not_found_beside_a_folder_that_may_not_be_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed looks for numactl so; as root the test takes the rights of another account meanwhile."""
+    (tmp_path / "closed").mkdir(mode=0)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'closed'}:/usr/bin")
+    account = os.geteuid()
+    if account == 0:
+        os.seteuid(65534)
+    try:
+        with pytest.raises(PermissionError):
+            subprocess.run(["not-installed"], check=False)
+        drop_unsearchable_folders()
+        with pytest.raises(FileNotFoundError):
+            subprocess.run(["not-installed"], check=False)
+    finally:
+        os.seteuid(account)
