@@ -13,10 +13,9 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from components.core.config import flatten_values
+from components.core.config import flatten_values, result_values
 from components.core.errors import UserError
 from components.core.files import MANIFEST, atomic_folder, digest_json, read_json, verify_files, write_json
-from components.core.param_kinds import result_values
 from components.core.params import Params
 from components.core.records import FrozenModel
 from components.evaluation.compare import SETTINGS

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from components.core.config import PROJECT, Resolved, check_policy_source
+from components.core.config import PROJECT, Resolved, check_policy_source, result_values
 from components.core.errors import UserError
 from components.core.files import (
     DISK_FULL,
@@ -39,9 +39,8 @@ from components.core.files import (
     verify_files,
     write_json,
 )
-from components.core.param_kinds import result_values
-from components.core.param_types import TrainingStage
 from components.core.params import Params
+from components.core.records import TrainingStage
 from components.core.sources import project_digests
 from flows.stage_keys import KeyParts, key_parts, reward_digests
 

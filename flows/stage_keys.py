@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from components.agent.rewards import load_reward
+from components.core.config import result_values
 from components.core.files import digest_json, read_json
-from components.core.param_kinds import result_values
 from components.core.params import Params
 from components.core.records import FrozenModel
 from components.core.sources import closure_digests, source_digest

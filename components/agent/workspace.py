@@ -8,8 +8,8 @@ import ast
 import fnmatch
 
 from components.core.config import PROJECT
-from components.core.python_source import parse_python
 from components.core.task import KernelTask
+from components.core.text import parse_python
 
 TEMPLATE = PROJECT / "agent_workdir"
 # Files of the template, which the policy may read but not write.

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 
 from components.bootstrap.chain_parser import OPERATOR_LINES, PATTERNS, TASK_LAYOUT, read_chain
-from components.core.python_source import parse_python
+from components.core.text import parse_python
 
 # Names of torch functions as they are written in composed tasks, such as F.relu for relu.
 QUALIFIED_NAMES = {

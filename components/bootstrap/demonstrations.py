@@ -15,7 +15,7 @@ from components.bootstrap.kernel_writer import write_kernel
 from components.bootstrap.operator_code import LIBM
 from components.bootstrap.schedules import draw_schedule
 from components.bootstrap.tokenizer import Message
-from components.core.param_types import Device
+from components.core.records import Device
 from components.core.stage_params import Coldstart
 from components.core.task import KernelTask
 from components.policy.prompts import IN_TURNS

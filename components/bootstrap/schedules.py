@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_type_hints
 
-from components.core.param_types import Device
+from components.core.records import Device
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,8 @@ def evaluation_epoch(policy: str, tasks: list[KernelTask], params: Params) -> st
     As the key of a pipeline run's evaluation, it depends on no parameter that only changes throughput, so
     that an evaluation continues with another policy.batch, for instance.
     """
+    from components.core.config import result_values
     from components.core.files import digest_json
-    from components.core.param_kinds import result_values
     from flows.stage_keys import READS
 
     settings = result_values(params, READS["evaluation"].params)

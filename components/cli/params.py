@@ -34,9 +34,8 @@ def params(
     """List all parameters with their values, their meanings, and the sources of the values."""
     import yaml
 
-    from components.core.config import KNOWN
+    from components.core.config import KINDS, KNOWN
     from components.core.files import atomic_write
-    from components.core.param_kinds import KINDS
 
     resolved = options.resolve()
     plain = resolved.params.model_dump(mode="json")

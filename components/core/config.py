@@ -1,10 +1,12 @@
-"""Resolution of the parameters of a run from `params.yaml`, a profile and options of the command line.
+"""Resolution of the parameters of a run from `params.yaml`, a profile and options; the kinds of parameters.
 
 `params.yaml` has a base section and profiles that override parts of it. The types, meanings and permitted
 values are in `params.py`.
 """
 
 import difflib
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
@@ -32,17 +34,6 @@ def _known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
 
 
 KNOWN = _known_keys(Params)
-# Former keys of parameters, with the sentence that names what replaces them.
-REPLACED = {
-    "sandbox.pool": "set pool.judges instead, where 0 judges in the process of the run",
-    "sandbox.judges": "set pool.judges instead, where 0 judges in the process of the run",
-    "sandbox.resource": "set pool.resource instead",
-    "engine.ranks": "set pool.trainers instead",
-    "engine.resource": "set pool.resource instead",
-    "policy.server": "set policy.servers instead, a list of addresses",
-}
-
-
 # Dotted keys of the parameters that are mappings and accept any key, such as data.operator_mix.
 MAPPINGS = {key for key, field in KNOWN.items() if get_origin(field.annotation) is dict}
 
@@ -61,6 +52,48 @@ def flatten_values(values: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[dotted] = value
     return flat
+
+
+def _kind(key: str) -> str:
+    marks = KNOWN[key].json_schema_extra
+    if not marks:
+        raise TypeError(
+            f"components/core/params.py: {key} is not marked; make its field with result() or throughput()"
+        )
+    return str(marks["kind"])
+
+
+# Kind of every parameter by dotted key; sections have none.
+KINDS = {
+    key: _kind(key)
+    for key, field in KNOWN.items()
+    if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+}
+
+
+@functools.cache
+def _result_keys(names: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return the dotted keys of the parameters that change results and are in or below `names`.
+
+    `names` are dotted keys of parameters or of sections; None means all parameters.
+    """
+    return tuple(
+        key
+        for key, kind in KINDS.items()
+        if kind == "result"
+        and (names is None or any(key == name or key.startswith(f"{name}.") for name in names))
+    )
+
+
+def result_values(params: Params, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return the values of the parameters that change results, by dotted key.
+
+    `names` are the dotted keys of parameters or of sections; by default, all parameters are returned. The
+    value of a mapping, such as data.operator_mix, is one value.
+    """
+    values = flatten_values(params.model_dump(mode="json"))
+    keys = _result_keys(None if names is None else tuple(names))
+    return {key: values[key] for key in keys if key in values}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -107,8 +140,6 @@ def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT 
     sources: dict[str, str] = {}
     for origin, layer in _layers(profile, sets, path):
         for key, value in layer.items():
-            if key in REPLACED:
-                raise UserError(f"{origin}: {key} is no longer a parameter; {REPLACED[key]}.")
             if key not in KNOWN and key.rpartition(".")[0] not in MAPPINGS:
                 nearest = difflib.get_close_matches(key, list(KNOWN), n=1, cutoff=0.0)[0]
                 raise UserError(f"{origin}: unknown parameter {key}; the nearest known one is {nearest}.")

@@ -1,16 +1,17 @@
 """All parameters with their types, meanings and permitted values.
 
 The values are read from `params.yaml` by `config.resolve`. No value has a default in this file. Every
-parameter has the kind `result` or `throughput`, which param_types.py defines.
+parameter has the kind `result` or `throughput`, which records.py defines.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from components.core.param_types import (
+from components.core.records import (
     Count,
     Device,
+    FrozenModel,
     Natural,
     Positive,
     Precision,
@@ -20,7 +21,6 @@ from components.core.param_types import (
     result,
     throughput,
 )
-from components.core.records import FrozenModel
 from components.core.stage_params import Coldstart, Critic, Engine, Ppo, Rejection
 
 

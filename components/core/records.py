@@ -1,9 +1,39 @@
-"""The base class of records that modules exchange or store as JSON."""
+"""The base class of records, and the types and kinds of parameters.
 
-from pydantic import BaseModel, ConfigDict
+The kind of a parameter is `result` or `throughput`. Only result parameters enter the keys, which are the
+digests under which the results of stages and runs are stored and found again.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Device = Literal["cpu", "cuda"]
+TrainingStage = Literal["warmup", "rejection", "critic", "agentic"]
+Precision = Literal["strict-fp32", "tf32"]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+Tasks = Annotated[int, Field(ge=1, le=1_000_000)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Minutes = Annotated[str, Field(pattern=r"^[1-9][0-9]*min$")]
 
 
 class FrozenModel(BaseModel):
     """An immutable record that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def result(description: str) -> Any:
+    """Return the field of a parameter that changes what a run computes, measures, decides or publishes."""
+    return Field(description=description, json_schema_extra={"kind": "result"})
+
+
+def throughput(description: str) -> Any:
+    """Return the field of a parameter that changes results at most by rounding.
+
+    Such a parameter says where something is computed, how fast, with how much memory, or how long its states
+    are kept.
+    """
+    return Field(description=description, json_schema_extra={"kind": "throughput"})

@@ -14,7 +14,7 @@ import grimp
 
 from components.core.config import PROJECT
 from components.core.files import digest_bytes, digest_file
-from components.core.python_source import parse_python
+from components.core.text import parse_python
 
 # Folders with sources and with the template of workspaces.
 FOLDERS = ("components", "flows", "agent_workdir")
@@ -24,7 +24,7 @@ DECLARATIONS = (
     "components.core.params",
     "components.core.stage_params",
     "components.core.config",
-    "components.core.param_kinds",
+    "components.core.config",
 )
 # Folders whose files are used by a package or a module without an import: code that is started in a sandbox
 # by its path, a class that vLLM loads by its name, and the template of workspaces.

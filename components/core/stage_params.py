@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from components.core.param_types import Count, Minutes, Natural, Positive, Share, result, throughput
-from components.core.records import FrozenModel
+from components.core.records import Count, FrozenModel, Minutes, Natural, Positive, Share, result, throughput
 
 
 class Coldstart(FrozenModel):

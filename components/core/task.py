@@ -17,8 +17,8 @@ from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import atomic_write, digest_bytes, digest_json
-from components.core.python_source import parse_python
 from components.core.records import FrozenModel
+from components.core.text import parse_python
 
 KERNELBENCH = "https://github.com/ScalingIntelligence/KernelBench"
 REQUIRED_PARTS = ("Model", "get_inputs()", "get_init_inputs()")

@@ -1,9 +1,13 @@
-"""Text for people: output of untrusted programs without terminal escapes, and figures of a run."""
+"""Text: sources of Python, output of untrusted programs, and figures of a run as people read them."""
 
+import ast
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
+# Largest number of times that one source is parsed, if parsing fails because of other threads.
+ATTEMPTS = 8
 ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 
 
@@ -73,3 +77,17 @@ def before_name(record: Mapping[str, Any]) -> str:
     """
     start = record.get("night", {}).get("start", "scratch")
     return f"before ({'cold start' if start == 'scratch' else start})"
+
+
+def parse_python(code: str | bytes) -> ast.Module:
+    """Return the syntax tree of a module.
+
+    Raises what `ast.parse` raises for a faulty source: SyntaxError, ValueError, RecursionError, MemoryError.
+    CPython 3.11 counts the depth of syntax trees for all threads together, so `ast.parse` raises SystemError
+    if threads change while it works (https://github.com/python/cpython/issues/106905). The call is then
+    repeated, up to ATTEMPTS times in all.
+    """
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(SystemError):
+            return ast.parse(code)
+    return ast.parse(code)

@@ -24,9 +24,9 @@ from typing import Any
 from components.agent.episode import RolloutRequest
 from components.agent.policies import Policy
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
+from components.core.config import result_values
 from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
-from components.core.param_kinds import result_values
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.metrics import (

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from components.core.errors import TaskError, TaskTooLarge, UserError
-from components.core.param_types import Device
 from components.core.params import Params
+from components.core.records import Device
 from components.core.task import check_contract
 from components.judge.admission_bench import AdmissionBench
 from components.judge.baselines import COMPILE, EAGER, NOOP, Baseline

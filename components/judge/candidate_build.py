@@ -14,8 +14,8 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from components.core.files import atomic_write, digest_json
 from components.core.params import Sandbox
-from components.core.python_source import parse_python
 from components.core.records import FrozenModel
+from components.core.text import parse_python
 from components.judge.extension_sources import extensions_in, uses_extensions, without_unused_parts
 from components.judge.rejection import Rejected
 from components.judge.screen import screen_files, screen_python, screen_symbols

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 
 from components.core.errors import InfrastructureError, TaskError
-from components.core.param_types import Device
+from components.core.records import Device
 from components.judge.baselines import COMPILE, NOOP, Baseline
 from components.judge.compile_cache import has_artefacts, load_mode_seconds, store_mode_seconds
 from components.judge.statistics import UNPAIRED_ROUNDS, net, precise_rounds

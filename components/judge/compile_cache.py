@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from components.core.errors import TaskError
 from components.core.files import atomic_write, digest_bytes, digest_json, remove_stale, user_cache
-from components.core.param_types import Device
+from components.core.records import Device
 from components.judge.task_reference import TaskReference
 from components.judge.timed_runner import TimedRunner
 from components.sandbox.compiler_flags import compiler, processor_features

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from components.core.param_types import Device
+from components.core.records import Device
 from components.sandbox.isolation import gpu_minor
 from components.sandbox.runner_process import Runner
 

@@ -10,7 +10,7 @@ from typing import Self
 
 import torch
 
-from components.core.param_types import Device
+from components.core.records import Device
 from components.judge.task_layout import TaskLayout
 from components.sandbox.inside import shared_memory
 from components.sandbox.inside.runner_protocol import RegionName, Role, RoleHeader, ZygoteKind

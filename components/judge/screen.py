@@ -12,7 +12,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from components.core.python_source import parse_python
+from components.core.text import parse_python
 from components.judge.extension_sources import called_function, uses_extensions
 from components.sandbox.inside.inline_extension import FUNCTIONS
 

@@ -12,9 +12,8 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from components.core.param_types import Device
 from components.core.params import Sandbox
-from components.core.records import FrozenModel
+from components.core.records import Device, FrozenModel
 from components.sandbox.inside import shared_memory
 from components.sandbox.inside.input_distributions import INPUT_DISTRIBUTIONS
 from components.sandbox.inside.runner_protocol import MemoryLayout, Region, RegionName

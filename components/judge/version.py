@@ -1,8 +1,7 @@
 """Version of the judge, which is a digest of its own sources, and the digest of its settings."""
 
-from components.core.config import PROJECT
+from components.core.config import PROJECT, result_values
 from components.core.files import digest_bytes, digest_json
-from components.core.param_kinds import result_values
 from components.core.params import Params
 
 SOURCES = sorted(

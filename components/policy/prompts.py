@@ -3,8 +3,8 @@
 import re
 
 from components.core.config import PROJECT
-from components.core.param_types import Device
 from components.core.params import Policy
+from components.core.records import Device
 
 # End of the prompt of an episode with several turns. A compact prompt without this end is that of an episode
 # with one turn.

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from components.core.errors import UserError
-from components.core.param_types import Device
+from components.core.records import Device
 from components.sandbox.inside.inline_extension import Extension
 from components.sandbox.isolation import PathMap
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from components.core.config import PROJECT
 from components.core.errors import InfrastructureError, IsolationUnavailable
-from components.core.param_types import Device
 from components.core.params import Sandbox
+from components.core.records import Device
 from components.sandbox import isolation, seccomp_filter
 from components.sandbox.isolation import NOBODY
 from components.sandbox.runner_factory import RunnerFactory

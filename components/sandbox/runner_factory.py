@@ -17,8 +17,8 @@ from pathlib import Path
 
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_json, remove_stale, user_cache
-from components.core.param_types import Device
 from components.core.params import Sandbox
+from components.core.records import Device
 from components.sandbox import isolation, seccomp_filter
 from components.sandbox.inside.runner_protocol import Confinement, Role, RoleHeader, ZygoteKind
 from components.sandbox.runner_process import (

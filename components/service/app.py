@@ -23,7 +23,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from components.core import telemetry
-from components.core.param_kinds import result_values
+from components.core.config import result_values
 from components.core.text import readable
 from components.judge.version import VERSION, protocol_digest
 from components.policy.prompts import task_message

@@ -5,9 +5,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
-from components.core.param_types import Precision
 from components.core.params import Params
-from components.core.records import FrozenModel
+from components.core.records import FrozenModel, Precision
 from components.core.task import KernelTask
 from components.judge.pool.http_pool import MOST_MEASUREMENTS
 from components.judge.verdict import Admission, Labels, Verdict

@@ -14,8 +14,7 @@ from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from components.core.errors import UserError
 from components.core.files import digest_bytes, write_json
-from components.core.param_types import Count, Device
-from components.core.records import FrozenModel
+from components.core.records import Count, Device, FrozenModel
 from components.judge.pool.http_pool import MOST_MEASUREMENTS
 from components.service.requests import ServiceError
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from components.bootstrap.chain_parser import TASK_LAYOUT
 from components.core.errors import UserError
 from components.core.files import digest_bytes
-from components.core.param_types import Device
 from components.core.params import Data
+from components.core.records import Device
 from components.core.task import KernelTask
 from components.synthesis.ablation import passes_ablation, probe
 from components.synthesis.core_operators import BY_NAME, COLS, CORE_OPERATORS, ROWS, CoreOperator, canonical

@@ -17,8 +17,8 @@ import pyarrow.parquet
 
 from components.core.errors import UserError
 from components.core.files import digest_bytes
-from components.core.python_source import parse_python
 from components.core.task import missing_kernelbench
+from components.core.text import parse_python
 
 # Variables that stand for modules of torch. They are kept, and every other variable is replaced by one word.
 LIBRARIES = frozenset({"torch", "nn", "F", "functional"})

@@ -15,8 +15,8 @@ from typing import Any
 from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.core.params import Data
-from components.core.python_source import parse_python
 from components.core.task import KernelTask, check_contract, normalise
+from components.core.text import parse_python
 from components.judge.verdict import Admission
 from components.synthesis.contamination import EvaluationPrograms, graph_digest
 from components.synthesis.core_operators import BY_NAME, canonical

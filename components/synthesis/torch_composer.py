@@ -23,8 +23,8 @@ from torch.utils.flop_counter import flop_registry
 
 from components.bootstrap.chain_parser import TASK_LAYOUT
 from components.core.errors import UserError
-from components.core.param_types import Device
 from components.core.params import Data
+from components.core.records import Device
 from components.core.task import KernelTask
 from components.synthesis.ablation import passes_ablation, probe
 from components.synthesis.compose import composed_task, draw_weighted

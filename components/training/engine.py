@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.autograd.graph import save_on_cpu
 
-from components.core import param_types, stage_params
+from components.core import records, stage_params
 from components.core.errors import UserError
 from components.training import document_attention
 from components.training.batches import Batch, Microbatch, Packed, Streams, pack, plan, stream, to_device
@@ -110,7 +110,7 @@ class DeepSpeedEngine:
         module: nn.Module,
         engine: stage_params.Engine,
         *,
-        device: param_types.Device,
+        device: records.Device,
         gradient_clip: float,
     ):
         """Move `module` to the device and prepare it for training in place.
@@ -231,7 +231,7 @@ class FrozenNetwork:
     With engine.reference_offload its parameters are in host memory and come to the device when needed.
     """
 
-    def __init__(self, module: nn.Module, engine: stage_params.Engine, *, device: param_types.Device):
+    def __init__(self, module: nn.Module, engine: stage_params.Engine, *, device: records.Device):
         self.world = join_world(device, engine)
         self.is_moved = engine.reference_offload and engine.zero_stage < 3
         self.module = module.requires_grad_(False)

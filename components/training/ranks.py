@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import HashStore
 
-from components.core import param_types, stage_params
+from components.core import records, stage_params
 from components.core.errors import UserError
 
 # Elements of a tensor that are summed over the ranks at once.
@@ -67,7 +67,7 @@ class World:
         distributed.barrier()
 
 
-def join_world(device: param_types.Device, settings: stage_params.Engine) -> World:
+def join_world(device: records.Device, settings: stage_params.Engine) -> World:
     """Join the launcher's process group, or make a group of only this process if there is no launcher.
 
     engine.collective_seconds limits the duration of every collective. DeepSpeed's default of 10 minutes is
@@ -106,7 +106,7 @@ def drop_unsearchable_folders() -> None:
     os.environ["PATH"] = os.pathsep.join(folder for folder in folders if folder not in closed)
 
 
-def import_deepspeed(device: param_types.Device) -> Any:
+def import_deepspeed(device: records.Device) -> Any:
     """Import and return DeepSpeed, set up to log to standard error and to compile nothing."""
     drop_unsearchable_folders()
     os.environ.setdefault("DS_ACCELERATOR", device)
@@ -164,7 +164,7 @@ def deepspeed_config(
 
 
 @contextlib.contextmanager
-def sharded_loading(settings: stage_params.Engine, device: param_types.Device) -> Iterator[None]:
+def sharded_loading(settings: stage_params.Engine, device: records.Device) -> Iterator[None]:
     """Return a context in which transformers divides the models that it loads among the ranks, under ZeRO 3.
 
     Every rank must enter it and load the same models. Rank 0 reads the files, one tensor at a time goes to

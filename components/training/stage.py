@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from components.core.config import KINDS
 from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_json, read_json
-from components.core.param_kinds import KINDS
-from components.core.param_types import TrainingStage
 from components.core.params import Params
 from components.core.progress import Progress
-from components.core.records import FrozenModel
+from components.core.records import FrozenModel, TrainingStage
 from components.core.task import KernelTask, dataset_version, read_tasks
 from components.judge.pool.local_pool import JudgePool
 from components.policy.checkpoint import Manifest, verify_checkpoint

@@ -29,11 +29,11 @@ from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.demonstrations import SUFFIX
 from components.bootstrap.kernel_writer import write_kernel
 from components.bootstrap.schedules import Schedule, all_schedules
+from components.core.config import result_values
 from components.core.files import digest_bytes, digest_json, read_json, write_json
-from components.core.param_kinds import result_values
-from components.core.param_types import Device
 from components.core.params import Params
 from components.core.progress import Progress
+from components.core.records import Device
 from components.core.task import KernelTask
 from components.evaluation.evaluate import add_cost, claim
 from components.evaluation.metrics import RESULTS, Measurement

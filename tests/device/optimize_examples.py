@@ -30,7 +30,7 @@ from components.bootstrap.demonstrations import DONE, MEASURE, SUFFIX
 from components.bootstrap.kernel_writer import write_kernel
 from components.bootstrap.schedules import FUSED, SEPARATE, VECTORISED
 from components.core.config import PROJECT
-from components.core.param_types import Device
+from components.core.records import Device
 
 EXAMPLES = PROJECT / "docs" / "examples"
 SECONDS = 300

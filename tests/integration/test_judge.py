@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from components.core.errors import InfrastructureError
-from components.core.param_types import Precision
 from components.core.params import Params
+from components.core.records import Precision
 from components.core.task import KernelTask
 from components.judge import (
     compile_baseline,

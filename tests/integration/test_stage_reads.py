@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from training_fixtures import episode, stage
 
-from components.core.param_kinds import KINDS
+from components.core.config import KINDS
 from components.core.params import Params
 from components.core.records import FrozenModel
 from components.training.run_stage import run_stage

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from components.core.python_source import parse_python
+from components.core.text import parse_python
 
 CODE = "\n".join(f"def f{number}(x):\n    return {'-' * 10}x + [1, (2, {{3: 4}})]" for number in range(60))
 

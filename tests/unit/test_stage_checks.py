@@ -179,23 +179,6 @@ def test_a_pool_that_the_cluster_does_not_hold_is_refused_before_anything_is_mad
 
 
 @pytest.mark.parametrize(
-    ("key", "sentence"),
-    [
-        (
-            "sandbox.pool=ray",
-            r"--set sandbox\.pool=ray: sandbox\.pool is no longer .*; set pool\.judges instead",
-        ),
-        ("sandbox.judges=4", r"set pool\.judges instead"),
-        ("engine.ranks=4", r"set pool\.trainers instead"),
-        ("engine.resource=H20", r"set pool\.resource instead"),
-    ],
-)
-def test_a_former_parameter_is_refused_with_its_new_name(key: str, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
-        resolve("ci", (key,))
-
-
-@pytest.mark.parametrize(
     "sets", [("policy.backend=transformers",), ("policy.weight_transfer=ipc",), ("policy.sleep=true",)]
 )
 def test_samplers_on_gpus_of_their_own_cannot_share_the_trainers(sets: tuple[str, ...]) -> None:

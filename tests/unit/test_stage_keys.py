@@ -7,10 +7,9 @@ import pytest
 import yaml
 from pydantic import BaseModel, Field
 
-from components.core import param_kinds
-from components.core.config import KNOWN, PROJECT, resolve
+from components.core import config
+from components.core.config import KINDS, KNOWN, PROJECT, resolve, result_values
 from components.core.files import write_json
-from components.core.param_kinds import KINDS, result_values
 from components.core.sources import closure_digests, import_closure, source_digest
 from flows.run_context import PipelineRun
 from flows.stage_keys import KEY_FILE, READS, KeyParts, changes_since_last, key_parts
@@ -41,9 +40,9 @@ def test_every_parameter_is_marked_and_a_new_one_without_mark_is_named(
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
     }
     assert KINDS.keys() == KNOWN.keys() - sections and set(KINDS.values()) == {"result", "throughput"}
-    monkeypatch.setitem(param_kinds.KNOWN, "engine.new", Field(description="unmarked"))
+    monkeypatch.setitem(config.KNOWN, "engine.new", Field(description="unmarked"))
     with pytest.raises(TypeError, match=r"engine\.new is not marked"):
-        param_kinds._kind("engine.new")
+        config._kind("engine.new")
 
 
 def test_what_changes_only_throughput_changes_no_key() -> None:

@@ -23,7 +23,7 @@ from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.files import atomic_folder, write_json
 from components.core.params import Params
-from components.core.python_source import parse_python
+from components.core.text import parse_python
 from components.judge.verdict import Seconds, Speedup
 from components.sandbox.build import Builder
 

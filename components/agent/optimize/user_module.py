@@ -9,8 +9,8 @@ import ast
 from pathlib import Path
 
 from components.core.errors import UserError
-from components.core.python_source import parse_python
 from components.core.task import KernelTask, check_contract, load_task
+from components.core.text import parse_python
 
 
 def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask:

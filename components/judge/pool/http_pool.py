@@ -14,12 +14,12 @@ from typing import Any
 
 import httpx
 
+from components.core.config import result_values
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_json, read_json, write_json
-from components.core.param_kinds import result_values
-from components.core.param_types import Device
 from components.core.params import Params
 from components.core.progress import Report, ignore
+from components.core.records import Device
 from components.core.task import KernelTask
 from components.judge.pool.local_pool import Job, LocalPool
 from components.judge.verdict import Admission, Verdict
