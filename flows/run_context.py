@@ -42,7 +42,7 @@ from components.core.files import (
 from components.core.params import Params
 from components.core.records import TrainingStage
 from components.core.sources import project_digests
-from flows.stage_keys import KeyParts, key_parts, reward_digests
+from flows.stage_keys import reward_digests
 
 # Names of the stages in their order, which are the permitted values of `--from`.
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
@@ -117,14 +117,6 @@ class PipelineRun:
         if self.rerun is None or STAGES.index(stage) < STAGES.index(self.rerun.stage):
             return 0
         return self.rerun.number
-
-    def key_parts(self, stage: str, name: str, upstream: dict[str, str]) -> KeyParts:
-        """Return everything on which the result of a stage depends.
-
-        `stage` is one of STAGES, `name` names the folder of the result, and `upstream` has the digests of its
-        inputs.
-        """
-        return key_parts(self.params, name, upstream, self.rerun_number(stage))
 
 
 def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:

@@ -1,5 +1,7 @@
 """What decides how nights follow each other, without a pipeline run."""
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import write_json
 from components.training.run_stage import check_stages
+from flows import deployments
 from flows.night import Night, may_begin, training_deadline
 from flows.run_context import PipelineRun, open_run
 from flows.steps import EvaluationRecord
@@ -51,6 +54,34 @@ def test_a_run_that_its_budget_ended_is_followed_by_another_one(tmp_path: Path) 
     assert second.run_id != first.run_id and second.continues == first.run_id
     record(second, None)
     assert open_run(resolved).run_id == second.run_id
+
+
+def test_a_scheduled_night_continues_what_the_newest_one_left_and_else_has_a_seed_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deployments, "work_in_home", lambda run, _: run)
+
+    def scheduled() -> PipelineRun:
+        found: Any = deployments.nightly.fn("ci", "night.hours=1", str(tmp_path))
+        return found
+
+    def end(run: PipelineRun, unfinished: dict[str, Any] | None, age: float) -> None:
+        rest: dict[str, Any] = {"stages": [], "evaluation": {}, "dataset": {"version": ""}}
+        write_json(run.folder / "run.json", rest | {"night": {"unfinished": unfinished}})
+        os.utime(run.folder / "run.json", (time.time() - age,) * 2)
+
+    today = int(deployments.scheduled_day())
+    assert scheduled().params.seed == today
+    first = PipelineRun(resolve("ci", ("seed=7", "night.hours=2", f"home={tmp_path}")))
+    end(first, {"seed": 7, "stage": "agentic"}, 20)
+    second = scheduled()
+    assert second.params.seed == 7 and second.continues == first.run_id
+    end(second, None, 10)
+    assert scheduled().params.seed == today and not scheduled().continues
+    # The seed of a run with other parameters is not taken a second time.
+    other = PipelineRun(resolve("ci", ("seed=7", "agentic.clip_high=0.5", f"home={tmp_path}")))
+    end(other, {"seed": 7, "stage": "agentic"}, 5)
+    assert scheduled().params.seed == today
 
 
 def test_stage_2_is_begun_only_if_its_last_duration_fits(
