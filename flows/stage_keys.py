@@ -27,7 +27,7 @@ SAMPLING = ("device", "precision", "seed", "sandbox", "policy.prompt", "policy.c
 # Parameters that are read by every stage that trains the policy or the critic.
 TRAINING = ("policy.adapter", "engine")
 # Modules at which the code of sampling and judging begins, and that of making demonstrations.
-SAMPLING_SOURCES = ("components.agent.token_rollout", "components.judge.pool.local_pool")
+SAMPLING_SOURCES = ("components.agent.episode", "components.judge.pool.local_pool")
 COLD_START_SOURCES = ("components.bootstrap.demonstrations", "components.synthesis.compose")
 
 

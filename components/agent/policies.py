@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.agent.episode import RolloutRequest
-from components.agent.token_rollout import run_episodes
+from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_json, digest_tree, read_json

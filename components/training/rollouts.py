@@ -39,7 +39,7 @@ from components.training.ranks import join_world, sharded_loading
 from components.training.stage import Stage, derived_seed
 from components.training.trajectory_queue import TrajectoryQueue, fault_of
 
-# Type of functions such as `components.agent.token_rollout.run_episode`, the agent loop. From a request, the
+# Type of functions such as `components.agent.episode.run_episode`, the agent loop. From a request, the
 # index of a task in it, a sampler and the tokenizer, they return one trajectory of this task.
 RunEpisode = Callable[
     [RolloutRequest, int, Sampler, PreTrainedTokenizerBase], Coroutine[Any, Any, Trajectory]

@@ -47,7 +47,7 @@ def run_stage(stage: Stage, episode: RunEpisode | None = None) -> StageResult:
 def _run(stage: Stage, episode: RunEpisode | None) -> StageResult:
     # Imported here because the imports take seconds, and a pipeline run does not need them if all of its
     # stages are cached.
-    from components.agent.token_rollout import run_episode
+    from components.agent.episode import run_episode
     from components.training import critic, ppo, rejection
     from components.training.engine import NotFinite
 

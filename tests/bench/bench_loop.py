@@ -18,8 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 from agent_fixtures import MEASURE, TASK, ScriptedPool, ScriptedSampler, call, params, tokenizer, write
 
-from components.agent.episode import RolloutRequest
-from components.agent.token_rollout import run_episodes
+from components.agent.episode import RolloutRequest, run_episodes
 from components.policy.sampler import Completion, complete_all
 
 TURNS = 20

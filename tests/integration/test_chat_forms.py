@@ -8,7 +8,7 @@ from model_forms import CHAT_FORMS, rollout_request, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from components.agent.chat_template import ChatTemplate
-from components.agent.token_rollout import run_episodes
+from components.agent.episode import run_episodes
 from components.agent.tool_parser import parse_calls
 from components.agent.tool_schemas import descriptions
 from components.agent.trajectory import Trajectory

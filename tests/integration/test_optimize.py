@@ -22,12 +22,11 @@ from agent_fixtures import (
     write,
 )
 
-from components.agent.episode import RolloutRequest
+from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.optimize.export import check_output_folder, drop_in, export, headline
 from components.agent.optimize.search import NOT_LEARNED, Outcome, SearchBudget, find_kernel, search_budget
 from components.agent.optimize.user_module import user_task
 from components.agent.policies import folder_policy, with_policy_settings
-from components.agent.token_rollout import run_episodes
 from components.agent.trajectory import Trajectory
 from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.chain_parser import read_chain

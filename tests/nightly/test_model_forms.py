@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from training_fixtures import episode, stage
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from components.agent.episode import RolloutRequest
-from components.agent.token_rollout import run_episodes
+from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.trajectory import Trajectory
 from components.policy.checkpoint import verify_checkpoint
 from components.policy.sampler import Sampler, stop_ids

@@ -27,8 +27,7 @@ from agent_fixtures import (
 
 from components.agent.chat_rollout import run_chats
 from components.agent.chat_template import ChatTemplate
-from components.agent.episode import SHORTENED, RolloutRequest
-from components.agent.token_rollout import run_episodes
+from components.agent.episode import SHORTENED, RolloutRequest, run_episodes
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.bootstrap.canonicalize import canonicalize
 from components.core.params import Params

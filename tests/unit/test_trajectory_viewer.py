@@ -9,8 +9,7 @@ import pytest
 from agent_fixtures import MEASURE, TASK, ScriptedPool, ScriptedSampler, call, params, tokenizer, write
 
 from components.agent import trajectory_viewer
-from components.agent.episode import RolloutRequest
-from components.agent.token_rollout import run_episodes
+from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core.errors import UserError
 
