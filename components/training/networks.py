@@ -201,12 +201,10 @@ def _tiled(module: nn.Module, forward: Any, tokens: int, states: Tensor) -> Tens
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
-    length = states.shape[-2]
-    parts = math.ceil(length / tokens)
-    # torch.chunk, which divides the states, makes fewer parts where their sizes are rounded up.
-    parts = math.ceil(length / math.ceil(length / parts))
     if torch.is_grad_enabled() and not states.requires_grad:
         # TiledMLP computes no gradients of the weights if the states have none.
         states = states.detach().requires_grad_()
-    output: Tensor = TiledMLP.apply(forward, module, states, parts, list(module.parameters()))
+    output: Tensor = TiledMLP.apply(
+        forward, module, states, math.ceil(states.shape[-2] / tokens), list(module.parameters())
+    )
     return output

@@ -26,7 +26,7 @@ from components.core.config import resolve
 from components.core.errors import UserError
 from components.training.batches import Microbatch, Streams, pack
 from components.training.engine import DeepSpeedEngine, MetricSums, evaluate, train_step
-from components.training.networks import Actor, load_policy
+from components.training.networks import Actor, load_policy, tile_mlps
 from components.training.ranks import drop_unsearchable_folders, sharded_loading
 from components.training.rejection import likelihood_loss
 
@@ -203,3 +203,21 @@ def test_a_program_that_is_not_installed_is_not_found_beside_a_folder_that_may_n
             subprocess.run(["not-installed"], check=False)
     finally:
         os.seteuid(account)
+
+
+@pytest.mark.parametrize("length", [1, 7, 9, 16])
+def test_tiled_feed_forward_layers_make_the_same_gradients(length: int) -> None:
+    """Also if only the weights of the first feed-forward layer are trained, whose input has no gradient."""
+    ids = torch.arange(length)[None]
+    for names in ("", "layers.0.mlp"):
+        gradients = []
+        for tokens in (0, 4):
+            model = tiny_policy()
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(names in name)
+            if tokens:
+                tile_mlps(model, settings(0).model_copy(update={"mlp_tokens": tokens}))
+            model(ids).logits.square().mean().backward()
+            gradients.append({name: one.grad for name, one in model.named_parameters() if one.requires_grad})
+        torch.testing.assert_close(gradients[1], gradients[0])
+        assert gradients[0]
