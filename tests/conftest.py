@@ -12,9 +12,9 @@ from run_fixtures import survivor as survivor
 from components.core.config import resolve
 from components.core.files import remove_tree, user_cache
 from components.core.params import Params
-from components.judge import judge as judge_module
-from components.judge.bench_cache import BenchCache
+from components.judge import measurement
 from components.judge.judge import Judge
+from components.judge.task_bench import BenchCache
 
 LONGEST = (
     "test_flows.py",
@@ -79,7 +79,7 @@ def judge(ci_params: Params, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def no_compile_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare no candidate with torch.compile, whose start takes seconds for each task."""
-    monkeypatch.setattr(judge_module, "MARGIN", math.inf)
+    monkeypatch.setattr(measurement, "MARGIN", math.inf)
 
 
 @pytest.fixture

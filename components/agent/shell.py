@@ -24,7 +24,8 @@ from components.agent.utilities import JudgeSocket, Utility
 from components.agent.workspace import TEMPLATE
 from components.core.files import remove_tree, scratch_folder
 from components.core.params import Sandbox
-from components.sandbox import isolation, time_limits
+from components.sandbox import isolation
+from components.sandbox.runner_process import charged_seconds
 
 TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "vec.h")
 # Capacity of the shell's /tmp, in bytes.
@@ -249,7 +250,7 @@ class Shell:
         while not reply.endswith(b"\n"):
             began = time.monotonic()
             ready = output.poll(POLL_SECONDS * 1000)
-            spent += time_limits.charged_seconds(time.monotonic() - began, POLL_SECONDS)
+            spent += charged_seconds(time.monotonic() - began, POLL_SECONDS)
             if ready:
                 part = os.read(process.stdout.fileno(), 4096)
                 if not part:

@@ -22,7 +22,8 @@ from components.core.config import default_device, resolve
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import atomic_write
 from components.core.params import Params
-from components.judge.candidate_folder import judge_workdir, read_workspace
+from components.judge.candidate import read_workspace
+from components.judge.pool.open_pool import judge_workdir
 from components.judge.verdict import Verdict
 from components.sandbox.build import Builder
 from components.sandbox.preflight import check_isolation

@@ -59,7 +59,7 @@ def judge(
     is_remote = bool(options.resolve(*overrides, device=device).params.pool.service)
     defaults = () if precise or is_remote else QUICK
     resolved = options.resolve_for_judging(*overrides, defaults=defaults, device=device)
-    from components.judge.candidate_folder import judge_workdir
+    from components.judge.pool.open_pool import judge_workdir
     from components.judge.verdict import Labels
 
     verdict = judge_workdir(resolved.params, workdir, task, home_of(resolved) / "judge", print_line)

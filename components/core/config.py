@@ -85,7 +85,7 @@ def _result_keys(names: tuple[str, ...] | None) -> tuple[str, ...]:
     )
 
 
-def result_values(params: Params, names: Iterable[str] | None = None) -> dict[str, Any]:
+def result_values(params: JudgeParams, names: Iterable[str] | None = None) -> dict[str, Any]:
     """Return the values of the parameters that change results, by dotted key.
 
     `names` are the dotted keys of parameters or of sections; by default, all parameters are returned. The

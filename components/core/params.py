@@ -293,11 +293,17 @@ class Night(FrozenModel):
     )
 
 
-class Params(FrozenModel):
-    """All parameters of a run."""
+class JudgeParams(FrozenModel):
+    """Parameters of a judge, on which all its verdicts depend."""
 
     device: Device = result("what kernels run on")
     precision: Precision = result("precision policy of candidate and both baselines alike")
+    sandbox: Sandbox = Field(description="the judge")
+
+
+class Params(JudgeParams):
+    """All parameters of a run."""
+
     seed: Natural = result("seed of sampling and of the training stages")
     reward: str = result(
         "import path of the function that gives a trajectory its reward, such as "
@@ -305,7 +311,6 @@ class Params(FrozenModel):
     )
     home: str = throughput("folder that holds everything a run leaves behind")
     data: Data = Field(description="making of the training tasks")
-    sandbox: Sandbox = Field(description="the judge")
     policy: Policy = Field(description="the policy and how it is sampled")
     coldstart: Coldstart = Field(description="first training of a policy made from scratch")
     warmup: Ppo = Field(description="stage 1, single-turn PPO")

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from components.core.errors import TaskError, TaskTooLarge, UserError
-from components.core.params import Params
 from components.core.records import Device
+from components.core.params import JudgeParams
 from components.core.task import check_contract
-from components.judge.admission_bench import AdmissionBench
-from components.judge.baselines import COMPILE, EAGER, NOOP, Baseline
+from components.judge.baselines import COMPILE, EAGER, NOOP, Baseline, start_baseline
 from components.judge.correctness import FLOAT32_FLOOR, PART_NUMEL, ReferenceOutput
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.exact_runner import round_departures
+from components.judge.float64_check import round_departures
 from components.judge.statistics import net
-from components.judge.task_reference import task_errors
+from components.judge.task_layout import Sizing
+from components.judge.task_reference import OneProcess, TaskReference, task_errors
 from components.judge.timed_runner import StagedInputs
 from components.judge.verdict import Admission
 from components.sandbox.runner_factory import RunnerFactory
@@ -34,6 +34,10 @@ ROUNDS = 3  # timed rounds of each baseline
 COPIED_BYTES = 2**27  # size of the tensor that `measure_rates` copies
 # Bytes of device memory that are reserved for a task's first run, when its needs are unknown.
 DESCRIPTION_BYTES = 1 << 30
+# Number of calls and bytes in a round of an admission on a GPU, as a share of the usual number. The rounds
+# are short, because nothing else runs on the GPU during a round, and small, because the GPU's memory limits
+# how many tasks are prepared at once. The times that an admission measures need less precision than a reward.
+ROUND_SHARE = 0.25
 # Share of a GPU's memory that the process of one task may allocate while other tasks are prepared.
 RUNNER_SHARE = 0.125
 # Largest share of a GPU's memory for one task of a data set; a larger task would delay all other tasks.
@@ -93,10 +97,18 @@ def _seconds(work: Callable[[], Any], device: Device) -> float:
 
 
 def admit(
-    params: Params, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str, *, headroom: bool
+    params: JudgeParams,
+    runner_factory: RunnerFactory,
+    scheduler: DeviceScheduler,
+    code: str,
+    eager_seconds: tuple[float, float],
+    *,
+    headroom: bool,
 ) -> Admission:
     """Return whether the task with source `code` can be judged, with the figures that were measured.
 
+    A single sandboxed process makes the reference data and runs the baselines (`OneProcess`), because no
+    candidate runs in an admission. `eager_seconds` is the range in which the time of one call must be.
     `headroom` is set for a task of a data set. Such a task must compile and must leave device memory for
     other tasks, and its time under torch.compile is measured too. On a GPU a task that runs out of memory is
     tried a second time, with as much memory reserved as its process may have at most. This is `RUNNER_SHARE`
@@ -112,18 +124,30 @@ def admit(
         if scheduler.is_exclusive
         else ((1.0, 0),)
     )
+    sizing = Sizing(
+        round_share=ROUND_SHARE if scheduler.is_exclusive else 1.0,
+        min_correctness_sets=2,  # the outputs of two seeds are compared
+        timed_sets=2,
+        keep_references=False,
+        one_process=True,
+    )
+    largest = int(TASK_SHARE * scheduler.reservable_bytes) if headroom and scheduler.is_exclusive else None
     for share, extra_bytes in attempts:
+        processes = OneProcess(params.device, runner_factory, "compile" if headroom else "plain", share)
         try:
-            with scheduler.reserve_memory(DESCRIPTION_BYTES + extra_bytes):
-                bench = AdmissionBench(
-                    params, runner_factory, scheduler, code, compiles=headroom, memory_share=share
-                )
-            with contextlib.closing(bench):
-                if headroom and bench.reference.bytes > TASK_SHARE * scheduler.reservable_bytes > 0:
-                    detail = f"takes {bench.reference.bytes / 2**30:.0f} GiB of the device to judge"
-                    return Admission(False, "too_large", {"detail": detail})
-                bench.reference.fill(extra_bytes)
-                return _admission(bench, headroom)
+            reference = TaskReference(
+                params,
+                scheduler,
+                code,
+                processes,
+                sizing,
+                memory_share=share,
+                describing_bytes=DESCRIPTION_BYTES + extra_bytes,
+                extra_bytes=extra_bytes,
+                largest_bytes=largest,
+            )
+            with contextlib.closing(reference):
+                return _admission(reference, eager_seconds, headroom=headroom)
         except TaskTooLarge as error:
             return Admission(False, "too_large", {"detail": str(error)})
         except TaskError as error:
@@ -136,13 +160,18 @@ def admit(
     return _does_not_run(fault)
 
 
-def _admission(bench: AdmissionBench, headroom: bool) -> Admission:
-    params, description = bench.reference.params, bench.reference.layout.description
-    eager, is_deterministic = _timed(bench, EAGER)
+def _admission(reference: TaskReference, eager_seconds: tuple[float, float], *, headroom: bool) -> Admission:
+    scheduler, description = reference.scheduler, reference.layout.description
+    eager, is_deterministic = _timed(reference, EAGER)
     if not is_deterministic:
         return Admission(False, "not_deterministic", {})
-    noop, _ = _timed(bench, NOOP)
-    bench.free_buffers()
+    noop, _ = _timed(reference, NOOP)
+    if reference.layout.placement.shares_buffers:
+        # Device memory is scarce. The next timed runner allocates memory again, and the process itself unmaps
+        # the memory when it leaves its role.
+        with scheduler.preparing():
+            reference.processes.close()
+            scheduler.release_cache()
     inputs = [spec for spec in description.inputs if spec is not None]
     evidence: dict[str, Any] = {
         "inputs": [{"shape": shape, "dtype": dtype} for shape, dtype in inputs],
@@ -150,34 +179,33 @@ def _admission(bench: AdmissionBench, headroom: bool) -> Admission:
         "parameters": [name for name, _, _ in description.state],
         "eager_seconds": float(statistics.median(net(eager, noop))),
     }
-    low, high = params.data.eager_seconds
+    low, high = eager_seconds
     if not low <= evidence["eager_seconds"] <= high:
         return Admission(False, "eager_time", evidence)
-    with bench.scheduler.preparing():
-        reason = find_trivial_answer(bench)
+    with scheduler.preparing():
+        reason = find_trivial_answer(reference)
     if reason is None:
-        reason, evidence["spread"] = _sensitivity(bench)
+        reason, evidence["spread"] = _sensitivity(reference)
     if reason is not None:
         return Admission(False, reason, evidence)
     if headroom:
         try:
-            evidence |= _compile_evidence(bench, noop)
+            evidence |= _compile_evidence(reference, noop)
         except TaskError as error:
             return Admission(False, "does_not_compile", {"detail": str(error)[:300]})
     return Admission(True, "", evidence)
 
 
-def _timed(bench: AdmissionBench, baseline: Baseline) -> tuple[list[float], bool]:
+def _timed(reference: TaskReference, baseline: Baseline) -> tuple[list[float], bool]:
     """Time `ROUNDS` rounds of a baseline on the same inputs, and check whether their outputs are the same.
 
     Returns the seconds per call in each round, and whether the outputs of all rounds agree up to the absolute
     tolerance.
     """
-    reference = bench.reference
-    runner = bench.start(baseline)
+    runner = start_baseline(reference, baseline, warm_up_seconds=reference.params.sandbox.run_seconds)
     seconds, is_deterministic, first = [], True, None
     tolerance = reference.params.sandbox.absolute_tolerance
-    with bench.scheduler.measuring():
+    with reference.scheduler.measuring():
         mixes = reference.inputs.fresh(reference.layout.calls)
         staged = StagedInputs(reference, len(mixes)).hold(mixes)
         for _ in range(ROUNDS):
@@ -190,11 +218,11 @@ def _timed(bench: AdmissionBench, baseline: Baseline) -> tuple[list[float], bool
     return seconds, is_deterministic
 
 
-def _compile_evidence(bench: AdmissionBench, noop: list[float]) -> dict[str, Any]:
-    with bench.scheduler.measuring():
-        rates = measure_rates(bench.reference.params.device)
-    seconds, _ = _timed(bench, COMPILE)
-    layout = bench.reference.layout
+def _compile_evidence(reference: TaskReference, noop: list[float]) -> dict[str, Any]:
+    with reference.scheduler.measuring():
+        rates = measure_rates(reference.params.device)
+    seconds, _ = _timed(reference, COMPILE)
+    layout = reference.layout
     slots = [*layout.inputs.slots, *layout.outputs.slots, *layout.parameters.slots]
     return {
         "compile_seconds": float(statistics.median(net(seconds, noop))),
@@ -203,7 +231,7 @@ def _compile_evidence(bench: AdmissionBench, noop: list[float]) -> dict[str, Any
     }
 
 
-def _sensitivity(bench: AdmissionBench) -> tuple[str | None, float]:
+def _sensitivity(reference: TaskReference) -> tuple[str | None, float]:
     """Return which change of a call's data leaves the output correct, if any, and how much the output varies.
 
     Three kinds of change must each make the output wrong: drawing one input again, drawing one parameter
@@ -212,7 +240,6 @@ def _sensitivity(bench: AdmissionBench) -> tuple[str | None, float]:
     measured with the judge's parameters and with the initial parameters, and the smaller figure is returned.
     It is 0 if there is a reason.
     """
-    reference, params = bench.reference, bench.reference.params
     description = reference.layout.description
     changes: list[tuple[str, dict[str, Any]]] = [
         (f"input_{i}_does_not_matter", {"other_input": i})
@@ -224,32 +251,24 @@ def _sensitivity(bench: AdmissionBench) -> tuple[str | None, float]:
     ]
     if description.parameters:
         changes.append(("untouched_parameters_pass", UNTOUCHED))
-    single, expected = reference.correctness_outputs(0)
-    smallest = math.inf
+    single, exact = reference.correctness_outputs(0)
+    with reference.scheduler.preparing():
+        expected, smallest = reference.prepared(single, exact), math.inf
     with contextlib.closing(reference.probe([change for _, change in changes])) as probed:
         for (reason, change), outputs in zip(changes, probed, strict=True):
-            with bench.scheduler.preparing():
-                if _passes(outputs, single, expected, params):
+            with reference.scheduler.preparing():
+                if _passes(outputs, expected):
                     return reason, 0.0
                 if change == UNTOUCHED:
                     smallest = _spread(outputs)
-    with bench.scheduler.preparing():
+    with reference.scheduler.preparing():
         return None, min(_spread(single), smallest)
 
 
-def _passes(
-    outputs: list[torch.Tensor], single: list[torch.Tensor], expected: list[torch.Tensor], params: Params
-) -> bool:
-    """Return whether all outputs of one call are correct (`ReferenceOutput`).
-
-    `single` and `expected` are the call's reference outputs at the task's precision and in float64.
-    """
+def _passes(outputs: list[torch.Tensor], references: list[ReferenceOutput]) -> bool:
+    """Return whether all outputs of one call are correct."""
     return all(
-        ReferenceOutput(
-            one, exact, params.sandbox, params.precision, device=params.device, keep_parts=False
-        ).mismatch(output)
-        is None
-        for output, one, exact in zip(outputs, single, expected, strict=True)
+        reference.mismatch(output) is None for output, reference in zip(outputs, references, strict=True)
     )
 
 
@@ -266,14 +285,14 @@ def _does_not_run(error: Exception) -> Admission:
     return Admission(False, "does_not_run", {"detail": str(error)[:300]})
 
 
-def find_trivial_answer(bench: AdmissionBench) -> str | None:
+def find_trivial_answer(reference: TaskReference) -> str | None:
     """Return the reason why a trivial answer would be correct on this task, or None if all of them are wrong.
 
     Trivial answers are for example zeros, the mean of the output, and the output for another seed. A reason
     is also returned if the task has no floating-point output, or if an output is not finite.
     """
-    reference, params = bench.reference, bench.reference.params
-    single, expected = reference.correctness_outputs(0)
+    single, exact = reference.correctness_outputs(0)
+    expected = reference.prepared(single, exact)
     other_seed, _ = reference.correctness_outputs(1)
     first_input = reference.layout.inputs.tensors(reference.input_buffer, 0)[:1]
     floats = [t for t in single if t.dtype.is_floating_point]
@@ -291,16 +310,14 @@ def find_trivial_answer(bench: AdmissionBench) -> str | None:
         "mean_passes": lambda: replaced(lambda t: torch.full_like(t, _mean(t))),
         "seeds_agree": lambda: other_seed,
     }
-    if params.precision != "tf32":  # tf32 rounds products as much as half does
+    if reference.params.precision != "tf32":  # tf32 rounds products as much as half does
         answers["half_precision_passes"] = lambda: replaced(lambda t: t.half().to(t.dtype))
     if len(single) == len(first_input) == 1 and (first_input[0].shape, first_input[0].dtype) == (
         single[0].shape,
         single[0].dtype,
     ):
         answers["first_input_passes"] = lambda: first_input
-    return next(
-        (reason for reason, answer in answers.items() if _passes(answer(), single, expected, params)), None
-    )
+    return next((reason for reason, answer in answers.items() if _passes(answer(), expected)), None)
 
 
 def _mean(values: torch.Tensor) -> float:

@@ -1,16 +1,33 @@
-"""Start, verify and keep the timed runners of a task's baselines: eager, the no-op and torch.compile."""
+"""Timed runners of a task's baselines (eager, the no-op and torch.compile), and the choice of a compile mode.
+
+Training compares with the default mode of torch.compile only, because each other mode takes seconds to
+minutes per task (max-autotune times kernels while it compiles). Evaluations compare with the fastest mode on
+each task. It is chosen once per task and installation, in rounds without a candidate, and kept in the compile
+cache. The ratio in the verdict is measured in other rounds, beside the candidate, so that random errors in
+the choice do not affect it.
+"""
 
 import contextlib
 import functools
+import statistics
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from components.core.errors import TaskError
-from components.judge.compile_cache import start_compiled
-from components.judge.role_processes import OneProcess, ProcessPerRole
+import torch
+
+from components.core.errors import InfrastructureError, TaskError
+from components.core.records import Device
+from components.judge.compile_cache import (
+    has_artefacts,
+    load_mode_seconds,
+    start_compiled,
+    store_mode_seconds,
+)
+from components.judge.statistics import UNPAIRED_ROUNDS, net, precise_rounds
 from components.judge.task_reference import TaskReference
-from components.judge.timed_runner import BASELINE_LIMITS, TimedRunner
+from components.judge.timed_runner import BASELINE_LIMITS, StagedInputs, TimedRunner
 from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_process import RunnerError
 
@@ -42,16 +59,34 @@ class Baseline:
 
 
 EAGER, NOOP, COMPILE = Baseline("eager"), Baseline("noop"), Baseline("compile")
+# Baseline in the mode that times kernels while it compiles, and therefore needs the device exclusively.
+MAX_AUTOTUNE = Baseline("compile", "max-autotune")
+# Baselines of the torch.compile modes that are compared, by device. The modes other than the default add CUDA
+# graphs and the tuning of Triton kernels, so cpu has the default mode only.
+COMPILE_MODES: dict[Device, tuple[Baseline, ...]] = {
+    "cpu": (COMPILE,),
+    "cuda": (COMPILE, Baseline("compile", "reduce-overhead"), MAX_AUTOTUNE),
+}
+# Baselines of the modes that are compared on a task whose baselines share buffers (`Placement`). No mode uses
+# CUDA graphs, because a CUDA graph keeps its memory between rounds. The launch time that a graph saves is
+# negligible in calls of such a size.
+SHARING_MODES: dict[Device, tuple[Baseline, ...]] = {
+    "cpu": (COMPILE,),
+    "cuda": (COMPILE, Baseline("compile", "max-autotune-no-cudagraphs")),
+}
 
 
 class BaselineCache:
     """Timed runners of a task's baselines, each of which is started at its first use and then kept."""
 
-    def __init__(self, reference: TaskReference, processes: ProcessPerRole):
+    def __init__(self, reference: TaskReference):
         self.reference = reference
-        self.processes = processes
         self.runners: dict[Baseline, TimedRunner] = {}
         self.lock = threading.RLock()
+        # Seconds of one call by mode of torch.compile, which is empty until the modes have been compared.
+        self.mode_seconds: dict[Baseline, float] = {}
+        # Whether an early start of torch.compile has failed (`start_early`).
+        self.failed_early = False
 
     def get(self, baseline: Baseline) -> TimedRunner:
         """Return the runner of `baseline`, after starting it if it does not run yet.
@@ -61,9 +96,7 @@ class BaselineCache:
         with self.lock:
             if baseline not in self.runners:
                 limit = BASELINE_LIMITS * self.reference.params.sandbox.run_seconds
-                self.runners[baseline] = start_baseline(
-                    self.reference, self.processes, baseline, warm_up_seconds=limit
-                )
+                self.runners[baseline] = start_baseline(self.reference, baseline, warm_up_seconds=limit)
             return self.runners[baseline]
 
     def drop(self, baseline: Baseline) -> None:
@@ -81,45 +114,31 @@ class BaselineCache:
             self.drop(baseline)
 
 
-def start_baseline(
-    reference: TaskReference,
-    processes: ProcessPerRole | OneProcess,
-    baseline: Baseline,
-    *,
-    warm_up_seconds: float,
-) -> TimedRunner:
+def start_baseline(reference: TaskReference, baseline: Baseline, *, warm_up_seconds: float) -> TimedRunner:
     """Start the timed runner of a baseline, warm it up, verify its outputs, and return it.
 
-    `processes` starts the process of the runner. The no-op is neither warmed up nor verified. The warm-up may
-    take `warm_up_seconds`. Raises TaskError if the baseline fails or an output is wrong.
+    The no-op is neither warmed up nor verified. The warm-up may take `warm_up_seconds`. Raises TaskError if
+    the baseline fails or an output is wrong.
     """
-    start = functools.partial(_start_baseline, reference, processes, baseline, warm_up_seconds)
+    start = functools.partial(_start_baseline, reference, baseline, warm_up_seconds)
     if baseline.role == "compile":
         return start_compiled(reference, baseline.mode, start, save_seconds=warm_up_seconds)
     return start(None)
 
 
 def _start_baseline(
-    reference: TaskReference,
-    processes: ProcessPerRole | OneProcess,
-    baseline: Baseline,
-    warm_up_seconds: float,
-    library: int | None,
+    reference: TaskReference, baseline: Baseline, warm_up_seconds: float, library: int | None
 ) -> TimedRunner:
     """Start, warm up and verify the timed runner of a baseline; the no-op is only started.
 
-    `processes` starts the process of the runner. The warm-up may take `warm_up_seconds`. `library` is the
-    descriptor of a file with the artefacts of an earlier compilation by torch.compile, which is empty if
-    there are none, or None for other baselines. Raises TaskError if the baseline fails or an output is wrong.
+    The warm-up may take `warm_up_seconds`. `library` is the descriptor of a file with the artefacts of an
+    earlier compilation by torch.compile, which is empty if there are none, or None for other baselines.
+    Raises TaskError if the baseline fails or an output is wrong.
     """
-    header: RoleHeader = {
-        "role": baseline.role,
-        "code": reference.code,
-        "compile_mode": baseline.mode,
-    }
+    header: RoleHeader = {"role": baseline.role, "code": reference.code, "compile_mode": baseline.mode}
     try:
         with contextlib.ExitStack() as cleanup:
-            runner = TimedRunner(reference, processes, header, library, seconds=BASELINE_SECONDS)
+            runner = TimedRunner(reference, header, library, seconds=BASELINE_SECONDS)
             cleanup.callback(runner.close)
             if baseline != NOOP:
                 runner.warm_up(warm_up_seconds)
@@ -131,3 +150,131 @@ def _start_baseline(
             return runner
     except RunnerError as error:
         raise TaskError(f"{baseline}: {error.kind} {error.text[-200:]}") from error
+
+
+def compile_modes(reference: TaskReference) -> tuple[Baseline, ...]:
+    """Return the baselines of the torch.compile modes that are compared on a task."""
+    layout = reference.layout
+    return (SHARING_MODES if layout.placement.shares_buffers else COMPILE_MODES)[layout.device]
+
+
+def start_early(baselines: BaselineCache, *, every_mode: bool) -> None:
+    """Start torch.compile before a candidate is compared with it: every mode, or the default mode only.
+
+    A failure is ignored, and no further early start is tried then. Only candidates that are compared with
+    torch.compile fail by it, when they are.
+    """
+    if baselines.failed_early:
+        return
+    try:
+        start_modes(baselines) if every_mode else baselines.get(COMPILE)
+    except (TaskError, torch.OutOfMemoryError):
+        baselines.failed_early = True
+
+
+def start_modes(baselines: BaselineCache) -> None:
+    """Start the torch.compile baselines that `fastest_mode` needs and that can start beside other work.
+
+    These are the baseline of the fastest mode if the modes of this task were compared before, and otherwise
+    those of every mode. A mode that times kernels while it compiles can start beside other work if the cache
+    has what it compiles.
+    """
+    modes = compile_modes(baselines.reference)
+    _load_seconds(baselines, modes)
+    if baselines.mode_seconds:
+        modes = (min(baselines.mode_seconds, key=baselines.mode_seconds.__getitem__),)
+    reference = baselines.reference
+    start_available(
+        baselines,
+        [
+            mode
+            for mode in modes
+            if not mode.mode.startswith(MAX_AUTOTUNE.mode) or has_artefacts(reference, mode.mode)
+        ],
+    )
+
+
+def fastest_mode(baselines: BaselineCache) -> tuple[TimedRunner, Baseline, dict[Baseline, float]]:
+    """Return the runner of a task's fastest torch.compile mode, the mode, and the seconds per call by mode.
+
+    Modes are represented by their baselines. The seconds are those of an earlier comparison on this device if
+    the cache has them, and are measured otherwise. The dictionary is empty on a device with one mode. The
+    calling thread must have exclusive access to the device. A mode that fails on the task is left out. If the
+    default mode fails, TaskError or InfrastructureError is raised.
+    """
+    modes = compile_modes(baselines.reference)
+    if len(modes) == 1:
+        return baselines.get(COMPILE), COMPILE, {}
+    _load_seconds(baselines, modes)
+    if not baselines.mode_seconds:
+        baselines.mode_seconds.update(baseline_seconds(baselines, modes))
+        if len(baselines.mode_seconds) == len(modes):  # A mode that failed may work the next time.
+            seconds = {mode.mode: baselines.mode_seconds[mode] for mode in modes}
+            store_mode_seconds(baselines.reference, list(seconds), seconds)
+    best = min(baselines.mode_seconds, key=baselines.mode_seconds.__getitem__)
+    while best.is_optional and not start_available(baselines, [best]):
+        del baselines.mode_seconds[best]
+        best = min(baselines.mode_seconds, key=baselines.mode_seconds.__getitem__)
+    for mode in modes:
+        if mode not in (COMPILE, best):  # training uses the default mode
+            baselines.drop(mode)
+    return baselines.get(best), best, dict(baselines.mode_seconds)
+
+
+def _load_seconds(baselines: BaselineCache, modes: Sequence[Baseline]) -> None:
+    """Fill `baselines.mode_seconds` from the compile cache, if it is empty and there are several modes."""
+    if len(modes) > 1 and not baselines.mode_seconds:
+        known = load_mode_seconds(baselines.reference, [mode.mode for mode in modes])
+        baselines.mode_seconds.update({mode: known[mode.mode] for mode in modes if mode.mode in known})
+
+
+def start_available(baselines: BaselineCache, wanted: Sequence[Baseline]) -> list[Baseline]:
+    """Start the runner of each baseline, and return the baselines whose runners work on the task.
+
+    Raises TaskError if a baseline that is not optional fails.
+    """
+    available = []
+    for baseline in wanted:
+        try:
+            baselines.get(baseline)
+            available.append(baseline)
+        except TaskError:
+            if not baseline.is_optional:
+                raise
+    return available
+
+
+def baseline_seconds(baselines: BaselineCache, wanted: Sequence[Baseline]) -> dict[Baseline, float]:
+    """Return the median seconds per call of each baseline that works on the task.
+
+    The median seconds of the no-op, a runner that computes nothing, are subtracted. The baselines are
+    measured in alternating rounds. The first round is not included, and more rounds are made as long as a
+    median is uncertain (`statistics.precise_rounds`). If a baseline that is not optional fails, TaskError or
+    InfrastructureError is raised.
+    """
+    reference = baselines.reference
+    sandbox, calls, number = reference.params.sandbox, reference.layout.calls, 0
+    raw: dict[Baseline, list[float]] = {b: [] for b in (NOOP, *start_available(baselines, wanted))}
+    order, rounds, staging = list(raw), sandbox.rounds, StagedInputs(reference, calls)
+    while number <= rounds:
+        staged = staging.hold(reference.inputs.fresh(calls))
+        for baseline in list(order):
+            try:
+                seconds, _ = baselines.get(baseline).round("time", staged)
+            except RunnerError as error:
+                baselines.drop(baseline)
+                if not baseline.is_optional:
+                    raise InfrastructureError(f"{baseline}: {error}") from error
+                del raw[baseline]
+                order.remove(baseline)
+                continue
+            if number > 0:
+                raw[baseline].append(seconds)
+        order = [*order[1:], order[0]]
+        if number == rounds:
+            others = {baseline: samples for baseline, samples in raw.items() if baseline != NOOP}
+            most = min(sandbox.most_rounds, UNPAIRED_ROUNDS * sandbox.rounds)
+            rounds = precise_rounds(list(others.values()), raw[NOOP], number, most)
+        number += 1
+    noop = raw.pop(NOOP)
+    return {baseline: float(statistics.median(net(samples, noop))) for baseline, samples in raw.items()}

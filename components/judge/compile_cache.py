@@ -1,7 +1,7 @@
 """Cache of what torch.compile makes of each task: compiled kernels, results of autotuning, times by mode.
 
 The times by mode are the judge's own. Any other entry is an archive that a runner of torch.compile wrote
-inside the sandbox (sandbox/inside/compile_artefacts.py). The task's source ran in that runner, so the
+inside the sandbox (sandbox/inside/inductor.py). The task's source ran in that runner, so the
 archive is untrusted: the judge never opens it, and sends it only to later runners that compile the same task
 in the same mode. No sandbox contains the cache's folder.
 """

@@ -16,8 +16,9 @@ import math
 
 import torch
 
-from components.core.params import Params, Sandbox
+from components.core.errors import TaskError
 from components.core.records import Precision
+from components.core.params import Sandbox
 
 # Smallest limit of the maximum error, relative to the largest absolute value of the reference output. It is a
 # few float32 units in the last place, because the float32 reference may happen to have no error. The limit of
@@ -288,9 +289,40 @@ def row_magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return largest.double(), torch.linalg.vector_norm(error, dim=1).double() * divisor.double()
 
 
-def compare(output: torch.Tensor, single: torch.Tensor, expected: torch.Tensor, params: Params) -> str | None:
-    """Return the reason why `output` is wrong, or None if it is correct (`ReferenceOutput.mismatch`).
+def first_mismatch(
+    references: list[ReferenceOutput],
+    outputs: list[torch.Tensor],
+    distribution: str,
+    *,
+    multiple: float = 1.0,
+    loose: bool = False,
+) -> str | None:
+    """Return the reason why an output of one call is wrong, or None if all outputs are right.
 
-    `single` and `expected` are the reference outputs at the task's precision and in float64.
+    `outputs` are the output tensors of the call, each with one dimension, and `references` has the reference
+    values of each. The reason ends with `distribution`, the name of the input distribution. The limits of
+    errors are multiplied by `multiple`. `loose`, which is meant for baselines, allows errors up to the
+    absolute tolerance.
+
+    If the error of the task's own output is above the absolute tolerance, some outputs can be called neither
+    right nor wrong, and TaskError is raised for them. These are a baseline's outputs (`loose`) that repeat
+    the task's own output, and a candidate's outputs that are wrong by its limits but right by those of
+    `loose`. A baseline's output that does not repeat the task's own output is wrong, because the task is not
+    deterministic.
     """
-    return ReferenceOutput(single, expected, params.sandbox, params.precision).mismatch(output)
+    for output, reference in zip(outputs, references, strict=True):
+        shaped = output.view(reference.shape)
+        reason = reference.mismatch(shaped, multiple=multiple, loose=loose)
+        if reference.exceeds_tolerance and loose and not reference.is_repeated_by(shaped):
+            return f"max_error:{distribution}"  # the task is not deterministic
+        if reference.exceeds_tolerance and (
+            loose or (reason is not None and reference.mismatch(shaped, loose=True) is None)
+        ):
+            raise TaskError(
+                f"its result differs from its float64 result by {reference.errors[0]:.1e} on inputs of the"
+                f" distribution {distribution}, where sandbox.absolute_tolerance allows"
+                f" {reference.ceiling:.1e}; make the task better conditioned or raise the tolerance"
+            )
+        if reason is not None:
+            return f"{reason}:{distribution}"
+    return None

@@ -190,14 +190,6 @@ class DeviceScheduler:
         finally:
             del self.callers[thread]
 
-    def exclusive_device(self) -> contextlib.AbstractContextManager[None]:
-        """Hold a GPU exclusively while a candidate exists; do nothing on cpu.
-
-        The GPU is held between the candidate's rounds too, because kernels that the candidate has launched
-        continue to run while its process is stopped.
-        """
-        return self.measuring() if self.is_exclusive else contextlib.nullcontext()
-
     def trim_cache(self) -> None:
         """Release the device memory that torch caches if it exceeds `CACHED_SHARE` of the device's memory.
 

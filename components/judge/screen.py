@@ -3,7 +3,7 @@
 The rules for policies are in agent_workdir/SKILL.md. `screen_python` compares the syntax tree of model_new.py
 with lists of allowed names, and `screen_symbols` compares the symbols that the built library imports with a
 list of allowed symbols. The operators that a candidate calls are blocked later, in its runner
-(sandbox/inside/op_blocker.py). A candidate that evades the screening is still verified and timed like any
+(sandbox/inside/runner.py). A candidate that evades the screening is still verified and timed like any
 other candidate.
 """
 
@@ -13,16 +13,16 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from components.core.text import parse_python
-from components.judge.extension_sources import called_function, uses_extensions
 from components.sandbox.inside.inline_extension import FUNCTIONS
 
 FILE_NAME = re.compile(r"model_new\.py|kernels/[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")
 MAX_MODEL_CHARACTERS = 64 << 10
 MAX_CANDIDATE_CHARACTERS = 4 << 20
+EXTENSION_MODULE = "torch.utils.cpp_extension"
 IMPORTS = frozenset("torch torch.nn torch.nn.functional cuda_extension math typing __future__".split())
 # Further imports that are allowed in a candidate of one file, with which it requests its extensions.
 EXTENSION_IMPORTS = frozenset(
-    ["torch.utils", "torch.utils.cpp_extension", *(f"torch.utils.cpp_extension.{name}" for name in FUNCTIONS)]
+    ["torch.utils", EXTENSION_MODULE, *(f"{EXTENSION_MODULE}.{name}" for name in FUNCTIONS)]
 )
 TORCH_CALLS = frozenset(
     "empty empty_like empty_strided zeros zeros_like Size device dtype no_grad inference_mode".split()
@@ -76,6 +76,54 @@ def _dotted_name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return f"{_dotted_name(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "?"
+
+
+def uses_extensions(tree: ast.AST) -> bool:
+    """Return whether a file imports torch.utils.cpp_extension."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (
+            node.module == EXTENSION_MODULE
+            or (node.module == "torch.utils" and any(n.name == "cpp_extension" for n in node.names))
+        ):
+            return True
+        if isinstance(node, ast.Import) and any(name.name == EXTENSION_MODULE for name in node.names):
+            return True
+    return False
+
+
+def called_function(call: ast.Call) -> str:
+    """Return the name of the called function if it is `load_inline` or `load`, and otherwise ""."""
+    name = ast.unparse(call.func) if isinstance(call.func, ast.Name | ast.Attribute) else ""
+    head, _, last = name.rpartition(".")
+    return last if last in FUNCTIONS and head in ("", "cpp_extension", EXTENSION_MODULE) else ""
+
+
+def without_unused_parts(tree: ast.Module) -> ast.Module:
+    """Return a file's syntax tree without the parts that a candidate does not need.
+
+    These parts are `get_inputs`, `get_init_inputs`, the main block, the class `Model` if nothing else uses
+    it, and `import` statements of names that are not used. Published files often have them, and the screening
+    would refuse them although the judge does not run them.
+    """
+    body = [
+        node
+        for node in tree.body
+        if not (
+            (isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"))
+            or (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))
+        )
+    ]
+    others = [node for node in body if not (isinstance(node, ast.ClassDef) and node.name == "Model")]
+    used = {node.id for part in others for node in ast.walk(part) if isinstance(node, ast.Name)}
+    if "Model" not in used:
+        body = others
+    kept = [
+        node
+        for node in body
+        if not isinstance(node, ast.Import)
+        or any((name.asname or name.name.partition(".")[0]) in used for name in node.names)
+    ]
+    return ast.Module(kept, [])
 
 
 def _extension_names(tree: ast.AST) -> frozenset[str]:

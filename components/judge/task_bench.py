@@ -1,85 +1,128 @@
 """Task bench: the reference data and running baselines with which the candidates of one task are judged."""
 
+import contextlib
 import threading
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
 
 from components.core.errors import TaskError
-from components.core.params import Params
-from components.judge.baselines import Baseline, BaselineCache
+from components.core.params import JudgeParams
+from components.judge.baselines import BaselineCache
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.exact_runner import ExactRunner
-from components.judge.role_processes import ProcessPerRole
+from components.judge.float64_check import Float64Check
 from components.judge.task_layout import Sizing
-from components.judge.task_reference import TaskReference
+from components.judge.task_reference import ProcessPerRole, TaskReference
 from components.sandbox.runner_factory import RunnerFactory
 
 
 class TaskBench:
-    """Reference data and baselines with which the candidates of one task are judged.
+    """Reference data and baselines with which the candidates of one task are judged."""
 
-    `fill` must be called before the bench is used.
-    """
+    def __init__(
+        self, params: JudgeParams, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str
+    ):
+        """Make the reference data of the task with source `code`, and end the runner that makes them.
 
-    def __init__(self, params: Params, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str):
+        The runner is ended so that it does not exist while candidates run. If the device memory is too small
+        beside other tasks, a second attempt reserves all of it. Raises TaskError if the task's source fails.
+        """
         processes = ProcessPerRole(params.device, runner_factory)
-        self.processes = processes
         self.scheduler = scheduler
-        self.reference = TaskReference(params, scheduler, code, processes, Sizing())
-        self.baselines = BaselineCache(self.reference, processes)
-        self.exact = ExactRunner(self.reference, processes)
-        # Seconds of one call by mode of torch.compile, which is empty until the modes have been compared.
-        self.mode_seconds: dict[Baseline, float] = {}
-        # Whether to start torch.compile before a candidate needs it; False after such a start failed.
-        self.starts_compile_early = True
+        for reserved in (0, scheduler.reservable_bytes):
+            try:
+                self.reference = TaskReference(
+                    params, scheduler, code, processes, Sizing(), describing_bytes=reserved
+                )
+                break
+            except TaskError as error:
+                if not error.out_of_memory or reserved == scheduler.reservable_bytes:
+                    raise
+        self.reference.end_runner(wait=self.reference.layout.placement.shares_buffers)
+        self.baselines = BaselineCache(self.reference)
+        self.float64_check = Float64Check(self.reference)
         # Lock that is held on a GPU while a candidate of this task is measured.
         self.candidate_lock = threading.Lock()
-
-    def fill(self) -> None:
-        """Make the reference data, and then end the runner that makes them.
-
-        The runner is ended so that it does not exist while candidates run. Raises TaskError if the task's
-        source fails.
-        """
-        self.reference.fill()
-        self.reference.end_runner(wait=self.reference.layout.placement.shares_buffers)
 
     def wrong_deferred_call(self) -> str | None:
         """Return the reason why a deferred call is wrong, or None if no deferred call is wrong.
 
         Deferred calls are timed calls whose outputs are compared with float64 outputs only after the
-        candidate's runner has ended (`ExactRunner`). If there are any, the runners of the baselines are ended
-        first. The comparison needs the memory that these runners share and that torch caches, so it is freed.
+        candidate's runner has ended (`Float64Check`). If there are any, the runners of the baselines are
+        ended first. The comparison needs the memory that these runners share and that torch caches, so it is
+        freed.
         """
-        if not self.exact.deferred:
+        if not self.float64_check.deferred:
             return None
         self.baselines.close()
         with self.scheduler.preparing():
-            self.processes.close()
+            self.reference.processes.close()
             self.scheduler.release_cache()
-        return self.exact.wrong_deferred_call()
+        return self.float64_check.wrong_deferred_call()
 
     def close(self) -> None:
         self.baselines.close()
-        self.exact.close()
-        with self.scheduler.preparing():
-            self.processes.close()
+        self.float64_check.close()
         self.reference.close()
 
 
-def open_bench(
-    params: Params, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str
-) -> TaskBench:
-    """Make a bench of the task with source `code` and its reference data, and return it.
+class BenchCache:
+    """Cache of task benches by task id.
 
-    Raises TaskError if the task's source fails.
+    If there are more benches than `capacity`, the least recently used benches that are not in use are closed.
     """
-    # If the device memory is too small beside other tasks, the second attempt reserves all of it.
-    for reserved in (0, scheduler.reservable_bytes):
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.benches: OrderedDict[str, TaskBench] = OrderedDict()
+        self.users: Counter[str] = Counter()
+        self.task_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self.lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def use(self, task_id: str, make: Callable[[], TaskBench]) -> Iterator[TaskBench]:
+        """Yield the bench of a task, and keep it open until the context ends.
+
+        If the cache has no bench for the task, `make` is called. An error of `make` is raised and not cached,
+        because the machine may have caused it and the next call may succeed.
+        """
+        with self.lock:
+            self.users[task_id] += 1
+            task_lock = self.task_locks[task_id]
         try:
-            with scheduler.reserve_memory(reserved):
-                bench = TaskBench(params, runner_factory, scheduler, code)
-            break
-        except TaskError as error:
-            if not error.out_of_memory or reserved == scheduler.reservable_bytes:
-                raise
-    bench.fill()
-    return bench
+            with task_lock:
+                bench = self.benches.get(task_id) or make()
+                with self.lock:
+                    self.benches[task_id] = bench
+                    self.benches.move_to_end(task_id)
+                    surplus = len(self.benches) - self.capacity
+            for _ in range(surplus):
+                self.close_unused()
+            yield bench
+        finally:
+            with self.lock:
+                self.users[task_id] -= 1
+                self._forget(task_id)
+
+    def _forget(self, task_id: str) -> None:
+        """Drop the lock and the user count of a task if it has no bench and no call uses it.
+
+        The caller holds the lock of the cache.
+        """
+        if task_id not in self.benches and self.users[task_id] == 0:
+            del self.users[task_id]
+            self.task_locks.pop(task_id, None)
+
+    def close_unused(self) -> None:
+        """Close the least recently used bench that is not in use, if there is one."""
+        with self.lock:
+            unused = next((task_id for task_id in self.benches if self.users[task_id] == 0), None)
+            bench = None if unused is None else self.benches.pop(unused)
+            if unused is not None:
+                self._forget(unused)
+        if bench is not None:
+            bench.close()
+
+    def close(self) -> None:
+        for bench in self.benches.values():
+            bench.close()
+        self.benches.clear()

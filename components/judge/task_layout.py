@@ -5,9 +5,10 @@ They follow from the shapes, dtypes and duration that a runner of the task's sou
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from pydantic import Field
@@ -295,3 +296,47 @@ class TaskLayout:
             header["next_inputs"] = self.inputs.region(buffers["next_inputs"])
             header["last_outputs"] = self.outputs.region(buffers["last_outputs"])
         return header
+
+
+@dataclass
+class RunnerMemory:
+    """Memory of one timed runner, or of several that take turns.
+
+    `buffers` has the shared buffers by name: parameters, inputs, and on cuda outputs. If the runner gets its
+    inputs call by call (`TaskLayout.by_call`), there are also buffers for the inputs of the next call and for
+    the outputs of the last call. `results` is the judge's copy of the outputs of a round, as bytes.
+    """
+
+    buffers: dict[RegionName, Buffer]
+    results: torch.Tensor
+
+    @classmethod
+    def allocate(cls, device: Device, layout: TaskLayout) -> Self:
+        """Allocate buffers for the task's parameters, the inputs of a round, and on cuda the round's outputs.
+
+        If an allocation fails, its error is raised after the buffers that were already made are closed.
+        """
+        sizes: dict[RegionName, int] = {
+            "parameters": layout.parameters.stride,
+            "inputs": layout.inputs.stride * layout.runner_sets,
+        }
+        result_bytes = layout.outputs.stride * layout.capacity
+        if device == "cuda":
+            sizes["outputs"] = result_bytes
+        if layout.by_call:
+            sizes |= {"next_inputs": layout.inputs.stride, "last_outputs": layout.outputs.stride}
+        buffers: dict[RegionName, Buffer] = {}
+        with contextlib.ExitStack() as allocated:
+            for name, size in sizes.items():
+                on_host = name in ("next_inputs", "last_outputs")
+                on = layout.memory_of(name) if name == "parameters" else "cpu" if on_host else device
+                buffers[name] = shared_memory.make_buffer(on, size)
+                allocated.callback(buffers[name].close)
+            results = torch.empty(result_bytes, dtype=torch.uint8, device=device)
+            allocated.pop_all()
+        return cls(buffers, results)
+
+    def close(self) -> None:
+        self.results = torch.empty(0, dtype=torch.uint8)
+        for buffer in self.buffers.values():
+            buffer.close()

@@ -1,7 +1,8 @@
 """Secret inputs, parameters and reference outputs of one task, made by a runner of the task's own source.
 
 All candidates of the task are judged with the same data. Each candidate runs in a new process, in which no
-data of an earlier judgement are left.
+data of an earlier judgement are left (`ProcessPerRole`). A role determines what a runner does, for example
+make the reference data or run eager.
 """
 
 import contextlib
@@ -9,22 +10,30 @@ import json
 import secrets
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from components.core.errors import TaskError
-from components.core.params import Params
-from components.judge.correctness import ReferenceOutput
+from components.core.errors import TaskError, TaskTooLarge
+from components.core.records import Device
+from components.core.params import JudgeParams
+from components.judge.correctness import ReferenceOutput, first_mismatch
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
-from components.judge.role_processes import OneProcess, ProcessPerRole, switch_role
-from components.judge.task_layout import Description, Sizing, input_distributions
+from components.judge.task_layout import (
+    Description,
+    RunnerMemory,
+    Sizing,
+    TaskLayout,
+    input_distributions,
+)
 from components.sandbox.inside import shared_memory
-from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
+from components.sandbox.inside.runner_protocol import RegionName, Role, RoleHeader, ZygoteKind
 from components.sandbox.inside.shared_memory import Buffer
+from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner, RunnerError
 
 
@@ -41,165 +50,211 @@ def task_errors() -> Iterator[None]:
         raise TaskError(f"description: {error}"[:300]) from error
 
 
-def too_inexact(reference: ReferenceOutput, distribution: str) -> TaskError:
-    """Return the error for a task whose own output differs too much from the float64 output.
+@dataclass
+class ProcessPerRole:
+    """Factory of a separate process for every role, and of the memory of timed runners.
 
-    `distribution` is the name of the input distribution for which the outputs differ.
+    A candidate's memory is separate, because it could otherwise change the memory that other runners read.
+    The baselines of a task use the memory `shared` in common if device memory is scarce
+    (`Placement.shares_buffers`).
     """
-    return TaskError(
-        f"its result differs from its float64 result by {reference.errors[0]:.1e} on inputs of the"
-        f" distribution {distribution}, where sandbox.absolute_tolerance allows {reference.ceiling:.1e}; make"
-        " the task better conditioned or raise the tolerance"
-    )
+
+    device: Device
+    factory: RunnerFactory
+    shared: RunnerMemory | None = None
+
+    def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
+        """Start a process for the role that `header` names.
+
+        `descriptors` are the file descriptors that it gets. `seconds` limits the wall time of everything that
+        the process does.
+        """
+        return self.factory.spawn(header, descriptors, seconds=seconds)
+
+    def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
+        """Return memory for a timed runner of this role: its own, or the memory that the baselines share."""
+        if role == "candidate" or not layout.placement.shares_buffers:
+            return RunnerMemory.allocate(self.device, layout)
+        self.shared = self.shared or RunnerMemory.allocate(self.device, layout)
+        return self.shared
+
+    def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
+        """End a timed runner's process, and close its memory if no other runner uses it.
+
+        If the baselines share memory, the GPU memory of the process is free when the method returns.
+        """
+        if runner is not None:
+            runner.close(wait=self.shared is not None)
+        if memory is not self.shared:
+            memory.close()
+
+    def close(self) -> None:
+        """Close the memory that baselines share, after their runners have ended."""
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
 
 
-def first_mismatch(
-    references: list[ReferenceOutput],
-    outputs: list[torch.Tensor],
-    distribution: str,
-    *,
-    multiple: float = 1.0,
-    loose: bool = False,
-) -> str | None:
-    """Return the reason why an output of one call is wrong, or None if all outputs are right.
+@dataclass
+class OneProcess:
+    """Single process, with a single set of buffers, that takes all roles of a task one after another.
 
-    `outputs` are the output tensors of the call, each with one dimension, and `references` has the reference
-    values of each. The reason ends with `distribution`, the name of the input distribution. The limits of
-    errors are multiplied by `multiple`. `loose`, which is meant for baselines, allows errors up to the
-    absolute tolerance.
-
-    If the error of the task's own output is above the absolute tolerance, some outputs can be called neither
-    right nor wrong, and TaskError is raised for them. These are a baseline's outputs (`loose`) that repeat
-    the task's own output, and a candidate's outputs that are wrong by its limits but right by those of
-    `loose`. A baseline's output that does not repeat the task's own output is wrong, because the task is not
-    deterministic.
+    It is used only for admissions, in which no candidate runs. One process saves most of the time of an
+    admission, because a CUDA context does not have to be created for each role.
     """
-    for output, reference in zip(outputs, references, strict=True):
-        shaped = output.view(reference.shape)
-        reason = reference.mismatch(shaped, multiple=multiple, loose=loose)
-        if reference.exceeds_tolerance and loose and not reference.is_repeated_by(shaped):
-            return f"max_error:{distribution}"  # the task is not deterministic
-        if reference.exceeds_tolerance and (
-            loose or (reason is not None and reference.mismatch(shaped, loose=True) is None)
-        ):
-            raise too_inexact(reference, distribution)
-        if reason is not None:
-            return f"{reason}:{distribution}"
-    return None
+
+    device: Device
+    factory: RunnerFactory
+    zygote: ZygoteKind
+    # Share of the GPU's memory that the process may allocate.
+    memory_share: float
+    runner: Runner | None = None
+    shared: RunnerMemory | None = None
+
+    def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
+        """Start the process, or switch it to the role that `header` names.
+
+        `seconds` limits the wall time of the role.
+        """
+        if self.runner is None:
+            header = header | {"zygote": self.zygote, "share": self.memory_share}
+            self.runner = self.factory.spawn(header, descriptors, seconds=seconds)
+        else:
+            self.runner.deadline = time.monotonic() + seconds
+            switch_role(self.runner, header | {"device": self.device}, descriptors)
+        return self.runner
+
+    def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
+        """Return the memory that all roles of the task share, which is allocated at the first call."""
+        self.shared = self.shared or RunnerMemory.allocate(self.device, layout)
+        return self.shared
+
+    def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
+        """Do nothing at the end of a role, because the next role uses the same process and memory."""
+
+    def close(self) -> None:
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
+
+
+def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:
+    """Have a runner leave its role and take the role that `header` names, with new file descriptors."""
+    runner.send({"op": "leave"})
+    runner.send(header, descriptors)
 
 
 class TaskReference:
     """Secret inputs, parameters and reference outputs of one task.
 
-    The attribute `layout` exists after construction. All other data exist after `fill`.
+    `processes` starts the processes of all roles of the task, and `layout` has the places of the data.
     """
-
-    parameters: Buffer
-    parameter_seed: int
-    # Seed of each input set.
-    seeds: list[int]
-    inputs: InputBank
 
     def __init__(
         self,
-        params: Params,
+        params: JudgeParams,
         scheduler: DeviceScheduler,
         code: str,
         processes: ProcessPerRole | OneProcess,
         sizing: Sizing,
+        *,
         memory_share: float = 1.0,
+        describing_bytes: int = 0,
+        extra_bytes: int = 0,
+        largest_bytes: int | None = None,
     ):
-        """Start a runner of the task's source, and compute the layout from the description that it sends.
+        """Start a runner of the task's source, and make the data in the layout that its description requires.
 
-        `memory_share` is the share of a GPU's memory that the runner may allocate. Raises TaskError if the
-        source fails or its description is invalid, and TaskTooLarge if judging the task takes too much
-        memory.
+        `memory_share` is the share of a GPU's memory that the runner may allocate. Device memory of
+        `describing_bytes` is reserved while the runner describes the task, and of `extra_bytes` beyond the
+        estimated need afterwards. Raises TaskError if the source fails or its description is invalid, and
+        TaskTooLarge if judging the task takes too much memory, or more than `largest_bytes` of the device.
         """
         self.params = params
         self.scheduler = scheduler
         self.code = code
+        self.processes = processes
         self.runner: Runner | None = None
         # Buffers and the memory reserved for them, which `close` releases in reverse order.
         self.resources = contextlib.ExitStack()
         self._outputs: dict[int, list[ReferenceOutput]] = {}
-        header: RoleHeader = {"role": "describe", "code": code, "precision": params.precision}
-        with self._closing_on_error(), task_errors():
-            self.runner = processes.start(header, seconds=params.sandbox.run_seconds)
-            with scheduler.background_work(self.runner):
-                reply = self.runner.receive()
-            description = Description.model_validate(json.loads(reply))
-            budget = MemoryBudget.of(params, scheduler, memory_share)
-            self.layout = plan_layout(description, params, sizing, budget)
-        # Estimated bytes of device memory that judging the task takes at once.
-        self.bytes = memory_need(self.layout, budget.runner_bytes).device
+        with contextlib.ExitStack() as cleanup, task_errors():
+            cleanup.callback(self.close)
+            with scheduler.reserve_memory(describing_bytes):
+                description = self._describe()
+                budget = MemoryBudget.of(params, scheduler, memory_share)
+                self.layout = plan_layout(description, params, sizing, budget)
+            # Estimated bytes of device memory that judging the task takes at once.
+            self.bytes = memory_need(self.layout, budget.runner_bytes).device
+            if largest_bytes is not None and self.bytes > largest_bytes:
+                raise TaskTooLarge(f"takes {self.bytes / 2**30:.0f} GiB of the device to judge")
+            self._fill(extra_bytes)
+            cleanup.pop_all()
+
+    def _describe(self) -> Description:
+        """Start the runner of the task's source, and return its description of the task."""
+        params = self.params
+        header: RoleHeader = {"role": "describe", "code": self.code, "precision": params.precision}
+        self.runner = self.processes.start(header, seconds=params.sandbox.run_seconds)
+        with self.scheduler.background_work(self.runner):
+            reply = self.runner.receive()
+        return Description.model_validate(json.loads(reply))
 
     @property
     def construction_seed(self) -> int | None:
         """Secret seed under which runners construct the model, or None if sandbox.weights is state_dict."""
         return self.parameter_seed if self.params.sandbox.weights == "seed" else None
 
-    @contextlib.contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
-        with contextlib.ExitStack() as cleanup:
-            cleanup.callback(self.close)
-            yield
-            cleanup.pop_all()
-
-    def fill(self, extra_bytes: int = 0) -> None:
+    def _fill(self, extra_bytes: int) -> None:
         """Make parameters, inputs and reference outputs from secret seeds.
 
         Device memory of `bytes` plus `extra_bytes` is reserved first. Correctness sets get reference outputs,
         both at the task's precision and in float64. The sets that timed calls are mixed from get no outputs.
-        Raises TaskError if the task's source fails.
         """
-        layout = self.layout
+        layout, shares_buffers = self.layout, self.layout.placement.shares_buffers
         correctness_sets = len(layout.distributions)
-        with self._closing_on_error(), task_errors():
-            self.resources.enter_context(self.scheduler.reserve_memory(self.bytes + extra_bytes))
-            with self.scheduler.preparing():
-                if layout.placement.shares_buffers:
-                    self.scheduler.release_cache()
-                self.parameters = self._allocate("parameters", layout.parameters.stride)
-                self.input_buffer = self._allocate("inputs", layout.inputs.stride * layout.input_sets)
-                self.output_buffer = self._allocate("outputs", layout.outputs.stride * correctness_sets)
-                self.expected_buffer = self._allocate("expected", layout.expected.stride * correctness_sets)
-            self.parameter_seed = secrets.randbits(62) & ~1
-            self.seeds = [secrets.randbits(62) & ~1 for _ in range(layout.input_sets)]
-            # With weights by seed, the parameters are those that the constructor makes.
-            parameters = None if self.params.sandbox.weights == "seed" else self.parameter_seed
-            orders = [
-                {
-                    "op": "fill",
-                    "set": index,
-                    "seed": seed,
-                    "distribution": layout.distributions[index] if index < correctness_sets else "given",
-                    "parameters": parameters,
-                    "outputs": index < correctness_sets,
-                    "exact": index < correctness_sets,
-                }
-                for index, seed in enumerate(self.seeds)
-            ]
-            self._switch_to_reference(
-                {
-                    "inputs": self.input_buffer,
-                    "outputs": self.output_buffer,
-                    "expected": self.expected_buffer,
-                },
-                layout.input_sets,
+        self.resources.enter_context(self.scheduler.reserve_memory(self.bytes + extra_bytes))
+        with self.scheduler.preparing():
+            if shares_buffers:
+                self.scheduler.release_cache()
+            self.parameters = self._allocate("parameters", layout.parameters.stride)
+            self.input_buffer = self._allocate("inputs", layout.inputs.stride * layout.input_sets)
+            self.output_buffer = self._allocate("outputs", layout.outputs.stride * correctness_sets)
+            self.expected_buffer = self._allocate("expected", layout.expected.stride * correctness_sets)
+        self.parameter_seed = secrets.randbits(62) & ~1
+        # Seed of each input set.
+        self.seeds = [secrets.randbits(62) & ~1 for _ in range(layout.input_sets)]
+        # With weights by seed, the parameters are those that the constructor makes.
+        parameters = None if self.params.sandbox.weights == "seed" else self.parameter_seed
+        orders = [
+            {
+                "op": "fill",
+                "set": index,
+                "seed": seed,
+                "distribution": layout.distributions[index] if index < correctness_sets else "given",
+                "parameters": parameters,
+                "outputs": index < correctness_sets,
+                "exact": index < correctness_sets,
+            }
+            for index, seed in enumerate(self.seeds)
+        ]
+        self._switch_to_reference(
+            {"inputs": self.input_buffer, "outputs": self.output_buffer, "expected": self.expected_buffer},
+            layout.input_sets,
+        )
+        self._request([{"op": "parameters", "seed": parameters}, *orders])
+        with self.scheduler.preparing():
+            sets = [layout.inputs.tensors(self.input_buffer, index) for index in range(layout.input_sets)]
+            self.inputs = InputBank(
+                sets,
+                layout.distributions,
+                self.params.device,
+                timed_distributions=input_distributions(self.params.sandbox),
+                may_double=not shares_buffers,
             )
-            self._request([{"op": "parameters", "seed": parameters}, *orders])
-            with self.scheduler.preparing():
-                sets = [layout.inputs.tensors(self.input_buffer, index) for index in range(layout.input_sets)]
-                self.inputs = InputBank(
-                    sets,
-                    layout.distributions,
-                    self.params.device,
-                    timed_distributions=input_distributions(self.params.sandbox),
-                    may_double=not layout.placement.shares_buffers,
-                )
-                self.resources.callback(self.inputs.close)
-                if layout.placement.shares_buffers:
-                    self.scheduler.release_cache()
+            self.resources.callback(self.inputs.close)
+            if shares_buffers:
+                self.scheduler.release_cache()
 
     def _allocate(self, region: RegionName, size: int) -> Buffer:
         buffer: Buffer = shared_memory.make_buffer(self.layout.memory_of(region), size)
@@ -215,7 +270,13 @@ class TaskReference:
         runner = self.runner
         buffers = {"parameters": self.parameters, **buffers}
         runner.deadline = time.monotonic() + self.params.sandbox.run_seconds
-        header: RoleHeader = {
+        with self.scheduler.background_work(runner):
+            switch_role(runner, self.header(sets, buffers), tuple(buffer.fd for buffer in buffers.values()))
+            runner.receive()
+
+    def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> RoleHeader:
+        """Return the header of the role `reference`, whose `buffers` have space for `sets` input sets."""
+        return {
             "role": "reference",
             "code": self.code,
             "precision": self.params.precision,
@@ -224,9 +285,6 @@ class TaskReference:
             "layout": self.layout.header(sets, buffers),
             "construction_seed": self.construction_seed,
         }
-        with self.scheduler.background_work(runner):
-            switch_role(runner, header, tuple(buffer.fd for buffer in buffers.values()))
-            runner.receive()
 
     def _request(self, orders: list[dict[str, Any]]) -> None:
         """Have the runner, in the role `reference`, carry out `orders` one after another."""
@@ -291,22 +349,24 @@ class TaskReference:
         """
         if index in self._outputs:
             return self._outputs[index]
-        single, expected = self.correctness_outputs(index)
-        sandbox, precision = self.params.sandbox, self.params.precision
-        prepared = [
+        prepared = self.prepared(*self.correctness_outputs(index))
+        if self.layout.keeps_references:
+            self._outputs[index] = prepared
+        return prepared
+
+    def prepared(self, single: list[torch.Tensor], expected: list[torch.Tensor]) -> list[ReferenceOutput]:
+        """Return the outputs of one call, at the task's precision and in float64, prepared for comparison."""
+        return [
             ReferenceOutput(
-                one,
+                one.view(exact.shape),
                 exact,
-                sandbox,
-                precision,
+                self.params.sandbox,
+                self.params.precision,
                 device=self.params.device,
                 keep_parts=self.layout.keeps_references,
             )
             for one, exact in zip(single, expected, strict=True)
         ]
-        if self.layout.keeps_references:
-            self._outputs[index] = prepared
-        return prepared
 
     def correctness_outputs(self, index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the reference outputs of one correctness set, at the task's precision and in float64."""
@@ -325,8 +385,10 @@ class TaskReference:
             self.runner = None
 
     def close(self) -> None:
+        """End the runner, and free the data and the memory that the runners of several roles share."""
         with self.scheduler.preparing():  # freeing device memory blocks the whole device
             self.end_runner()
+            self.processes.close()
             self._outputs.clear()
             self.resources.close()
             self.scheduler.trim_cache()

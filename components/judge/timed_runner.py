@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from components.judge.input_mixing import InputMix, as_bits
-from components.judge.role_processes import OneProcess, ProcessPerRole
 from components.judge.task_reference import TaskReference
 from components.sandbox.inside import shared_memory
 from components.sandbox.inside.runner_protocol import RoleHeader
@@ -72,7 +71,6 @@ class TimedRunner:
     def __init__(
         self,
         reference: TaskReference,
-        processes: ProcessPerRole | OneProcess,
         header: RoleHeader,
         library: int | None,
         seconds: float,
@@ -84,7 +82,7 @@ class TimedRunner:
         may exist for `seconds`. Raises RunnerError if it fails.
         """
         self.reference = reference
-        self.processes = processes
+        self.processes = processes = reference.processes
         self.scheduler = reference.scheduler
         self.layout = reference.layout
         self.role = header["role"]

@@ -21,9 +21,9 @@ import pybind11
 from components.core.config import PROJECT
 from components.core.errors import InfrastructureError
 from components.core.files import atomic_write, check_executable, digest_json, remove_stale, user_cache
-from components.core.params import Sandbox
 from components.core.records import Device
-from components.sandbox import isolation, time_limits
+from components.core.params import Sandbox
+from components.sandbox import isolation
 from components.sandbox.compiler_flags import (
     compiler,
     extension_flags,
@@ -34,6 +34,7 @@ from components.sandbox.compiler_flags import (
 from components.sandbox.inside.inline_extension import Extension
 from components.sandbox.preflight import check_isolation
 from components.sandbox.runner_factory import CACHE_SECONDS, INSIDE_FOLDER, RunnerFactory
+from components.sandbox.runner_process import wait_for_exit
 
 TEMPLATE = PROJECT / "agent_workdir"
 EXTENSION_SUFFIX: str = sysconfig.get_config_var("EXT_SUFFIX")
@@ -371,7 +372,7 @@ class Builder:
                 env=environment,
                 pass_fds=pass_fds,
             )
-            code = time_limits.wait(process, self.sandbox.build_seconds)
+            code = wait_for_exit(process, self.sandbox.build_seconds)
             out, errors = (
                 os.pread(file.fileno(), MAX_OUTPUT_BYTES, 0).decode(errors="replace") for file in files
             )

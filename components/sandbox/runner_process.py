@@ -1,4 +1,9 @@
-"""The judge's interface to one runner: messages, deadline, CPU time, and reading the runner's memory."""
+"""The judge's interface to one runner: messages, deadline, CPU time, and reading the runner's memory.
+
+Limits of wall time do not count the time in which the machine or this process was suspended, as on a closed
+laptop, in a paused virtual machine or in a stopped process. A waiting function polls every second. If a poll
+returns much later than requested, the machine was suspended meanwhile, so the delay is not counted.
+"""
 
 import array
 import contextlib
@@ -10,6 +15,7 @@ import select
 import signal
 import socket
 import struct
+import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,8 +23,11 @@ from pathlib import Path
 from typing import Literal
 
 from components.core.errors import InfrastructureError
-from components.sandbox.time_limits import POLL_SECONDS, charged_seconds
 
+# Maximum time between two polls.
+POLL_SECONDS = 1.0
+# Maximum delay of a poll that is counted; the part of a delay beyond it is not.
+SUSPEND_SECONDS = 1.0
 # Maximum length of a runner's message; the rest of a longer message is ignored.
 MESSAGE_BYTES = 1 << 20
 # Maximum time to wait until killed runners have ended.
@@ -65,6 +74,32 @@ def send(connection: socket.socket, message: Mapping[str, object], descriptors: 
     """Send one JSON message together with descriptors."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     connection.sendmsg([json.dumps(message).encode()], rights)
+
+
+def charged_seconds(elapsed: float, requested: float) -> float:
+    """Return how many of the `elapsed` seconds of a poll are included in a time limit.
+
+    `requested` is the number of seconds for which the poll was requested to wait.
+    """
+    return min(elapsed, requested + SUSPEND_SECONDS)
+
+
+def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
+    """Wait for `process` and return its exit status.
+
+    After `seconds`, the process is killed and subprocess.TimeoutExpired is raised.
+    """
+    remaining = seconds
+    while True:
+        start, timeout = time.monotonic(), min(remaining, POLL_SECONDS)
+        try:
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            remaining -= charged_seconds(time.monotonic() - start, timeout)
+            if remaining <= 0:
+                process.kill()
+                process.wait()
+                raise subprocess.TimeoutExpired(process.args, seconds) from None
 
 
 def has_ended(pidfd: int, seconds: float) -> bool:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from components.core import telemetry
 from components.core.config import result_values
 from components.core.text import readable
-from components.judge.version import VERSION, protocol_digest
+from components.judge.verdict import VERSION, protocol_digest
 from components.policy.prompts import task_message
 from components.service.jobs import JobService
 from components.service.requests import (

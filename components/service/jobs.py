@@ -30,8 +30,7 @@ from components.judge.pool.local_pool import (
     judge_with_retries,
     verdict_key,
 )
-from components.judge.verdict import Admission, Verdict
-from components.judge.version import protocol_digest
+from components.judge.verdict import Admission, Verdict, protocol_digest
 from components.service.job_store import JobStore, State, StoredJob
 from components.service.judges import WarmJudges
 from components.service.requests import (

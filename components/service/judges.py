@@ -13,11 +13,9 @@ from pathlib import Path
 
 from components.core.errors import UserError
 from components.core.params import Params
-from components.judge.admission import admit
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.judge import Judge
-from components.judge.verdict import Admission, with_standard_labels
-from components.judge.version import protocol_digest
+from components.judge.verdict import Admission, protocol_digest, with_standard_labels
 from components.sandbox.runner_factory import RunnerFactory
 
 LOG = logging.getLogger(__name__)
@@ -142,7 +140,7 @@ class WarmJudges:
         """
         params = with_standard_labels(params)
         with self.using(params) as judge:
-            return admit(params, judge.runner_factory, self.scheduler, code, headroom=headroom)
+            return judge.admit(code, params.data.eager_seconds, headroom=headroom)
 
     def on_behalf_of(self, caller: str) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this thread's measurements count as those of `caller`.

@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 
 from components.core.config import PROJECT
 from components.core.errors import UserError
-from components.judge.candidate_folder import read_candidate
+from components.judge.candidate import read_candidate
 
 # Longest call of a tool, and time between two progress notifications, in seconds.
 CALL_SECONDS, PROGRESS_SECONDS = 45.0, 5.0

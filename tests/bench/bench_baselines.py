@@ -34,8 +34,7 @@ from components.core.errors import InfrastructureError, TaskError, TaskTooLarge
 from components.core.files import read_json, write_json
 from components.core.task import KernelTask
 from components.evaluation.suites import load_suite
-from components.judge.baselines import EAGER
-from components.judge.compile_baseline import baseline_seconds, compile_modes, start_available
+from components.judge.baselines import EAGER, baseline_seconds, compile_modes, start_available
 from components.judge.judge import Judge
 from components.judge.task_bench import TaskBench
 
@@ -49,14 +48,12 @@ def measured(judge: Judge, code: str, modes: list[str]) -> dict[str, Any]:
     """
     began = time.monotonic()
     try:
-        with judge.scheduler.reserve_memory(judge.scheduler.reservable_bytes // 8):  # for the description
-            bench = TaskBench(judge.params, judge.runner_factory, judge.scheduler, code)
+        bench = TaskBench(judge.params, judge.runner_factory, judge.scheduler, code)
         with contextlib.closing(bench), largest_use(judge.params.device) as used:
-            bench.fill()
-            compiled = [mode for mode in compile_modes(bench) if not modes or mode.mode in modes]
-            available = start_available(bench, [EAGER, *compiled])
+            compiled = [mode for mode in compile_modes(bench.reference) if not modes or mode.mode in modes]
+            available = start_available(bench.baselines, [EAGER, *compiled])
             with judge.scheduler.measuring():
-                seconds = baseline_seconds(bench, available)
+                seconds = baseline_seconds(bench.baselines, available)
     except TaskTooLarge as error:
         return {"not_measurable": str(error)}
     except (TaskError, InfrastructureError, torch.OutOfMemoryError) as error:

@@ -20,8 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from components.core.config import resolve
-from components.judge.baselines import COMPILE
-from components.judge.compile_baseline import COMPILE_MODES, baseline_seconds, start_available
+from components.judge.baselines import COMPILE, COMPILE_MODES, baseline_seconds, start_available
 from components.judge.judge import Judge
 from components.judge.task_bench import TaskBench
 
@@ -69,14 +68,13 @@ def one_judge(profile: str, sets: tuple[str, ...], folder: Path) -> dict[str, Ro
             **{name: source(*form) for name, form in TASKS.items()},
         }.items():
             with contextlib.closing(TaskBench(params, judge.runner_factory, judge.scheduler, code)) as bench:
-                bench.fill()
                 for mode in COMPILE_MODES[params.device] if task else (COMPILE,):
                     started = time.monotonic()
-                    if not start_available(bench, [mode]):
+                    if not start_available(bench.baselines, [mode]):
                         continue
                     took, runner = time.monotonic() - started, bench.baselines.get(mode)
                     with judge.scheduler.measuring():
-                        call = baseline_seconds(bench, [mode])[mode]
+                        call = baseline_seconds(bench.baselines, [mode])[mode]
                     if task:
                         rows[f"{task}, {mode.mode}"] = (took, runner.is_cached, call)
     return rows

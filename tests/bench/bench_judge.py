@@ -28,8 +28,8 @@ import numpy as np
 
 from components.core.config import PROJECT, resolve
 from components.core.task import KernelTask, load_task
-from components.judge import judge as judge_module
-from components.judge.candidate_folder import read_workspace
+from components.judge import measurement
+from components.judge.candidate import read_workspace
 from components.judge.judge import Judge
 from components.judge.timed_runner import TimedRunner
 from components.sandbox.build import Builder
@@ -125,7 +125,7 @@ PHASES: dict[str, tuple[Any, str]] = {
     "build": (Builder, "build"),
     "start and load": (TimedRunner, "__init__"),
     "verify and warm up": (TimedRunner, "round"),
-    "timed phases": (judge_module, "timed_rounds"),
+    "timed phases": (measurement, "timed_rounds"),
     "all": (Judge, "verdict"),
 }
 

@@ -25,8 +25,8 @@ import numpy as np
 from components.core.config import resolve
 from components.core.task import KernelTask
 from components.judge.baselines import NOOP
-from components.judge.judge import Judge, median_seconds
-from components.judge.timed_rounds import speedup, timed_rounds
+from components.judge.judge import Judge
+from components.judge.measurement import median_seconds, speedup, timed_rounds
 from components.judge.timed_runner import StagedInputs, TimedRunner
 from components.judge.verdict import MARGIN, Ratio
 from components.sandbox.build import EXTENSION_SUFFIX
@@ -72,11 +72,7 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
                     "extensions": None,
                 }
                 with library.open("rb") as file:
-                    arms.append(
-                        TimedRunner(
-                            bench.reference, bench.processes, header, file.fileno(), seconds=RUNNER_SECONDS
-                        )
-                    )
+                    arms.append(TimedRunner(bench.reference, header, file.fileno(), seconds=RUNNER_SECONDS))
                 arms[-1].verify("check")
                 calls = bench.reference.layout.calls
                 staged = StagedInputs(bench.reference, calls).hold(bench.reference.inputs.fresh(calls))

@@ -28,8 +28,7 @@ import torch
 from components.core.config import resolve
 from components.core.errors import InfrastructureError
 from components.judge.judge import Judge
-from components.judge.rejection import Rejected
-from components.judge.verdict import Verdict
+from components.judge.verdict import Rejected, Verdict
 
 
 def judged(

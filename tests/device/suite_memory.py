@@ -33,8 +33,9 @@ from components.core.task import KernelTask
 from components.evaluation.suites import load_suite
 from components.judge.judge import Judge
 from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
-from components.judge.task_bench import TaskBench
 from components.judge.task_layout import Description, Placement, Sizing
+from components.judge.task_reference import task_errors
+from components.sandbox.inside.runner_protocol import RoleHeader
 
 
 def name_of(placement: Placement) -> str:
@@ -72,10 +73,14 @@ def described(judge: Judge, sizes: dict[str, Params], code: str) -> dict[str, An
     """Describe a task on the device, and return its plan for each size of memory."""
     began = time.monotonic()
     try:
-        with judge.scheduler.reserve_memory(judge.scheduler.reservable_bytes // 8):
-            bench = TaskBench(judge.params, judge.runner_factory, judge.scheduler, code)
-        with contextlib.closing(bench):
-            description = bench.reference.layout.description
+        header: RoleHeader = {"role": "describe", "code": code, "precision": judge.params.precision}
+        seconds = judge.params.sandbox.run_seconds
+        with (
+            judge.scheduler.reserve_memory(judge.scheduler.reservable_bytes // 8),
+            task_errors(),
+            contextlib.closing(judge.runner_factory.spawn(header, seconds=seconds)) as runner,
+        ):
+            description = Description.model_validate_json(runner.receive())
     except TaskTooLarge as error:
         return {"plans": {name: {"not_measurable": str(error)} for name in sizes}}
     except (TaskError, InfrastructureError, torch.OutOfMemoryError) as error:

@@ -1,10 +1,10 @@
 """Admission of tasks: which are refused, for which reason, and within which time."""
 
-import copy
 from collections.abc import Callable
 
 import judge_fixtures as corpus
 import pytest
+from judge_fixtures import EAGER_SECONDS
 from judge_fixtures import changed_code as source
 
 from components.core.task import KernelTask
@@ -12,7 +12,7 @@ from components.judge.judge import Judge
 
 
 def test_ordinary_task_is_admitted(judge: Judge) -> None:
-    admission = judge.admit(corpus.CODE)
+    admission = judge.admit(corpus.CODE, EAGER_SECONDS)
     assert admission.admitted, admission
     assert admission.evidence["inputs"] == [{"shape": [256, 1024], "dtype": "float32"}]
     assert admission.evidence["outputs"] == [{"shape": [256, 1024], "dtype": "float32"}]
@@ -21,7 +21,8 @@ def test_ordinary_task_is_admitted(judge: Judge) -> None:
 
 
 def test_spread_is_that_of_the_parameters_with_which_the_output_varies_least(judge: Judge) -> None:
-    admission = judge.admit(source("torch.sigmoid(x) * (self.scale - 1) + torch.tanh(x * 1e-6) + 1"))
+    code = source("torch.sigmoid(x) * (self.scale - 1) + torch.tanh(x * 1e-6) + 1")
+    admission = judge.admit(code, EAGER_SECONDS)
     assert admission.admitted, admission
     # With the initial scale of 1 the large term is 0, so the spread is that of the small one.
     assert admission.evidence["spread"] == pytest.approx(1e-6, rel=0.5)
@@ -68,16 +69,13 @@ def test_spread_is_that_of_the_parameters_with_which_the_output_varies_least(jud
     ],
 )
 def test_task_on_which_a_cheat_would_pass_is_refused(code: str, reason: str, judge: Judge) -> None:
-    admission = judge.admit(code)
+    admission = judge.admit(code, EAGER_SECONDS)
     assert not admission.admitted
     assert admission.reason in reason.split("|"), admission
 
 
 def test_a_task_that_takes_less_than_the_permitted_time_is_refused(judge: Judge) -> None:
-    data = judge.params.data.model_copy(update={"eager_seconds": (0.02, 0.05)})
-    other = copy.copy(judge)
-    other.params = judge.params.model_copy(update={"data": data})
-    admission = other.admit(corpus.CODE)
+    admission = judge.admit(corpus.CODE, (0.02, 0.05))
     assert (admission.admitted, admission.reason) == (False, "eager_time")
     assert admission.evidence["eager_seconds"] < 0.02
 
@@ -85,19 +83,20 @@ def test_a_task_that_takes_less_than_the_permitted_time_is_refused(judge: Judge)
 def test_a_task_that_changes_a_float64_input_is_right_about_itself(judge: Judge) -> None:
     """The float64 call of a source gets copies of its inputs, those that are float64 already included."""
     code = source("torch.sigmoid(x.add_(1.0)) * self.scale", "[torch.randn(256, 1024, dtype=torch.float64)]")
-    admission = judge.admit(code)
+    admission = judge.admit(code, EAGER_SECONDS)
     assert admission.reason != "does_not_run", admission
 
 
 def test_task_that_never_returns_is_refused_in_time(with_limits: Callable[[float, float], Judge]) -> None:
-    admission = with_limits(3, 30).admit(source(inputs="[torch.randn(256, 1024) for _ in iter(int, 1)]"))
+    code = source(inputs="[torch.randn(256, 1024) for _ in iter(int, 1)]")
+    admission = with_limits(3, 30).admit(code, EAGER_SECONDS)
     assert (admission.admitted, admission.reason) == (False, "does_not_run")
     assert "timed_out" in admission.evidence["detail"] or "out_of_memory" in admission.evidence["detail"]
 
 
 def test_an_inexact_task_is_refused_in_one_sentence(judge: Judge) -> None:
     code = source("(x * 1e5 + torch.sigmoid(x) * self.scale) - x * 1e5")
-    admission = judge.admit(code)
+    admission = judge.admit(code, EAGER_SECONDS)
     assert not admission.admitted
     verdict = judge.verdict(KernelTask(code=code), corpus.files("honest", "simd"))
     assert (verdict.status, verdict.reason) == ("infrastructure", "task")

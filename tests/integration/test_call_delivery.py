@@ -16,12 +16,12 @@ import torch
 
 from components.core.config import resolve
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.role_processes import RunnerMemory
 from components.judge.task_layout import (
     MAX_DELIVERED_BYTES,
     PLACEMENTS,
     Description,
     Placement,
+    RunnerMemory,
     Sizing,
     TaskLayout,
 )
@@ -75,13 +75,13 @@ class ThreadRunner(Runner):
 
 
 @pytest.fixture
-def runner_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def runner_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """Import the code of a runner as its process does."""
     for folder in (runner_factory.INSIDE_FOLDER, build_result_channel()):
         monkeypatch.syspath_prepend(str(folder))
     before = set(sys.modules)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    module = __import__("runner_roles")
+    module = __import__("runner")
     yield module
     for name in set(sys.modules) - before:
         if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == Path(module.__file__).parent:
@@ -89,14 +89,14 @@ def runner_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 def run_round(
-    runner_roles: ModuleType, model: Model, operation: Operation = "time", calls: int = CALLS
+    runner_module: ModuleType, model: Model, operation: Operation = "time", calls: int = CALLS
 ) -> tuple[torch.Tensor, torch.Tensor, TimedRunner]:
     """Run one round of `model`; return inputs and results, one row of bytes a call, and the judge's side."""
     plan = layout()
     memory = RunnerMemory.allocate("cpu", dataclasses.replace(plan, device="cpu"))
     plan_header = plan.header(plan.runner_sets, memory.buffers)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    shared = runner_roles.SharedTensors.__new__(runner_roles.SharedTensors)
+    shared = runner_module.SharedTensors.__new__(runner_module.SharedTensors)
     shared.device, shared.layout, shared.buffers, shared.pinned = "cpu", plan_header, memory.buffers, []
     shared.pin = lambda name: None
     visible = [shared.tensors("inputs", i)[0] for i in range(plan.capacity)] + shared.tensors("next_inputs")
@@ -105,7 +105,7 @@ def run_round(
     def serve() -> None:
         delivery = sys.modules["delivery"].CallDelivery(theirs, shared, inspects=False)
         with contextlib.suppress(OSError):  # the judge has ended the round
-            for order in runner_roles.orders(theirs):
+            for order in runner_module.orders(theirs):
                 if order["op"] != "warm":
                     calls = delivery.calls if order["op"] == "time" else delivery.checked_calls
                     extra = () if order["op"] == "time" else (lambda output: [output],)
@@ -135,14 +135,14 @@ def floats(rows: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("operation", ["time", "check"])
 def test_every_call_gets_its_inputs_and_delivers_its_outputs(
-    runner_roles: ModuleType, operation: Operation
+    runner_module: ModuleType, operation: Operation
 ) -> None:
-    inputs, results, judge = run_round(runner_roles, lambda x, _: 2 * x, operation)
+    inputs, results, judge = run_round(runner_module, lambda x, _: 2 * x, operation)
     assert torch.equal(floats(results), 2 * floats(inputs))
     assert not judge.inputs_changed
 
 
-def test_no_later_input_exists_while_a_call_runs(runner_roles: ModuleType) -> None:
+def test_no_later_input_exists_while_a_call_runs(runner_module: ModuleType) -> None:
     """What the exploit `batch` does: it computes all that lies in the buffers when a round begins."""
     seen: list[set[float]] = []
 
@@ -150,14 +150,14 @@ def test_no_later_input_exists_while_a_call_runs(runner_roles: ModuleType) -> No
         seen.append({float(tensor.view(-1)[0]) for tensor in visible})
         return x.clone()
 
-    inputs, _, _ = run_round(runner_roles, model)
+    inputs, _, _ = run_round(runner_module, model)
     marks = [float(row[0]) for row in floats(inputs)]
     for call in range(CALLS):
         assert marks[call] in seen[call]
         assert seen[call].isdisjoint(marks[call + 1 :])
 
 
-def test_results_that_are_computed_later_are_wrong(runner_roles: ModuleType) -> None:
+def test_results_that_are_computed_later_are_wrong(runner_module: ModuleType) -> None:
     """A call that leaves its work to the last one of the round: the judge has read its outputs by then."""
     left: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -168,21 +168,21 @@ def test_results_that_are_computed_later_are_wrong(runner_roles: ModuleType) -> 
                 target.copy_(2 * source)
         return left[-1][1]
 
-    inputs, results, _ = run_round(runner_roles, model)
+    inputs, results, _ = run_round(runner_module, model)
     right = [torch.equal(a, 2 * b) for a, b in zip(floats(results), floats(inputs), strict=True)]
     assert right == [False] * (CALLS - 1) + [True]
 
 
-def test_a_changed_input_is_seen(runner_roles: ModuleType) -> None:
-    _, _, judge = run_round(runner_roles, lambda x, _: x.mul_(2))
+def test_a_changed_input_is_seen(runner_module: ModuleType) -> None:
+    _, _, judge = run_round(runner_module, lambda x, _: x.mul_(2))
     assert judge.inputs_changed
 
 
-def test_a_runner_that_reports_before_it_is_asked_is_ended(runner_roles: ModuleType) -> None:
+def test_a_runner_that_reports_before_it_is_asked_is_ended(runner_module: ModuleType) -> None:
     def model(x: torch.Tensor, _: list[torch.Tensor]) -> torch.Tensor:
         connection = sys._getframe(2).f_locals["self"].connection
         connection.send(b"C")
         return x
 
     with pytest.raises(RunnerError, match="protocol"):
-        run_round(runner_roles, model)
+        run_round(runner_module, model)

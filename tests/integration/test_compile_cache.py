@@ -13,7 +13,7 @@ import judge_fixtures as corpus
 import pytest
 
 from components.core.errors import TaskError
-from components.judge import compile_baseline, compile_cache
+from components.judge import baselines, compile_cache
 from components.judge.baselines import COMPILE, Baseline
 from components.judge.compile_cache import CompileCache, entry_key
 from components.judge.judge import Judge
@@ -43,7 +43,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @contextlib.contextmanager
 def bench(judge: Judge, code: str = corpus.CODE) -> Iterator[TaskBench]:
     with contextlib.closing(TaskBench(judge.params, judge.runner_factory, judge.scheduler, code)) as made:
-        made.fill()
         yield made
 
 
@@ -66,20 +65,20 @@ def test_the_modes_of_a_task_are_compared_once(
     judge: Judge, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = (COMPILE, Baseline("compile", "reduce-overhead"))
-    monkeypatch.setitem(compile_baseline.COMPILE_MODES, "cpu", modes)
+    monkeypatch.setitem(baselines.COMPILE_MODES, "cpu", modes)
     with bench(judge) as made:
-        compile_baseline.start_modes(made)
-        _, best, seconds = compile_baseline.fastest_mode(made)
+        baselines.start_modes(made.baselines)
+        _, best, seconds = baselines.fastest_mode(made.baselines)
         assert set(seconds) == set(modes)
 
     def unexpected(*_: object) -> dict[Baseline, float]:
         raise AssertionError("the modes are compared again")
 
-    monkeypatch.setattr(compile_baseline, "baseline_seconds", unexpected)
+    monkeypatch.setattr(baselines, "baseline_seconds", unexpected)
     with bench(judge) as made:
-        compile_baseline.start_modes(made)
+        baselines.start_modes(made.baselines)
         assert set(made.baselines.runners) == {best}
-        runner, again, known = compile_baseline.fastest_mode(made)
+        runner, again, known = baselines.fastest_mode(made.baselines)
         assert (again, known, runner.is_cached) == (best, seconds, True)
 
 
@@ -87,11 +86,11 @@ def test_a_kept_choice_that_fails_is_replaced(
     judge: Judge, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = Baseline("compile", "a-mode-that-torch-refuses")
-    monkeypatch.setitem(compile_baseline.COMPILE_MODES, "cpu", (COMPILE, refused))
+    monkeypatch.setitem(baselines.COMPILE_MODES, "cpu", (COMPILE, refused))
     with bench(judge) as made:
         names = [COMPILE.mode, refused.mode]
         compile_cache.store_mode_seconds(made.reference, names, {COMPILE.mode: 2.0, refused.mode: 1.0})
-        _, best, seconds = compile_baseline.fastest_mode(made)
+        _, best, seconds = baselines.fastest_mode(made.baselines)
         assert (best, seconds) == (COMPILE, {COMPILE: 2.0})
 
 
@@ -100,9 +99,9 @@ def test_a_comparison_in_which_a_mode_failed_is_made_again(
 ) -> None:
     """The mode may have failed by chance, and without it the baseline would be weaker for good."""
     modes = (COMPILE, Baseline("compile", "a-mode-that-torch-refuses"))
-    monkeypatch.setitem(compile_baseline.COMPILE_MODES, "cpu", modes)
+    monkeypatch.setitem(baselines.COMPILE_MODES, "cpu", modes)
     with bench(judge) as made:
-        assert set(compile_baseline.fastest_mode(made)[2]) == {COMPILE}
+        assert set(baselines.fastest_mode(made.baselines)[2]) == {COMPILE}
         assert compile_cache.load_mode_seconds(made.reference, [mode.mode for mode in modes]) == {}
 
 

@@ -44,9 +44,8 @@ def test_a_measurement_is_alone_and_preparations_are_side_by_side(scheduler: Dev
             inside.remove("prepares")
         with (
             scheduler.measuring(),
-            scheduler.measuring(),
             scheduler.preparing(),
-            scheduler.exclusive_device(),
+            scheduler.measuring(),
         ):
             inside.append("measures")
             seen.append(tuple(inside))
@@ -138,7 +137,7 @@ def test_on_cpu_preparations_go_on_beside_a_measurement() -> None:
     done = threading.Event()
 
     def prepare() -> None:
-        with scheduler.preparing(), scheduler.exclusive_device(), scheduler.reserve_memory(1 << 60):
+        with scheduler.preparing(), scheduler.reserve_memory(1 << 60):
             done.set()
 
     with scheduler.measuring():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from components.core.config import PROJECT
 from components.core.task import load_task
-from components.judge.candidate_folder import read_workspace
+from components.judge.candidate import read_workspace
 from components.judge.judge import Judge
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from components.core.config import PROJECT
 from components.core.errors import InfrastructureError
-from components.judge import candidate_build, compile_cache
+from components.judge import candidate, compile_cache
 from components.judge.baselines import COMPILE
 from components.judge.judge import Judge
 from components.sandbox import seccomp_filter
@@ -68,7 +68,7 @@ def ask(judge: Judge, expression: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_screens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(candidate_build, "screen_python", lambda code: None)
+    monkeypatch.setattr(candidate, "screen_python", lambda code: None)
 
 
 def test_candidate_is_nobody_without_any_privilege(judge: Judge) -> None:

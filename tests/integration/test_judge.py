@@ -19,7 +19,7 @@ from components.core.params import Params
 from components.core.records import Precision
 from components.core.task import KernelTask
 from components.judge import (
-    compile_baseline,
+    baselines,
     device_scheduler,
     input_mixing,
     task_layout,
@@ -27,7 +27,7 @@ from components.judge import (
 )
 from components.judge.baselines import COMPILE, EAGER, Baseline
 from components.judge.correctness import ReferenceOutput
-from components.judge.exact_runner import ExactRunner
+from components.judge.float64_check import Float64Check
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
@@ -74,7 +74,7 @@ def test_an_evaluation_is_held_against_the_fastest_mode_of_compile_by_its_name(
         COMPILE,
         *(Baseline("compile", mode) for mode in ("reduce-overhead", "a-mode-that-torch-refuses")),
     )
-    monkeypatch.setitem(compile_baseline.COMPILE_MODES, "cpu", modes)
+    monkeypatch.setitem(baselines.COMPILE_MODES, "cpu", modes)
     evidence = judge.verdict(corpus.TASK, SIMD, compare_compile=True).evidence
     assert set(evidence["compile_seconds"]) == {"default", "reduce-overhead"}
     assert evidence["compile_mode"] == min(evidence["compile_seconds"], key=evidence["compile_seconds"].get)
@@ -356,25 +356,25 @@ def test_the_runner_of_float64_outputs_is_stopped_between_uses_and_replaced_if_i
 
     assert judged().status == "correct"
     (bench,) = cold_judge.bench_cache.benches.values()
-    runner = bench.exact.runner
+    runner = bench.float64_check.runner
     assert runner is not None and psutil.Process(runner.pid).status() == psutil.STATUS_STOPPED
     runner.signal(9)
     with pytest.raises(InfrastructureError, match="reference in float64"):
         judged()
-    assert bench.exact.runner is None and not bench.exact.buffers
-    assert judged().status == "correct" and bench.exact.runner is not None
+    assert bench.float64_check.runner is None and not bench.float64_check.buffers
+    assert judged().status == "correct" and bench.float64_check.runner is not None
 
 
 def test_comparisons_with_float64_take_no_time_of_the_candidates_limit(
     with_limits: Callable[[float, float], Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, pauses = ExactRunner.wrong_call, iter([0.8] * 6)
+    honest, pauses = Float64Check.wrong_call, iter([0.8] * 6)
 
-    def slow(self: ExactRunner, *arguments: Any) -> str | None:
+    def slow(self: Float64Check, *arguments: Any) -> str | None:
         time.sleep(next(pauses, 0))
         return honest(self, *arguments)
 
-    monkeypatch.setattr(ExactRunner, "wrong_call", slow)
+    monkeypatch.setattr(Float64Check, "wrong_call", slow)
     judge = with_limits(3, 60)
     began = time.monotonic()
     assert judge.verdict(corpus.TASK, SIMD).status == "correct"

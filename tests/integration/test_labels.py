@@ -7,8 +7,8 @@ import judge_fixtures as corpus
 import pytest
 
 from components.core.task import KernelTask
-from components.judge.bench_cache import BenchCache
 from components.judge.judge import Judge
+from components.judge.task_bench import BenchCache
 from components.judge.verdict import Labels
 
 pytestmark = pytest.mark.usefixtures("no_compile_baseline")

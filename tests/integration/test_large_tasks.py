@@ -11,8 +11,8 @@ import judge_fixtures as corpus
 import pytest
 import torch
 
-from components.judge import correctness, exact_runner, input_mixing, memory_plan, task_layout
-from components.judge.exact_runner import ExactRunner
+from components.judge import correctness, float64_check, input_mixing, memory_plan, task_layout
+from components.judge.float64_check import Float64Check
 from components.judge.input_mixing import InputMix
 from components.judge.judge import Judge
 from components.judge.task_layout import PLACEMENTS, Placement
@@ -36,7 +36,7 @@ def placement(monkeypatch: pytest.MonkeyPatch) -> Placement:
     monkeypatch.setattr(task_layout, "SHARING_ROUND_SHARE", 1e-9)
     monkeypatch.setattr(task_layout, "MAX_REFERENCE_BYTES", 1)
     monkeypatch.setattr(correctness, "PART_NUMEL", 4099)
-    monkeypatch.setattr(exact_runner, "PART_NUMEL", 4099)
+    monkeypatch.setattr(float64_check, "PART_NUMEL", 4099)
     monkeypatch.setattr(input_mixing, "BLOCK_NUMEL", 5003)
     return PLACEMENTS[-1]
 
@@ -59,18 +59,20 @@ def test_a_correct_candidate_is_compared_with_torch_compile(placement: Placement
 
 
 def test_a_task_is_admitted(placement: Placement, cold_judge: Judge) -> None:
-    admission = cold_judge.admit(corpus.TASK.code, headroom=True)
+    admission = cold_judge.admit(corpus.TASK.code, corpus.EAGER_SECONDS, headroom=True)
     assert admission.admitted, (admission.reason, admission.evidence)
     ignoring = corpus.TASK.code.replace("* self.scale", "* (0 * self.scale + 1)")
-    assert cold_judge.admit(ignoring).reason == "parameter_scale_does_not_matter"
+    assert cold_judge.admit(ignoring, corpus.EAGER_SECONDS).reason == "parameter_scale_does_not_matter"
 
 
 def test_suspicious_calls_are_compared_after_the_candidate_has_ended(
     placement: Placement, cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call is suspicious here: the exact answer passes, and an answer that is wrong does not."""
-    monkeypatch.setattr(exact_runner, "round_departures", lambda reference, ours, eager, calls: [2.0] * calls)
-    honest, compared = ExactRunner.outputs, []
+    monkeypatch.setattr(
+        float64_check, "round_departures", lambda reference, ours, eager, calls: [2.0] * calls
+    )
+    honest, compared = Float64Check.outputs, []
 
     def living() -> set[str]:
         pidfds = [pidfd for pidfd in list(cold_judge.runner_factory.pidfds) if not has_ended(pidfd, 0)]
@@ -79,32 +81,33 @@ def test_suspicious_calls_are_compared_after_the_candidate_has_ended(
 
     others = living()  # runners of other tests' tasks
 
-    def outputs(self: ExactRunner, write: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
+    def outputs(self: Float64Check, write: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
         (bench,) = cold_judge.bench_cache.benches.values()
         compared.append(len(bench.baselines.runners))
-        assert bench.processes.shared is None, "the memory that the baselines share is freed"
-        assert len(living() - others) == (bench.exact.runner is not None), "no other runner has memory"
+        assert bench.reference.processes.shared is None, "the memory that the baselines share is freed"
+        is_running = bench.float64_check.runner is not None
+        assert len(living() - others) == is_running, "no other runner has memory"
         return honest(self, write)
 
-    monkeypatch.setattr(ExactRunner, "outputs", outputs)
+    monkeypatch.setattr(Float64Check, "outputs", outputs)
     simd = corpus.files("honest", "simd")
     assert cold_judge.verdict(corpus.TASK, simd).status == "correct"
     assert compared == [0, 0], "no baseline runs meanwhile"
 
-    defer = ExactRunner._defer
+    defer = Float64Check._defer
 
     def defer_wrong(
-        self: ExactRunner, figure: float, mix: InputMix, ours: torch.Tensor, eager: torch.Tensor
+        self: Float64Check, figure: float, mix: InputMix, ours: torch.Tensor, eager: torch.Tensor
     ) -> None:
         defer(self, figure, mix, (ours.view(torch.float32) * 1.001).view(torch.uint8), eager)
 
-    monkeypatch.setattr(ExactRunner, "_defer", defer_wrong)
+    monkeypatch.setattr(Float64Check, "_defer", defer_wrong)
     verdict = cold_judge.verdict(corpus.TASK, simd)
     assert verdict.status == "wrong_output" and verdict.reason.startswith("max_error"), verdict.log
 
 
 def test_of_many_suspicious_calls_the_worst_and_another_one_are_kept() -> None:
-    runner = ExactRunner.__new__(ExactRunner)
+    runner = Float64Check.__new__(Float64Check)
     runner.deferred, runner.deferrable = [], 0
     mix, nothing = InputMix(0, 1, (0,), (0,), 0.5), torch.empty(0)
     for figure in (3.0, 9.0, 4.0, 2.0, 8.0):

@@ -9,8 +9,8 @@ from pathlib import Path
 import judge_fixtures as corpus
 import pytest
 
-from components.judge import candidate_build, correctness, exact_runner, input_mixing, task_layout
-from components.judge.exact_runner import ExactRunner
+from components.judge import candidate, correctness, float64_check, input_mixing, task_layout
+from components.judge.float64_check import Float64Check
 from components.judge.input_mixing import InputBank
 from components.judge.judge import Judge
 from components.judge.timed_runner import Operation, TimedRunner
@@ -26,12 +26,10 @@ SANDBOX = runner_factory.INSIDE_FOLDER
 INSIDE = (
     "zygote.py",
     "runner.py",
-    "runner_roles.py",
     "delivery.py",
     "reference.py",
     "runner_support.py",
-    "compile_artefacts.py",
-    "op_blocker.py",
+    "inductor.py",
     "inline_extension.py",
     "float64_mode.py",
     "input_distributions.py",
@@ -58,7 +56,7 @@ def test_timed_outputs_unchecked(cold_judge: Judge, monkeypatch: pytest.MonkeyPa
             return None
         return verify(self, operation, loose=loose)
 
-    monkeypatch.setattr(ExactRunner, "wrong_call", lambda self, mixes, inputs, results, eager_results: None)
+    monkeypatch.setattr(Float64Check, "wrong_call", lambda self, mixes, inputs, results, eager_results: None)
     assert verdict(cold_judge, "stale_after_calls").status == "wrong_output"
     monkeypatch.setattr(TimedRunner, "verify", first_only)
     assert verdict(cold_judge, "stale_after_calls").status == "correct"
@@ -106,7 +104,7 @@ def test_tolerance_of_the_public_harnesses(cold_judge: Judge, monkeypatch: pytes
 
 def test_comparison_that_nan_passes(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = correctness.row_magnitudes
-    for module in (correctness, exact_runner):
+    for module in (correctness, float64_check):
         monkeypatch.setattr(module, "row_magnitudes", lambda error: honest(error.nan_to_num(0.0)))
     assert verdict(cold_judge, "nan_answer").status == "correct"
 
@@ -145,7 +143,6 @@ def seconds_between_rounds(judge: Judge) -> float:
     ):
         arm = TimedRunner(
             bench.reference,
-            bench.processes,
             {
                 "role": "candidate",
                 "files": {"model_new.py": files["model_new.py"]},
@@ -176,13 +173,13 @@ def test_no_stop_between_rounds(cold_judge: Judge, monkeypatch: pytest.MonkeyPat
 
 def test_no_screen_of_symbols(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(cold_judge, "fork_symbol").status == "forbidden"
-    monkeypatch.setattr(candidate_build, "screen_symbols", lambda symbols, binding: None)
+    monkeypatch.setattr(candidate, "screen_symbols", lambda symbols, binding: None)
     assert verdict(cold_judge, "fork_symbol").status == "correct"
 
 
 def test_no_screen_of_the_syntax_tree(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(cold_judge, "patched_time").status == "forbidden"
-    monkeypatch.setattr(candidate_build, "screen_python", lambda code: None)
+    monkeypatch.setattr(candidate, "screen_python", lambda code: None)
     assert verdict(cold_judge, "patched_time").status == "correct"
 
 
@@ -229,8 +226,8 @@ def mutated(
 @pytest.mark.parametrize(
     ("file", "old", "new", "name"),
     [
-        ("runner_roles.py", "refuse_compute()", "pass", "torch_when_unwatched"),  # torch's kernels replaced
-        ("runner_roles.py", "if type(leaf) is not torch.Tensor:", "if False:", "tensor_subclass"),
+        ("runner.py", "refuse_compute()", "pass", "torch_when_unwatched"),  # torch's kernels replaced
+        ("runner.py", "if type(leaf) is not torch.Tensor:", "if False:", "tensor_subclass"),
         (
             "reference.py",
             "if seed is None or not value.is_floating_point():",

@@ -24,7 +24,7 @@ from components.sandbox import preflight, runner_factory
 from components.sandbox.build import build_result_channel
 from components.sandbox.preflight import System, explain
 from components.sandbox.runner_factory import RunnerFactory
-from components.sandbox.time_limits import charged_seconds
+from components.sandbox.runner_process import charged_seconds
 
 CLI = [sys.executable, "-m", "components.cli"]
 KEPT = {str(PROJECT): str(PROJECT)}

@@ -24,7 +24,7 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.pool.open_pool import open_pool
-from components.judge.pool.ray_pool import RemoteJudges
+from components.judge.pool.ray_pool import RayBackend
 from components.planning import ray_cluster
 from components.training import critic
 from components.training.ray_launcher import run_on_ray
@@ -168,21 +168,21 @@ def test_every_process_of_a_run_finds_the_judges_that_one_has_started(
     monkeypatch.setenv("RAY_ADDRESS", cluster)
     ray_cluster.connect()
     params, before = with_pool(ci_params, judges=2), judges_there()
-    first = RemoteJudges(params)
+    first = RayBackend(params)
     try:
 
         @ray.remote(num_cpus=0)
         def in_a_rank(run: str) -> tuple[list[str], bool]:
             os.environ[ray_cluster.RUN] = run
-            judges = RemoteJudges(params)
+            judges = RayBackend(params)
             found = [ray.get(actor.incarnation.remote()) for actor in judges.actors]
             judges.close()  # leaves them to the process that started them
             return found, judges.group is None
 
         program = (
             "import sys, ray; from components.core.params import Params\n"
-            "from components.judge.pool.ray_pool import RemoteJudges\n"
-            "judges = RemoteJudges(Params.model_validate_json(sys.argv[1])); assert judges.group is None\n"
+            "from components.judge.pool.ray_pool import RayBackend\n"
+            "judges = RayBackend(Params.model_validate_json(sys.argv[1])); assert judges.group is None\n"
             "print(*(ray.get(actor.incarnation.remote()) for actor in judges.actors))"
         )
         started = [ray.get(actor.incarnation.remote()) for actor in first.actors]
@@ -227,8 +227,8 @@ def test_judges_end_with_the_run_also_if_it_is_killed(
     before = judges_there()
     program = (
         "import sys, time, os, ray; from components.core.params import Params\n"
-        "from components.judge.pool.ray_pool import RemoteJudges\n"
-        "judges = RemoteJudges(Params.model_validate_json(sys.argv[1])); judges.prepare()\n"
+        "from components.judge.pool.ray_pool import RayBackend\n"
+        "judges = RayBackend(Params.model_validate_json(sys.argv[1])); judges.prepare()\n"
         "print(ray.get(judges.actors[0].__ray_call__.remote(lambda _: os.getpid())), flush=True)\n"
         "time.sleep(600)"
     )

@@ -20,7 +20,7 @@ import pytest
 import service_exploits
 
 from components.core.config import resolve
-from components.judge import judge as judge_module
+from components.judge import measurement
 from components.judge.pool.local_pool import journal_path
 from components.service.jobs import JobService
 from components.service.judges import WarmJudges
@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def addresses(folder: Path) -> Iterator[list[str]]:
     """Serve the same judges with the usual limits and with short ones, and compare with eager only."""
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr(judge_module, "MARGIN", math.inf)
+        patch.setattr(measurement, "MARGIN", math.inf)
         judges = stack.enter_context(contextlib.closing(WarmJudges(PARAMS, folder / "judge")))
         found = []
         for name, params in (("usual", PARAMS), ("hurried", HURRIED)):

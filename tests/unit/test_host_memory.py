@@ -7,8 +7,7 @@ import pytest
 from components.core.config import resolve
 from components.judge import memory_plan
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.host_memory import available_bytes
-from components.judge.memory_plan import HOST_SHARE, MemoryBudget
+from components.judge.memory_plan import HOST_SHARE, MemoryBudget, available_bytes
 
 GIB = 1 << 30
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from components.core.errors import InfrastructureError, IsolationUnavailable
-from components.judge.pool.ray_pool import RemoteJudges
+from components.judge.pool.ray_pool import RayBackend
 from components.sandbox import isolation
 from components.sandbox.build import COMPILER_FAILED, is_compiler_error
 
@@ -114,7 +114,7 @@ def test_shells_and_compilers_do_not_share_a_limit_of_processes() -> None:
 
 
 def test_an_actor_that_failed_is_avoided_until_the_next_success() -> None:
-    judges = RemoteJudges.__new__(RemoteJudges)
+    judges = RayBackend.__new__(RayBackend)
     judges.actors, judges.loads, judges.failed = ["a", "b"], [0, 0], {}
     judges.workers, judges.lock = 1, threading.Lock()
     with judges._actor("task") as first:
@@ -132,7 +132,7 @@ def test_an_admission_that_failed_does_not_keep_its_source() -> None:
     def remote(*_: object) -> object:
         raise InfrastructureError("the judge's Ray actor died")
 
-    judges = RemoteJudges.__new__(RemoteJudges)
+    judges = RayBackend.__new__(RayBackend)
     judges.actors = [SimpleNamespace(admit=SimpleNamespace(remote=remote))]
     judges.loads, judges.failed, judges.workers, judges.lock = [0], {}, 1, threading.Lock()
     with pytest.raises(InfrastructureError):

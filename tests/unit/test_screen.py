@@ -9,7 +9,7 @@ import pytest
 from components.core.errors import UserError
 from components.core.params import Params
 from components.judge import screen
-from components.judge.candidate_folder import read_workspace
+from components.judge.candidate import read_workspace
 from components.judge.screen import screen_files, screen_symbols
 from components.sandbox.build import Builder
 

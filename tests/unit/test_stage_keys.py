@@ -82,7 +82,6 @@ def test_the_sources_of_a_stage_are_what_its_code_can_reach() -> None:
     assert {
         "components/training/ppo.py",
         "components/sandbox/inside/runner.py",
-        "components/sandbox/inside/runner_roles.py",
         "components/sandbox/inside/result_channel.cpp",
         "components/policy/vllm/worker.py",
         "agent_workdir/SKILL.md",

@@ -22,8 +22,7 @@ from components.core.progress import Report, ignore
 from components.core.records import Device
 from components.core.task import KernelTask
 from components.judge.pool.local_pool import Job, LocalPool
-from components.judge.verdict import Admission, Verdict
-from components.judge.version import VERSION, protocol_digest
+from components.judge.verdict import VERSION, Admission, Verdict, protocol_digest
 
 # Seconds that one request waits for a result, and that its transfer may take beyond that.
 WAIT_SECONDS, TRANSFER_SECONDS = 50, 30.0
@@ -39,7 +38,7 @@ UNAVAILABLE = (429, 502, 504)
 
 
 class ServiceClient:
-    """Client of the judge's HTTP service, with the methods of a judge (`local_pool.JudgeLike`).
+    """Client of the judge's HTTP service, with the methods of a judge (`local_pool.Backend`).
 
     By default, the service is the one at `pool.service`. It has to have the same settings as `params`,
     because verdicts with other settings must not be mixed. With `socket`, the path of a Unix socket, it is
@@ -121,15 +120,15 @@ class ServiceClient:
         }
         return Verdict.model_validate(self._ask("/v1/judgements", request, report)["verdict"])
 
-    def admit(self, code: str, *, headroom: bool = False) -> Admission:
+    def admit(self, code: str, eager_seconds: tuple[float, float], *, headroom: bool = False) -> Admission:
         """Return the service's admission of the task with source `code`.
 
-        With `headroom`, the task must compile and leave device memory for other tasks, and its time under
-        torch.compile is measured too. Raises InfrastructureError if the service or its judge fails, and
-        UserError if the service refuses the request.
+        `eager_seconds` is the range in which the time of one call must be. With `headroom`, the task must
+        compile and leave device memory for other tasks, and its time under torch.compile is measured too.
+        Raises InfrastructureError if the service or its judge fails, and UserError if the service refuses
+        the request.
         """
-        window = self.params.data.eager_seconds
-        request = {"code": code, "headroom": headroom, "eager_seconds": window}
+        request = {"code": code, "headroom": headroom, "eager_seconds": eager_seconds}
         return Admission(**self._ask("/v1/admissions", request, ignore)["admission"])
 
     def _ask(self, path: str, request: dict[str, Any], report: Report) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from components.core.errors import InfrastructureError
 from components.core.files import digest_bytes, digest_json, read_json, write_json
 from components.core.params import Params
 from components.core.task import KernelTask
-from components.judge.verdict import Admission, Verdict
-from components.judge.version import protocol_digest
+from components.judge.verdict import Admission, Verdict, protocol_digest
 
 
 @dataclass(frozen=True)
@@ -141,14 +140,16 @@ class JudgePool(Protocol):
     def close(self) -> None: ...
 
 
-class JudgeLike(Protocol):
-    """Interface of the object that a pool judges with: one judge, or several with the same methods."""
+class Backend(Protocol):
+    """Interface of the object that a pool judges with: a judge, several on Ray, or a service's client."""
 
     def verdict(
         self, task: KernelTask, files: dict[str, str], *, compare_compile: bool | None = False
     ) -> Verdict: ...
 
-    def admit(self, code: str, *, headroom: bool = False) -> Admission: ...
+    def admit(
+        self, code: str, eager_seconds: tuple[float, float], *, headroom: bool = False
+    ) -> Admission: ...
 
     def prepare(self) -> None: ...
 
@@ -182,26 +183,26 @@ class LocalPool:
         self.executor = ThreadPoolExecutor(threads, thread_name_prefix="judge")
         self.lock = threading.Lock()
         self.in_flight: dict[str, Future[Any]] = {}
-        self._judge: JudgeLike | None = None
+        self._judge: Backend | None = None
 
     @property
-    def judge(self) -> JudgeLike:
+    def judge(self) -> Backend:
         """Judge of this pool, which is started for the first job whose result is not in the journal."""
         with self.lock:
             if self._judge is None:
                 self._judge = self.start()
             return self._judge
 
-    def start(self) -> JudgeLike:
+    def start(self) -> Backend:
         """Return a new judge, a client of the running service, or the judges on a Ray cluster.
 
         The modules are imported here, because a run whose results are all in the journal needs neither torch
         nor a client.
         """
         if self.params.pool.judges:
-            from components.judge.pool.ray_pool import RemoteJudges
+            from components.judge.pool.ray_pool import RayBackend
 
-            return RemoteJudges(self.params)
+            return RayBackend(self.params)
         if self.use_service:
             from components.judge.pool.http_pool import connect
 
@@ -241,10 +242,13 @@ class LocalPool:
         device memory for other tasks, and its time under torch.compile is measured too. A result with the
         reason `infrastructure` is not written to the journal.
         """
-        key = admission_key(self.protocol, self.params.data.eager_seconds, code, headroom=headroom)
+        window = self.params.data.eager_seconds
+        key = admission_key(self.protocol, window, code, headroom=headroom)
 
         def measure() -> Admission:
-            admission = admit_with_retries(self.params, lambda: self.judge.admit(code, headroom=headroom))
+            admission = admit_with_retries(
+                self.params, lambda: self.judge.admit(code, window, headroom=headroom)
+            )
             if admission.reason != "infrastructure":
                 write_json(self._path(key), asdict(admission))
             return admission

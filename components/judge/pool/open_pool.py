@@ -1,12 +1,24 @@
-"""Choice of where candidates of a run are judged: on this machine, on a Ray cluster, or by a service."""
+"""Choice of where candidates are judged: on this machine, on a Ray cluster, or by a service."""
 
+from __future__ import annotations
+
+import contextlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from components.core.errors import UserError
+from components.core.errors import InfrastructureError, UserError
 from components.core.params import Params
-from components.judge.pool.http_pool import HttpPool
-from components.judge.pool.local_pool import LocalPool
+from components.core.progress import Report, ignore
+from components.core.task import load_task
+from components.judge.candidate import read_candidate
+from components.judge.pool.http_pool import HttpPool, ServiceClient, connect
+from components.judge.pool.local_pool import LocalPool, infrastructure_verdict
+from components.judge.verdict import Verdict
+from components.sandbox.build import open_factory
 from components.sandbox.preflight import check_isolation
+
+if TYPE_CHECKING:
+    from components.judge.judge import Judge
 
 
 def open_pool(params: Params, verdicts: Path, *, use_service: bool = False) -> LocalPool:
@@ -25,3 +37,50 @@ def open_pool(params: Params, verdicts: Path, *, use_service: bool = False) -> L
     if not params.pool.judges:
         check_isolation(params.sandbox, params.device)
     return LocalPool(params, verdicts, use_service=use_service)
+
+
+def judge_workdir(
+    params: Params, workdir: Path, task: Path | None, folder: Path, report: Report = ignore
+) -> Verdict:
+    """Return the verdict on a candidate, which is compared with eager and torch.compile.
+
+    `workdir` is a workspace or a single Python file. `task` is the path of a task file; if it is None, the
+    task is the workspace's model.py. If the parameter `pool.service` is set, the HTTP service at this address
+    judges. Otherwise the service whose socket is in `folder` judges, or, if none runs there, a new judge that
+    keeps its builds in `folder`. `report` is called with the name of each step when it begins. If the judge
+    itself fails, the verdict has the status `infrastructure`. Raises UserError if a file is missing or not
+    valid.
+    """
+    files = read_candidate(workdir)
+    if task is None and workdir.is_file():
+        raise UserError(f"{workdir}: a single file has no task; give its task file with --task.")
+    kernel_task = load_task(task if task is not None else workdir / "model.py")
+    with contextlib.closing(_open_judge(params, folder, report)) as judge:
+        try:
+            return judge.verdict(kernel_task, files, compare_compile=True, report=report)
+        except InfrastructureError as error:
+            return infrastructure_verdict(params, error)
+
+
+def _open_judge(params: Params, folder: Path, report: Report) -> Judge | ServiceClient:
+    if params.pool.service:
+        return ServiceClient(params)
+    return connect(params, folder) or start_judge(params, folder, report)
+
+
+def start_judge(params: Params, folder: Path, report: Report) -> Judge:
+    """Start the processes of a new judge, import torch at the same time as they do, and return the judge.
+
+    `folder` is where the judge keeps its builds. `report` is called with a text for the user, who has to wait
+    for the start.
+    """
+    factory = open_factory(params.sandbox, params.device, folder)
+    report("starting a judge; cuda-agent serve keeps one ready")
+    try:
+        factory.prepare()
+        from components.judge.judge import Judge
+
+        return Judge(params, folder, factory=factory)
+    except BaseException:
+        factory.close()
+        raise

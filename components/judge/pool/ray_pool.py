@@ -38,7 +38,7 @@ SETTINGS = {"device", "precision", "sandbox", "data", "pool"}
 RESTART_SECONDS = 0.2
 
 
-class JudgeActor:
+class RayActor:
     """Ray actor that runs one judge on a node of the cluster, with a folder of its own.
 
     Its methods return plain dictionaries instead of records, because the caller may have been started with an
@@ -60,8 +60,8 @@ class JudgeActor:
         verdict = self.judge.verdict(task, files, compare_compile=compare_compile)
         return self.incarnation_id, verdict.model_dump(mode="json")
 
-    def admit(self, code: str, headroom: bool) -> dict[str, Any]:
-        return asdict(self.judge.admit(code, headroom=headroom))
+    def admit(self, code: str, eager_seconds: tuple[float, float], headroom: bool) -> dict[str, Any]:
+        return asdict(self.judge.admit(code, eager_seconds, headroom=headroom))
 
     def prepare(self) -> None:
         self.judge.prepare()
@@ -71,8 +71,8 @@ class JudgeActor:
         remove_tree(self.folder)
 
 
-class RemoteJudges:
-    """Group of judges that run as Ray actors, with the same methods as a single judge (`JudgeLike`).
+class RayBackend:
+    """Group of judges that run as Ray actors, with the same methods as a single judge (`Backend`).
 
     Each call of `verdict` or `admit` is sent to one of the actors. `prepare` and `close` are sent to all, but
     only the process that started the actors closes them.
@@ -103,7 +103,7 @@ class RemoteJudges:
 
     def _start(self, params: Params, name: str, group: PlacementGroup, index: int) -> Any:
         resources = bundle(params)
-        actor: Any = ray.remote(JudgeActor)
+        actor: Any = ray.remote(RayActor)
         return actor.options(
             name=name,
             namespace=NAMESPACE,
@@ -128,9 +128,9 @@ class RemoteJudges:
                     raise InfrastructureError("the judge's Ray actor died while it judged")
             return Verdict.model_validate(record)
 
-    def admit(self, code: str, *, headroom: bool = False) -> Admission:
+    def admit(self, code: str, eager_seconds: tuple[float, float], *, headroom: bool = False) -> Admission:
         with self._actor(digest_bytes(code.encode())) as actor:
-            return Admission(**_result(actor.admit.remote(code, headroom)))
+            return Admission(**_result(actor.admit.remote(code, eager_seconds, headroom)))
 
     def prepare(self) -> None:
         preparing: list[Any] = [actor.prepare.remote() for actor in self.actors]

@@ -8,7 +8,6 @@ imports nothing of the project, and it imports torch only inside the sandbox.
 
 import hashlib
 import importlib.util
-import inspect
 import json
 import sys
 import types
@@ -126,9 +125,6 @@ def file_extension(
         "cuda_cflags": _texts(extra_cuda_cflags),
         "ldflags": _texts(extra_ldflags),
     }
-
-
-INLINE_PARAMETERS = tuple(inspect.signature(inline_extension).parameters)
 
 
 def _replace_functions(load: Callable[[Extension], Any]) -> None:

@@ -1,30 +1,61 @@
-"""The main function of an isolated runner, which takes roles and reports their errors to the judge.
+"""The main function of a runner: the roles that it can take, and the loop that executes the judge's orders.
 
-This file runs only inside the sandbox. zygote.py imports it before the first fork, so that all runners share
-one import of torch.
+This file runs only inside the sandbox; the judge never imports it. zygote.py imports it before the first
+fork, so that all runners share one import of torch. The roles `candidate`, `eager`, `compile` and `noop` are
+measured with the same loop. The roles `describe` and `reference` are implemented in reference.py.
+
+A candidate must use its own kernels instead of torch's compute operators, so these are blocked in its process
+(`prepare_operator_block`). The operators' kernels are replaced in torch's dispatcher, for all threads and
+until the process ends. A dispatch mode could block the same calls, but a candidate can see whether a mode is
+set, and a mode that is always set costs time in every call.
 """
 
+from __future__ import annotations
+
 import contextlib
+import ctypes
+import functools
+import gc
 import importlib
+import itertools
+import json
 import os
 import socket
-import tempfile
 import traceback
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import op_blocker
-import runner_roles
-import runner_support
+import inductor
+import inline_extension
+import reference
 import torch
+from delivery import Call, WrongForm, make_delivery
+from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs
 
+if TYPE_CHECKING:
+    from components.sandbox.inside.runner_protocol import RoleHeader
+
+# Operators that stay allowed: allocations, views and copies. The last four are allowed because zeros and
+# clone call them, and because delivery.py delivers results with them.
+ALLOWED_OPERATORS = frozenset(
+    """
+    empty empty_strided empty_like new_empty new_empty_strided zeros zeros_like new_zeros view _unsafe_view
+    reshape alias detach as_strided slice select unsqueeze squeeze expand permute transpose t contiguous
+    clone split unbind narrow lift_fresh _reshape_alias is_pinned copy_ fill_ zero_ _foreach_copy_""".split()
+)
+# Maximum length of an order of the judge, in bytes.
+ORDER_BYTES = 1 << 14
 # Maximum number of characters of a traceback that are sent to the judge.
 MAX_TRACEBACK = 6000
+# Type of zygote.receive, which reads one message and the descriptors sent with it.
+Receive = Callable[[socket.socket], tuple[Any, list[int]]]
 
 
 def main(
-    receive: runner_roles.Receive,
+    receive: Receive,
     connection: socket.socket,
-    message: dict[str, Any],
+    message: RoleHeader,
     descriptors: list[int],
     isolated: bool,
 ) -> None:
@@ -36,7 +67,7 @@ def main(
     code = 1
     try:
         torch.set_num_threads(1)
-        runner_roles.serve(connection, message, descriptors, receive)
+        serve(connection, message, descriptors, receive)
         code = 0
     except MemoryError:
         connection.send(b"Mout of memory")
@@ -60,61 +91,254 @@ def warm_up(kind: str, device: str, warm_folder: str = "") -> None:
     """
     torch.set_num_threads(1)
     for key in ("CPU", "CUDA"):
-        op_blocker.compute_operators(key)
-    linear = runner_support.eval_mode(torch.nn.Linear(1, 1), "cpu")
+        compute_operators(key)
+    linear = eval_mode(torch.nn.Linear(1, 1), "cpu")
     linear.load_state_dict(torch.nn.Linear(1, 1).state_dict())
     if kind == "compile" and device == "cpu":
-        warm_up_inductor(warm_folder)
+        inductor.warm_up_inductor(warm_folder)
     elif kind == "compile":
-        import_inductor()
+        inductor.import_inductor()
 
 
-def warm_up_inductor(folder: str) -> None:
-    """Compile one function, so that later compilations with Inductor on cpu are faster.
+def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int], receive: Receive) -> None:
+    """Take the roles that the judge names, one after another, until the judge closes the connection.
 
-    Most of the time of a first compilation is spent on precompiling headers, which are stored in `folder`,
-    and on finding out the processor's instruction sets, which stay in memory and are inherited by fork.
+    `header` is the message that names the first role, and `descriptors` came with it. `receive` reads the
+    next header with its descriptors.
     """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/kernels"
-    tempfile.tempdir = folder  # Inductor stores precompiled headers here and not in its cache folder
-    torch.compile(lambda x: torch.sigmoid(x).sum(-1))(torch.ones(64, 64))
-    torch._dynamo.reset()
-    tempfile.tempdir = None
+    while header:
+        if "role" in header:
+            torch.backends.cuda.matmul.allow_tf32 = header["precision"] == "tf32"
+            torch.backends.cudnn.allow_tf32 = header["precision"] == "tf32"
+            play_role(connection, header, descriptors)
+            for descriptor in descriptors:
+                with contextlib.suppress(OSError):  # closed already if it belonged to a buffer
+                    os.close(descriptor)
+            gc.collect()
+            torch.cuda.empty_cache()
+        header, descriptors = receive(connection)
 
 
-# Modules that torch 2.11 imports only during its first compilation for a GPU. A module that the installed
-# version of torch does not have is skipped.
-LATE_IMPORTS = (
-    "torch._dynamo.backends.inductor",
-    "torch._export.passes.collect_tracepoints_pass",
-    "torch._inductor.choices",
-    "torch._inductor.codegen.cpp_wrapper_gpu",
-    "torch._inductor.codegen.halide",
-    "torch._inductor.codegen.memory_planning",
-    "torch._inductor.codegen.pallas",
-    "torch._inductor.codegen.wrapper_fxir",
-    "torch._inductor.fx_passes.freezing_patterns",
-    "torch._inductor.fx_passes.mkldnn_fusion",
-    "torch._inductor.fx_passes.quantization",
-    "torch.distributed.tensor.experimental",
-    "torch.export._trace",
-    "sympy.tensor.tensor",
-    "triton.backends.nvidia.compiler",
-    "triton.compiler.code_generator",
-)
+def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[int]) -> None:
+    """Do the work of the role that `header` names, and return when the judge ends the role.
 
-
-def import_inductor() -> None:
-    """Import the modules that compiling for a GPU needs, without initialising CUDA.
-
-    CUDA must not be initialised before a fork. One of the modules (`_inductor.runtime.benchmarking`) calls
-    torch.cuda.is_available when it is imported, which would initialise CUDA, so that function is replaced
-    during the imports.
+    `descriptors` has the descriptors of the role's buffers. For a role whose calls are timed, the descriptor
+    of its library comes first.
     """
-    is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
-    try:
-        for name in ("torch._inductor.compile_fx", *LATE_IMPORTS):
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
-    finally:
-        torch.cuda.is_available = is_available
+    if header["role"] == "describe":
+        if "share" in header and header["device"] == "cuda":
+            torch.cuda.set_per_process_memory_fraction(header["share"])
+        connection.send(b"R" + json.dumps(reference.describe(header["code"], header["device"])).encode())
+    elif header["role"] == "record":
+        found = inline_extension.record(header["files"], header["init_inputs"])
+        connection.send(b"R" + json.dumps(found).encode())
+    elif header["role"] == "reference":
+        with contextlib.closing(SharedTensors(header, descriptors)) as shared:
+            make_references(connection, reference.ReferenceModel(header, shared), shared)
+    else:
+        with contextlib.closing(SharedTensors(header, descriptors[1:])) as shared:
+            try:
+                measure(connection, header, shared, descriptors[0])
+            except WrongForm as error:
+                connection.send(b"W" + str(error).encode())
+            except ForbiddenOperator as error:
+                connection.send(b"F" + str(error).encode())
+
+
+def orders(connection: socket.socket) -> Iterator[dict[str, Any]]:
+    """Yield the judge's orders for one role, until the order `leave` or the end of the connection."""
+    while data := os.read(connection.fileno(), ORDER_BYTES):
+        order = parse_order(data)
+        if order["op"] == "leave":
+            return
+        yield order
+
+
+@functools.lru_cache(8)
+def parse_order(order: bytes) -> dict[str, Any]:
+    """Return an order parsed from JSON; equal orders are parsed only once.
+
+    Parsing time is part of a measurement. Without the cache, a candidate whose native code answers the judge
+    directly could save this time.
+    """
+    parsed: dict[str, Any] = json.loads(order)
+    return parsed
+
+
+def make_references(
+    connection: socket.socket, model: reference.ReferenceModel, shared: SharedTensors
+) -> None:
+    """Execute the judge's orders in the role `reference`, until the judge ends the role.
+
+    Each order writes parameters, an input set or outputs to shared memory, and is answered with `D`.
+    """
+    connection.send(b"R")
+    for order in orders(connection):
+        if order["op"] == "parameters":
+            model.write_parameters(order["seed"])
+        elif order["op"] == "exact":
+            model.write_exact()
+        else:
+            model.fill(order)
+        if shared.device == "cuda":
+            torch.cuda.synchronize()
+        connection.send(b"D")
+
+
+def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors, library: int) -> None:
+    """Load the candidate, baseline or no-op, and make the calls that the judge orders.
+
+    Each order makes one call for each of its input sets. `library` is the descriptor of a candidate's
+    compiled library, or of the archive of the role `compile` (inductor.py).
+    """
+    refuse_compute, artefacts = None, None
+    if header["role"] == "candidate":
+        if header["rules"] == "kernel-only":
+            refuse_compute = prepare_operator_block(shared.device)
+        call = load_candidate(header, shared, library)
+    elif header["role"] == "noop":
+        outputs = itertools.cycle(shared.noop_outputs())
+
+        def call(*_: Any) -> Any:
+            return next(outputs)
+
+    else:
+        if header["role"] == "compile":
+            artefacts = inductor.CompileArtefacts(library)
+        call = load_baseline(header, shared)
+    arguments = [tuple(shared.arguments(i)) for i in range(shared.layout["sets"])]
+    inputs = [tensor for i in range(len(arguments)) for tensor in shared.tensors("inputs", i)]
+    expected = shared.zero_outputs(share_elements=True)
+    forbidden = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in inputs]
+
+    def check(output: Any) -> list[torch.Tensor]:
+        return check_outputs(output, expected, forbidden)
+
+    delivery = make_delivery(connection, header, shared)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    if refuse_compute is not None:
+        refuse_compute()
+    with torch.no_grad():
+        connection.send(b"R")
+        for order in orders(connection):
+            if order["op"] == "release":
+                torch.cuda.empty_cache()
+            elif order["op"] == "warm":
+                call(*arguments[-1])
+            elif order["op"] == "save" and artefacts is not None:
+                artefacts.save(library)
+            elif order["op"] == "time":
+                delivery.calls(call, arguments[: order["sets"]])
+            else:
+                delivery.checked_calls(call, arguments[: order["sets"]], check)
+            if shared.device == "cuda":
+                torch.cuda.synchronize()
+            connection.send(b"D")
+    # Do not unfreeze: a garbage collection that visits torch's objects would copy every memory page that is
+    # shared with the zygote.
+    gc.enable()
+
+
+class ForbiddenOperator(Exception):
+    """Error raised if a candidate calls an operator of torch that computes."""
+
+
+def _refuse(name: str, *_: Any, **__: Any) -> None:
+    raise ForbiddenOperator(f"torch_compute:{name}")
+
+
+@functools.cache
+def compute_operators(key: str) -> list[tuple[str, str]]:
+    """Return the namespace and name of every operator that has a kernel for `key` and is not allowed.
+
+    `key` is a dispatch key of torch, "CPU" or "CUDA". The result is cached. If this is called before runners
+    are forked, they inherit the cache and need no time for it.
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [(full, *full.split("::", 1)) for full in torch._C._dispatch_get_all_op_names()]
+    return [
+        (space, name)
+        for full, space, name in names
+        if name.split(".")[0] not in ALLOWED_OPERATORS
+        and (has_kernel(full, key) or has_kernel(full, "CompositeExplicitAutograd"))
+    ]
+
+
+def prepare_operator_block(device: str) -> Callable[[], None]:
+    """Return a function that makes every compute operator raise ForbiddenOperator.
+
+    Call this before the candidate's code runs, and the returned function after the candidate's module is
+    made. The returned function does not look up names of this module, so a candidate that replaces them
+    changes nothing. A reference to each library object is leaked on purpose, because the original kernels
+    would be restored if the object were garbage collected.
+    """
+    keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
+    operators = tuple((key, tuple(compute_operators(key))) for key in keys)
+    library, partial, refuse = torch._C._dispatch_library, functools.partial, _refuse
+    leak, as_object = ctypes.pythonapi.Py_IncRef, ctypes.py_object
+
+    def block() -> None:
+        for key, names in operators:
+            libraries: dict[str, Any] = {}
+            for space, name in names:
+                if space not in libraries:
+                    libraries[space] = library("IMPL", space, key, __file__, 0)
+                    leak(as_object(libraries[space]))
+                libraries[space].impl(name, key, partial(refuse, f"{space}.{name}"))
+
+    return block
+
+
+def load_candidate(header: RoleHeader, shared: SharedTensors, library: int) -> Call:
+    """Write the candidate's files to the working folder and return its module with the task's weights.
+
+    `library` is the descriptor of the compiled library, or of the libraries of all extensions, one after
+    another. It is empty if the candidate has none.
+    """
+    libraries = os.pread(library, os.fstat(library).st_size, 0)
+    if header["extensions"] is not None:
+        inline_extension.install(header["extensions"], libraries, header["suffix"])
+    elif libraries:
+        Path(f"cuda_extension{header['suffix']}").write_bytes(libraries)
+    inline_extension.write_files(header["files"])
+    module = construct(importlib.import_module("model_new").ModelNew, header)
+    if header["construction_seed"] is None:
+        shared.load_parameters(module)
+    call: Call = eval_mode(module, shared.device)
+    return call
+
+
+def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:
+    """Return the task's own model with the judge's parameters, compiled if the role is `compile`."""
+    module = construct(define_module("model", header["code"]).Model, header)
+    shared.load_parameters(module)
+    module = eval_mode(module, shared.device)
+    return torch.compile(module, mode=header["compile_mode"]) if header["role"] == "compile" else module
+
+
+def check_outputs(
+    output: Any, expected: list[torch.Tensor], forbidden: list[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """Return the tensors of a call's output in order.
+
+    Raises WrongForm unless their number, shapes, dtypes and device are those of `expected`, and their memory
+    overlaps none of the address ranges `forbidden` (first address, and the address after the last).
+    """
+    leaves: list[torch.Tensor] = flatten_outputs(output)
+    if len(leaves) != len(expected):
+        raise WrongForm("wrong_number_of_outputs")
+    for leaf, form in zip(leaves, expected, strict=True):
+        if type(leaf) is not torch.Tensor:
+            raise WrongForm("not_a_plain_tensor")
+        if leaf.shape != form.shape:
+            raise WrongForm(f"wrong_shape:{list(leaf.shape)}_instead_of_{list(form.shape)}")
+        if leaf.dtype != form.dtype:
+            raise WrongForm(f"wrong_dtype:{leaf.dtype}_instead_of_{form.dtype}")
+        if leaf.device.type != form.device.type:
+            raise WrongForm(f"wrong_device:{leaf.device}")
+        start = leaf.untyped_storage().data_ptr()
+        if any(start < high and low < start + leaf.untyped_storage().nbytes() for low, high in forbidden):
+            raise WrongForm("output_aliases_input")
+    return leaves

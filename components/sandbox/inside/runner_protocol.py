@@ -51,7 +51,7 @@ class RoleHeader(TypedDict, total=False):
     """The message with which the judge gives a runner its role and all that the role needs.
 
     The descriptors of its buffers are sent with it, in the order of RegionName. A measured role gets one more
-    before them: a candidate's library, the archive of `compile` (compile_artefacts.py), or an empty file.
+    before them: a candidate's library, the archive of `compile` (inductor.py), or an empty file.
     """
 
     role: Required[Role]

@@ -127,7 +127,7 @@ FAULTS: dict[str, Callable[[PipelineRun, random.Random], bool]] = {
     "a compiler killed": lambda night, _: kill_below(judges(night), "cc1plus"),
     "DVC killed": lambda night, _: kill_below(night.process, "-m dvc", "dvc"),
     "the judge's Ray actor killed": lambda night, _: kill_below(
-        pid_of(night.stack, "ray-node"), "ray::JudgeActor"
+        pid_of(night.stack, "ray-node"), "ray::RayActor"
     ),
     "a Ray node killed": kill_service("ray-node"),
     "Ray's cluster killed": kill_service("ray-head", "ray-node"),

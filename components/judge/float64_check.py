@@ -16,17 +16,16 @@ import torch
 from components.core.errors import InfrastructureError
 from components.judge.correctness import (
     PART_NUMEL,
-    ReferenceOutput,
+    first_mismatch,
     max_abs,
     row_magnitudes,
     same_special,
     smallest_limits,
 )
 from components.judge.input_mixing import InputMix
-from components.judge.role_processes import ProcessPerRole
-from components.judge.task_reference import TaskReference, first_mismatch
+from components.judge.task_reference import TaskReference
 from components.sandbox.inside import shared_memory
-from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
+from components.sandbox.inside.runner_protocol import RegionName
 from components.sandbox.inside.shared_memory import Buffer
 from components.sandbox.runner_process import Runner, RunnerError
 
@@ -72,10 +71,10 @@ class DeferredCall(NamedTuple):
     eager_results: torch.Tensor
 
 
-class ExactRunner:
-    """Runner of the task's own source that computes the float64 output of a timed call, to check the call.
+class Float64Check:
+    """Check of timed calls against float64 outputs, which a runner of the task's own source computes.
 
-    The process is started at the first use, and stopped with SIGSTOP whenever it does not compute. Its memory
+    The runner is started at the first use, and stopped with SIGSTOP whenever it does not compute. Its memory
     has copies of the parameters and of one call's inputs, and no other runner can access it. The methods may
     be called only while no runner of a candidate computes.
 
@@ -87,9 +86,8 @@ class ExactRunner:
     `wrong_deferred_call` checks them after the timed runners have ended.
     """
 
-    def __init__(self, reference: TaskReference, processes: ProcessPerRole):
+    def __init__(self, reference: TaskReference):
         self.reference = reference
-        self.processes = processes
         self.runner: Runner | None = None
         self.buffers: dict[RegionName, Buffer] = {}
         self.deferred: list[DeferredCall] = []
@@ -116,7 +114,7 @@ class ExactRunner:
             if self.reference.layout.placement.shares_buffers:
                 self._defer(figures[index], mixes[index], ours[index], eager[index])
                 continue
-            expected = self.outputs(functools.partial(self._copy_inputs, calls[index]))
+            expected = self.outputs(functools.partial(_copy, calls[index]))
             reason = self._mismatch(mixes[index], ours[index], eager[index], expected)
             if reason is not None:
                 return reason
@@ -134,18 +132,8 @@ class ExactRunner:
         `results` and `eager_results` are the outputs of the candidate and of eager as bytes, and `expected`
         are the float64 outputs. The reason ends with the input distribution of `mix`.
         """
-        layout, params = self.reference.layout, self.reference.params
-        references = [
-            ReferenceOutput(
-                single.view(exact.shape),
-                exact,
-                params.sandbox,
-                params.precision,
-                device=params.device,
-                keep_parts=layout.keeps_references,
-            )
-            for single, exact in zip(layout.outputs.views(eager_results, 0), expected, strict=True)
-        ]
+        layout = self.reference.layout
+        references = self.reference.prepared(layout.outputs.views(eager_results, 0), expected)
         outputs = layout.outputs.views(results, 0)
         return first_mismatch(references, outputs, mix.distribution, multiple=TIMED_MULTIPLE)
 
@@ -191,10 +179,6 @@ class ExactRunner:
         finally:
             self.close()
 
-    @staticmethod
-    def _copy_inputs(inputs: torch.Tensor, memory: torch.Tensor) -> None:
-        memory.copy_(inputs)
-
     def _write_inputs(self, mix: InputMix, memory: torch.Tensor) -> None:
         """Write the inputs that `mix` describes into `memory`, a tensor of bytes."""
         for index, view in enumerate(self.reference.layout.inputs.views(memory, 0)):
@@ -233,17 +217,10 @@ class ExactRunner:
             device = layout.device if name == "inputs" else layout.memory_of(name)
             self.buffers[name] = shared_memory.make_buffer(device, size)
         self.buffers["parameters"].raw().copy_(reference.parameters.raw())
-        header: RoleHeader = {
-            "role": "reference",
-            "code": reference.code,
-            "precision": reference.params.precision,
-            "init_inputs": layout.description.init_inputs,
-            "layout": layout.header(1, self.buffers),
-            "construction_seed": reference.construction_seed,
-        }
+        header = reference.header(1, self.buffers)
         descriptors = tuple(buffer.fd for buffer in self.buffers.values())
         seconds = reference.params.sandbox.run_seconds
-        self.runner = self.processes.start(header, descriptors, seconds=seconds)
+        self.runner = reference.processes.start(header, descriptors, seconds=seconds)
         self.runner.receive()
         return self.runner
 
@@ -256,6 +233,10 @@ class ExactRunner:
             for buffer in self.buffers.values():
                 buffer.close()
             self.buffers.clear()
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    target.copy_(source)
 
 
 def round_departures(

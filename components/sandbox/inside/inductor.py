@@ -1,13 +1,18 @@
-"""The files that torch.compile and Triton keep of a compilation, packed in one archive for the judge.
+"""torch.compile inside the sandbox: its first start in a zygote, and the files that a compilation leaves.
 
-This file runs only inside the sandbox. The judge keeps the archive without reading it, and gives it to the
-next runner that compiles the same task (components/judge/compile_cache.py).
+This file runs only inside the sandbox. The judge keeps the archive of these files without reading it, and
+gives it to the next runner that compiles the same task (components/judge/compile_cache.py).
 """
 
+import contextlib
+import importlib
 import os
 import shutil
+import tempfile
 import zipfile
 from pathlib import Path
+
+import torch
 
 
 class CompileArtefacts:
@@ -67,3 +72,54 @@ class CompileArtefacts:
                         archive.write(self.folder / name, name)
         except OSError:
             os.ftruncate(descriptor, 0)
+
+
+def warm_up_inductor(folder: str) -> None:
+    """Compile one function, so that later compilations with Inductor on cpu are faster.
+
+    Most of the time of a first compilation is spent on precompiling headers, which are stored in `folder`,
+    and on finding out the processor's instruction sets, which stay in memory and are inherited by fork.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/kernels"
+    tempfile.tempdir = folder  # Inductor stores precompiled headers here and not in its cache folder
+    torch.compile(lambda x: torch.sigmoid(x).sum(-1))(torch.ones(64, 64))
+    torch._dynamo.reset()
+    tempfile.tempdir = None
+
+
+# Modules that torch 2.11 imports only during its first compilation for a GPU. A module that the installed
+# version of torch does not have is skipped.
+LATE_IMPORTS = (
+    "torch._dynamo.backends.inductor",
+    "torch._export.passes.collect_tracepoints_pass",
+    "torch._inductor.choices",
+    "torch._inductor.codegen.cpp_wrapper_gpu",
+    "torch._inductor.codegen.halide",
+    "torch._inductor.codegen.memory_planning",
+    "torch._inductor.codegen.pallas",
+    "torch._inductor.codegen.wrapper_fxir",
+    "torch._inductor.fx_passes.freezing_patterns",
+    "torch._inductor.fx_passes.mkldnn_fusion",
+    "torch._inductor.fx_passes.quantization",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "sympy.tensor.tensor",
+    "triton.backends.nvidia.compiler",
+    "triton.compiler.code_generator",
+)
+
+
+def import_inductor() -> None:
+    """Import the modules that compiling for a GPU needs, without initialising CUDA.
+
+    CUDA must not be initialised before a fork. One of the modules (`_inductor.runtime.benchmarking`) calls
+    torch.cuda.is_available when it is imported, which would initialise CUDA, so that function is replaced
+    during the imports.
+    """
+    is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+    try:
+        for name in ("torch._inductor.compile_fx", *LATE_IMPORTS):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+    finally:
+        torch.cuda.is_available = is_available

@@ -1,0 +1,294 @@
+"""Reading, screening and building of a candidate, which is a workspace with kernels/ or a single Python file.
+
+A single file requests its extensions from torch.utils.cpp_extension. The judge finds their sources by running
+the screened file in a runner, and builds them before the file runs as a candidate.
+"""
+
+import ast
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, cast
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from components.core.errors import UserError
+from components.core.files import atomic_write, digest_json
+from components.core.params import Sandbox
+from components.core.text import parse_python
+from components.core.records import FrozenModel
+from components.judge.screen import (
+    screen_files,
+    screen_python,
+    screen_symbols,
+    uses_extensions,
+    without_unused_parts,
+)
+from components.judge.verdict import Rejected
+from components.sandbox.build import HEADER_SUFFIXES, SOURCE_SUFFIXES, Builder, BuildResult
+from components.sandbox.compiler_flags import refused_flag
+from components.sandbox.inside.inline_extension import BuiltExtension, Extension, extension_digest
+
+# Largest size and number of the files of a workspace.
+MAX_FILE_BYTES = 1 << 20
+MAX_FILES = 200
+# Errors of Python's parser and of functions on syntax trees; deep nesting raises the last two.
+SYNTAX_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
+# Modules whose kernels are compiled by processes, which a candidate may not start, while it runs.
+COMPILED_AT_RUN_TIME = ("triton", "tilelang", "cutlass", "cupy", "numba")
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$")]
+
+
+def _check_unicode(text: str) -> str:
+    text.encode()  # UnicodeEncodeError is a ValueError, which pydantic reports.
+    return text
+
+
+# Text that can be written to a file; a string of Python may hold half of a surrogate pair.
+Text = Annotated[str, AfterValidator(_check_unicode)]
+
+
+Flags = Annotated[list[Annotated[Text, Field(max_length=200)]], Field(max_length=64)]
+
+
+class CheckedExtension(FrozenModel):
+    """Extension whose names, texts and sizes are checked, because they come from an untrusted candidate."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,99}$")]
+    sources: dict[FileName, Annotated[Text, Field(max_length=1 << 20)]] = Field(min_length=1, max_length=16)
+    cflags: Flags
+    cuda_cflags: Flags
+    ldflags: Flags
+
+
+EXTENSIONS = TypeAdapter(Annotated[list[CheckedExtension], Field(max_length=16)])
+
+
+def read_workspace(workdir: Path) -> dict[str, str]:
+    """Return the texts of `model_new.py` and `kernels/*` in a workspace, by path relative to the workspace.
+
+    A file that does not exist is left out. Raises UserError if the folder does not exist, or if it has links,
+    too many files, large files, or files that are not UTF-8 text.
+    """
+    if not workdir.is_dir():
+        raise UserError(f"{workdir}: no such folder; give a workspace with model_new.py and kernels/.")
+    files = {}
+    kernels = workdir / "kernels"
+    if kernels.is_symlink():
+        raise UserError(f"{kernels}: a symbolic link; replace it by a folder.")
+    paths = [workdir / "model_new.py", *sorted(itertools.islice(kernels.glob("*"), MAX_FILES + 1))]
+    if len(paths) > MAX_FILES + 1:
+        raise UserError(f"{kernels}: more than {MAX_FILES} files; a candidate has a few sources.")
+    for path in paths:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise UserError(f"{path}: only plain files are judged; replace it by a file.")
+        if path.is_file():
+            files[path.relative_to(workdir).as_posix()] = _read(path)
+    return files
+
+
+def _read(path: Path) -> str:
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise UserError(f"{path}: larger than {MAX_FILE_BYTES} bytes; a candidate's file is source text.")
+    try:
+        return path.read_text()
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: not UTF-8 text ({error.reason}); a candidate's file is source text."
+        ) from error
+
+
+def read_candidate(path: Path) -> dict[str, str]:
+    """Return the files of a candidate, which is a workspace or a single Python file, by workspace path.
+
+    Raises UserError if the path does not exist or has a file that cannot be judged.
+    """
+    return {"model_new.py": _read(path)} if path.is_file() else read_workspace(path)
+
+
+@dataclass(frozen=True)
+class ScreenedCandidate:
+    """The sources of a candidate that has passed the screening of files and of model_new.py.
+
+    `files` are all given files, and `model` is the text of model_new.py that runs. `uses_extensions` is
+    whether it imports torch.utils.cpp_extension, from which it may request extensions.
+    """
+
+    files: dict[str, str]
+    model: str
+    uses_extensions: bool
+
+    @property
+    def runner_files(self) -> dict[str, str]:
+        """Files of a runner: model_new.py, and for a file with extensions the sources it may read."""
+        suffixes = (".cpp", ".cu", *HEADER_SUFFIXES) if self.uses_extensions else ()
+        sources = {name: text for name, text in self.files.items() if name.endswith(suffixes)}
+        return {"model_new.py": self.model, **sources}
+
+
+@dataclass(frozen=True)
+class BuiltCandidate:
+    """A built candidate: the files that its runner imports, and its libraries.
+
+    `digest` is the digest of the files that were given. `library` is the path of a file, or None if the
+    candidate has no library. For a workspace the file is the library of kernels/. For a single Python file
+    that requests extensions from torch.utils.cpp_extension, `library` is a concatenation of their libraries,
+    and `extensions` has the offset and size of each. `extensions` is None if the candidate requests no
+    extension. `failures` maps the name of each extension that does not compile to the compiler's messages;
+    only candidates under sandbox.rules=any have such extensions.
+    """
+
+    digest: str
+    files: dict[str, str]
+    library: Path | None
+    extensions: list[BuiltExtension] | None = None
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def screen_candidate(files: dict[str, str], rules: Sandbox) -> ScreenedCandidate:
+    """Screen the sources of a candidate before any of them runs or is compiled, and return what runs.
+
+    `files` maps each workspace path to the text of the file, and `rules` are the parameters of the section
+    sandbox. With sandbox.rules=any only the names and sizes of files are screened, and that model_new.py
+    starts no compiler. Raises Rejected if a file is refused.
+    """
+    if (reason := screen_files(files)) is not None:
+        raise Rejected(
+            "load_failed",
+            reason,
+            "a candidate is model_new.py and plain UTF-8 sources kernels/NAME, of moderate size.",
+        )
+    if "model_new.py" not in files:
+        raise Rejected(
+            "load_failed", "no_model_new", "model_new.py is missing: write class ModelNew(nn.Module)."
+        )
+    model, reason = files["model_new.py"], None
+    try:
+        tree = parse_python(model)
+        has_extensions = uses_extensions(tree)
+        if rules.rules == "any":
+            _refuse_run_time_compilers(tree)
+        else:
+            model = ast.unparse(without_unused_parts(tree)) if has_extensions else model
+            reason = screen_python(model)
+    except SYNTAX_ERRORS as error:
+        raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
+    if reason is not None:
+        raise Rejected(
+            "forbidden",
+            reason,
+            "model_new.py may allocate tensors and call cuda_extension; computing with torch is forbidden.",
+        )
+    return ScreenedCandidate(files, model, has_extensions)
+
+
+def build_candidate(
+    candidate: ScreenedCandidate, builder: Builder, rules: Sandbox, requested: bytes
+) -> BuiltCandidate:
+    """Build a candidate's extensions or kernels/, and return what its runner loads.
+
+    `requested` is the JSON list of the extensions that its file requests, as a runner reported it. With
+    sandbox.rules=any a candidate may have no library, and an extension that does not compile is left out,
+    because the file may catch the error that `load_inline` then raises. Raises Rejected if the candidate does
+    not compile in the time limit, or if an extension or an imported symbol is refused.
+    """
+    is_screened = rules.rules == "kernel-only"
+    digest = digest_json(sorted(candidate.files.items()))
+    if extensions := _validated(requested):
+        library, built, failures = _build_extensions(extensions, builder, is_screened=is_screened)
+        return BuiltCandidate(digest, candidate.runner_files, library, built, failures)
+    only_model = {"model_new.py": candidate.model}  # only the screened file can be imported
+    suffixes = SOURCE_SUFFIXES[builder.device]
+    if not is_screened and not any(name.endswith(suffixes) for name in candidate.files):
+        return BuiltCandidate(digest, only_model, None)
+    return BuiltCandidate(
+        digest, only_model, _library(builder.build(candidate.files), builder, is_screened=is_screened)
+    )
+
+
+def _refuse_run_time_compilers(tree: ast.Module) -> None:
+    """Raise Rejected if the file imports a module that compiles kernels, or calls torch.compile."""
+    for node in ast.walk(tree):
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        for name in names:
+            if name.partition(".")[0] in COMPILED_AT_RUN_TIME:
+                raise Rejected(
+                    "load_failed",
+                    f"unsupported:{name.partition('.')[0]}",
+                    f"{name} compiles kernels while the candidate runs; only kernels that the judge itself "
+                    "builds, from load_inline, load or kernels/, are judged.",
+                )
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.compile":
+            raise Rejected(
+                "load_failed",
+                "unsupported:torch.compile",
+                "torch.compile starts compilers while the candidate runs, which may start no process.",
+            )
+
+
+def _validated(requested: bytes) -> list[CheckedExtension]:
+    try:
+        return EXTENSIONS.validate_json(requested)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(map(str, problem["loc"]))
+        raise Rejected(
+            "load_failed", "extension_sources", f"load_inline: {place}: {problem['msg']}"
+        ) from error
+
+
+def _build_extensions(
+    extensions: list[CheckedExtension], builder: Builder, *, is_screened: bool
+) -> tuple[Path | None, list[BuiltExtension], dict[str, str]]:
+    """Build all extensions, and return the file of their libraries, their places in it, and failed builds.
+
+    The file is None if no extension compiles. Failed builds are the compiler's messages by name of the
+    extension. Raises Rejected for CUDA sources on cpu, a refused compiler flag, a build that takes too long,
+    and, if `is_screened` is set, an extension that does not compile or imports forbidden symbols.
+    """
+    libraries: dict[str, tuple[str, bytes]] = {}
+    failures: dict[str, str] = {}
+    for checked in extensions:
+        extension = cast(Extension, checked.model_dump())
+        if builder.device == "cpu" and any(name.endswith(".cu") for name in checked.sources):
+            raise Rejected(
+                "load_failed",
+                "cuda_sources",
+                f"{checked.name}: has CUDA sources; judge it with --device cuda.",
+            )
+        flag = refused_flag([*checked.cflags, *checked.cuda_cflags, *checked.ldflags])
+        if flag is not None:
+            raise Rejected(
+                "load_failed", f"flag:{flag}", f"{checked.name}: the compiler flag {flag} is not accepted."
+            )
+        result = builder.build_extension(extension)
+        if result.library is None and not (result.timed_out or is_screened):
+            failures[checked.name] = result.log
+            continue
+        library = _library(result, builder, is_screened=is_screened)
+        libraries[extension_digest(extension)] = checked.name, library.read_bytes()
+    if not libraries:
+        return None, [], failures
+    built, offset = list[BuiltExtension](), 0
+    for digest, (name, content) in libraries.items():
+        built.append(BuiltExtension(digest=digest, name=name, offset=offset, size=len(content)))
+        offset += len(content)
+    bundle = builder.cache / f"{digest_json([entry['digest'] for entry in built])[:32]}.libraries"
+    atomic_write(bundle, b"".join(content for _, content in libraries.values()))
+    return bundle, built, failures
+
+
+def _library(built: BuildResult, builder: Builder, *, is_screened: bool) -> Path:
+    """Return the library of the finished build `built`; raise Rejected if the build failed.
+
+    If `is_screened` is set, Rejected is also raised if the library imports forbidden symbols.
+    """
+    if built.timed_out:
+        raise Rejected("timed_out", "build_limit", built.log)
+    if built.library is None:
+        raise Rejected("build_failed", "compiler", built.log)
+    if is_screened and (reason := screen_symbols(built.symbols, builder.binding_symbols)) is not None:
+        symbol = reason.partition(":")[2]
+        raise Rejected("forbidden", reason, f"the library imports {symbol}, which kernels may not use.")
+    return built.library

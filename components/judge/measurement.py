@@ -1,0 +1,291 @@
+"""Measurement of a candidate: verification, and alternating timed rounds with its baselines."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from components.core.errors import InfrastructureError, TaskError
+from components.core.params import JudgeParams
+from components.core.progress import Report
+from components.judge.baselines import COMPILE, EAGER, NOOP, fastest_mode, start_early, start_modes
+from components.judge.candidate import BuiltCandidate
+from components.judge.statistics import net, paired_ratio, wanted_rounds
+from components.judge.task_bench import TaskBench
+from components.judge.timed_runner import StagedInputs, TimedRunner
+from components.judge.verdict import (
+    LOAD_ERRORS,
+    MARGIN,
+    RUN_ERRORS,
+    Ratio,
+    Rejected,
+    Seconds,
+    Speedup,
+    rejecting,
+)
+from components.sandbox.build import EXTENSION_SUFFIX
+from components.sandbox.inside.runner_protocol import RoleHeader
+from components.sandbox.runner_process import RunnerError
+
+# Names of the runners that are measured.
+Timed = Literal["candidate", "eager", "compile", "noop"]
+# Seconds per call in each round, by the name of the runner.
+RawSeconds = dict[Timed, list[float]]
+# Speed-ups, median seconds per call, and entries of a verdict's evidence.
+Measurement = tuple[Speedup, Seconds, dict[str, Any]]
+# Share of the time limit `sandbox.run_seconds` after which no more rounds are added to a measurement.
+ROUNDS_SHARE = 0.1
+
+
+def measure_candidate(
+    params: JudgeParams,
+    bench: TaskBench,
+    built: BuiltCandidate,
+    compare_compile: bool | None,
+    report: Report,
+) -> Measurement:
+    """Load a candidate, verify its outputs before and after timing it, and return the measured figures.
+
+    `compare_compile` determines when a correct candidate is also compared with torch.compile: always, with
+    its fastest mode (True), only if it is faster than eager, with the default mode (False), or never (None).
+    `report` is called with the name of each step when it begins. On a GPU nothing else uses the device
+    meanwhile. Raises Rejected if the candidate fails.
+    """
+    with (
+        _exclusive_device(bench, compare_compile),
+        open(built.library or os.devnull, "rb") as library,
+    ):
+        baselines = bench.baselines
+        runners: dict[Timed, TimedRunner] = {"eager": baselines.get(EAGER), "noop": baselines.get(NOOP)}
+        candidate = _load(params, bench, built, library.fileno())
+        bench.float64_check.forget_deferred()
+        try:
+            report("comparing outputs with the reference")
+            with rejecting(RUN_ERRORS):
+                _verify(candidate)
+            with rejecting(RUN_ERRORS, hide_text=True):
+                measurement = _compare(
+                    params, bench, {"candidate": candidate, **runners}, compare_compile, report
+                )
+                # A candidate that counts its calls could be right only until it is timed.
+                _verify(candidate)
+        finally:
+            candidate.close()
+        with rejecting(RUN_ERRORS, hide_text=True):
+            reason = bench.wrong_deferred_call()
+        if reason is not None:
+            raise wrong_timed_output(reason)
+        return measurement
+
+
+@contextlib.contextmanager
+def _exclusive_device(bench: TaskBench, compare_compile: bool | None) -> Iterator[None]:
+    """Hold a GPU exclusively for one candidate, after its baselines have been started; do nothing on cpu.
+
+    The started baselines include those of torch.compile that the candidate may be compared with, as
+    `compare_compile` determines (`measure_candidate`). A thread that starts a baseline holds the lock of the
+    task's `BaselineCache`, and the start is paused while another thread measures. If that other thread judged
+    a candidate of the same task and needed the lock too, neither thread would continue. Candidates of one
+    task therefore first wait for `candidate_lock`.
+    """
+    scheduler = bench.scheduler
+    if not scheduler.is_exclusive:
+        yield
+        return
+    # The GPU is held between the candidate's rounds too, because kernels that the candidate has launched
+    # continue to run while its process is stopped.
+    with bench.candidate_lock:
+        bench.baselines.get(EAGER)
+        bench.baselines.get(NOOP)
+        if compare_compile is not None:
+            start_early(bench.baselines, every_mode=compare_compile)
+        with scheduler.measuring():
+            if compare_compile:
+                # The slower modes free their memory before the candidate allocates any.
+                with contextlib.suppress(TaskError):
+                    fastest_mode(bench.baselines)
+            if bench.reference.layout.placement.shares_buffers:
+                scheduler.release_cache()
+            yield
+
+
+def _load(params: JudgeParams, bench: TaskBench, built: BuiltCandidate, library: int) -> TimedRunner:
+    """Start the runner of a candidate, which loads it; raise Rejected if that fails.
+
+    `library` is the descriptor of the candidate's library, or of an empty file if it has none.
+    """
+    header: RoleHeader = {
+        "role": "candidate",
+        "files": built.files,
+        "extensions": built.extensions,
+        "suffix": EXTENSION_SUFFIX,
+        "rules": params.sandbox.rules,
+    }
+    try:
+        with rejecting(LOAD_ERRORS):
+            return TimedRunner(bench.reference, header, library, seconds=params.sandbox.run_seconds)
+    except Rejected as error:
+        if not built.failures:
+            raise
+        then = f"The file then failed to load ({error.status} {error.reason}): {error.log}"
+        raise Rejected("build_failed", "compiler", "\n".join([*built.failures.values(), then])) from error
+
+
+def _verify(candidate: TimedRunner) -> None:
+    """Raise Rejected if the candidate's output is wrong on an input set that has a reference output."""
+    if (reason := candidate.verify("check")) is not None:
+        where = reason.replace(":", " on inputs of the distribution ")
+        raise Rejected("wrong_output", reason, f"the output is wrong ({where}).")
+
+
+def _compare(
+    params: JudgeParams,
+    bench: TaskBench,
+    runners: dict[Timed, TimedRunner],
+    compare_compile: bool | None,
+    report: Report,
+) -> Measurement:
+    """Time the candidate beside the baselines, and return its speed-ups, median times and the evidence.
+
+    The baselines are eager, and torch.compile in the cases that `compare_compile` determines
+    (`measure_candidate`). `runners` has the running candidate, eager and no-op; torch.compile is added to it.
+    Times are in seconds per call. The evidence has the times of all rounds by runner, and the mode of
+    torch.compile.
+    """
+    candidate, spread = runners["candidate"], params.sandbox.process_spread
+    speedups, medians = dict[str, Ratio](), dict[str, float]()
+    evidence: dict[str, Any] = {"raw_seconds": {}}
+
+    def time_beside(baselines: list[Timed], suffix: str = "") -> None:
+        began = time.monotonic()
+        with bench.scheduler.measuring():
+            # The wait for the device does not count toward the candidate's time limit.
+            candidate.extend_deadline(time.monotonic() - began)
+            raw = timed_rounds(bench, runners, baselines)
+        speedups.update({name: speedup(raw, name, spread) for name in baselines})
+        for name in ("candidate", *baselines):
+            medians.setdefault(name, median_seconds(raw, name))
+        evidence["raw_seconds"] |= {f"{name}{suffix}": samples for name, samples in raw.items()}
+
+    def add_compile(*, every_mode: bool) -> None:
+        runners["compile"], found = _compile_baseline(bench, candidate, every_mode=every_mode)
+        evidence.update(found)
+
+    if compare_compile:
+        report("starting torch.compile")
+        add_compile(every_mode=True)
+    report("timing")
+    time_beside(["eager", "compile"] if compare_compile else ["eager"])
+    if compare_compile is False and speedups["eager"].estimate > MARGIN:
+        add_compile(every_mode=False)
+        time_beside(["compile"], suffix="_2")
+    return Speedup.model_validate(speedups), Seconds.model_validate(medians), evidence
+
+
+def _compile_baseline(
+    bench: TaskBench, candidate: TimedRunner, *, every_mode: bool
+) -> tuple[TimedRunner, dict[str, Any]]:
+    """Return the timed runner of torch.compile, and the entries about its mode for the evidence.
+
+    The mode is the fastest one on the task if `every_mode` is set, and otherwise the default mode. The
+    candidate's time limit is extended by the time that starting and choosing take.
+    """
+    began = time.monotonic()
+    if every_mode:
+        start_modes(bench.baselines)
+        with bench.scheduler.measuring():
+            runner, best, seconds = fastest_mode(bench.baselines)
+        evidence: dict[str, Any] = {
+            "compile_mode": best.mode,
+            "compile_seconds": {baseline.mode: took for baseline, took in seconds.items()},
+        }
+    else:
+        runner, evidence = bench.baselines.get(COMPILE), {"compile_mode": COMPILE.mode}
+    candidate.extend_deadline(time.monotonic() - began)
+    return runner, evidence | {"compile_cached": runner.is_cached}
+
+
+def timed_rounds(
+    bench: TaskBench, runners: dict[Timed, TimedRunner], baselines: Sequence[Timed]
+) -> RawSeconds:
+    """Measure all runners in alternating rounds, and return each runner's seconds per call in each round.
+
+    In each round all runners get the same new inputs, and their order rotates from one round to the next. If
+    the baselines share their memory, the order is reversed instead, so that the candidate and eager, whose
+    outputs are compared, always follow each other. The first round is left out of the result, because a
+    runner that has been stopped for a while is slow in it. There are `sandbox.rounds` rounds at first. Their
+    number is doubled, up to `sandbox.most_rounds`, until the candidate's speed-up over each of `baselines` is
+    precise enough (`statistics.wanted_rounds`) or the rounds have taken `ROUNDS_SHARE` of the time limit.
+
+    Raises Rejected if an output of the candidate is found to be wrong (`Float64Check.wrong_call`), or if the
+    candidate changed its inputs. Raises RunnerError if the candidate fails, InfrastructureError if a baseline
+    fails, and TaskError if eager is too inexact to tell whether an output is wrong. The time of comparing
+    outputs counts neither toward the candidate's time limit nor toward the rounds' share of it.
+    """
+    reference, started = bench.reference, time.monotonic()
+    sandbox, calls = reference.params.sandbox, reference.layout.calls
+    raw: RawSeconds = {name: [] for name in runners}
+    order, rounds, number, staging = list(runners), sandbox.rounds, 0, StagedInputs(reference, calls)
+    while number <= rounds:
+        staged = staging.hold(reference.inputs.fresh(calls, number))
+        results: dict[Timed, torch.Tensor] = {}
+        for name in order:
+            began = time.monotonic()
+            try:
+                seconds, outputs = runners[name].round("time", staged)
+            except RunnerError as error:
+                if name == "candidate":
+                    raise
+                bench.baselines.drop_runner(runners[name])  # the next attempt starts a new one
+                raise InfrastructureError(f"{name}: {error}") from error
+            if name != "candidate":
+                runners["candidate"].extend_deadline(time.monotonic() - began)
+            if number > 0:
+                raw[name].append(seconds)
+            if runners[name].inputs_changed:
+                raise wrong_timed_output("inputs_changed")
+            if name not in ("candidate", "eager"):
+                continue
+            results[name] = outputs
+            if len(results) == 2:
+                began = time.monotonic()
+                reason = bench.float64_check.wrong_call(
+                    staged.mixes, staged.inputs, results["candidate"], results["eager"]
+                )
+                if reason is not None:
+                    raise wrong_timed_output(reason)
+                compared = time.monotonic() - began
+                runners["candidate"].extend_deadline(compared)
+                started += compared
+        shares = reference.layout.placement.shares_buffers
+        order = order[::-1] if shares else [*order[1:], order[0]]
+        if number == rounds and time.monotonic() - started < ROUNDS_SHARE * sandbox.run_seconds:
+            rounds = max(
+                wanted_rounds(speedup(raw, baseline), number, sandbox.most_rounds) for baseline in baselines
+            )
+        number += 1
+    return raw
+
+
+def wrong_timed_output(reason: str) -> Rejected:
+    """Return the error for a candidate whose output in a timed round is wrong for `reason`."""
+    return Rejected("wrong_output", reason, f"an output of a timed round is wrong ({reason}).")
+
+
+def speedup(raw: RawSeconds, baseline: Timed, process_spread: float = 0.0) -> Ratio:
+    """Return the candidate's speed-up over `baseline`, after the no-op's time has been subtracted from both.
+
+    `process_spread` is the standard deviation of the log-ratio between two processes that run the same code.
+    It widens the interval of the result.
+    """
+    baseline_seconds, candidate_seconds = net(raw[baseline], raw["noop"]), net(raw["candidate"], raw["noop"])
+    return paired_ratio(baseline_seconds, candidate_seconds, process_spread=process_spread)
+
+
+def median_seconds(raw: RawSeconds, name: Timed) -> float:
+    """Return the median seconds of one call of runner `name`, after the no-op's time has been subtracted."""
+    return float(np.median(net(raw[name], raw["noop"])))
