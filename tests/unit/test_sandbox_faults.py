@@ -136,5 +136,5 @@ def test_an_admission_that_failed_does_not_keep_its_source() -> None:
     judges.actors = [SimpleNamespace(admit=SimpleNamespace(remote=remote))]
     judges.loads, judges.failed, judges.workers, judges.lock = [0], {}, 1, threading.Lock()
     with pytest.raises(InfrastructureError):
-        judges.admit("x = 1\n" * 10_000)
+        judges.admit("x = 1\n" * 10_000, (0.0, 1.0))
     assert all(len(key) == 64 for key in judges.failed) and judges.failed
