@@ -229,9 +229,9 @@ def test_where_a_candidate_holds_the_device_its_baselines_were_started_before(
     begun: list[tuple[str, bool]] = []
     start = baselines.start_baseline
 
-    def recorded(reference: Any, processes: Any, baseline: Baseline, **limits: float) -> Any:
+    def recorded(reference: Any, baseline: Baseline, **limits: float) -> Any:
         begun.append((str(baseline), scheduler.measuring_thread is not None))
-        return start(reference, processes, baseline, **limits)
+        return start(reference, baseline, **limits)
 
     monkeypatch.setattr(baselines, "start_baseline", recorded)
     with ThreadPoolExecutor(4) as four:
