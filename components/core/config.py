@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from components.core.errors import UserError
-from components.core.params import Params
+from components.core.params import JudgeParams, Params
 
 PROJECT = Path(__file__).resolve().parents[2]
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from components.core.errors import TaskError, TaskTooLarge, UserError
-from components.core.records import Device
 from components.core.params import JudgeParams
+from components.core.records import Device
 from components.core.task import check_contract
 from components.judge.baselines import COMPILE, EAGER, NOOP, Baseline, start_baseline
 from components.judge.correctness import FLOAT32_FLOOR, PART_NUMEL, ReferenceOutput

@@ -15,8 +15,8 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from components.core.errors import UserError
 from components.core.files import atomic_write, digest_json
 from components.core.params import Sandbox
-from components.core.text import parse_python
 from components.core.records import FrozenModel
+from components.core.text import parse_python
 from components.judge.screen import (
     screen_files,
     screen_python,

@@ -17,8 +17,8 @@ import math
 import torch
 
 from components.core.errors import TaskError
-from components.core.records import Precision
 from components.core.params import Sandbox
+from components.core.records import Precision
 
 # Smallest limit of the maximum error, relative to the largest absolute value of the reference output. It is a
 # few float32 units in the last place, because the float32 reference may happen to have no error. The limit of

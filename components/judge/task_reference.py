@@ -17,8 +17,8 @@ import torch
 from pydantic import ValidationError
 
 from components.core.errors import TaskError, TaskTooLarge
-from components.core.records import Device
 from components.core.params import JudgeParams
+from components.core.records import Device
 from components.judge.correctness import ReferenceOutput, first_mismatch
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import InputBank, InputMix

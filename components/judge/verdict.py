@@ -13,10 +13,9 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field
 
-from components.core.config import PROJECT
+from components.core.config import PROJECT, result_values
 from components.core.errors import UserError
 from components.core.files import digest_bytes, digest_json
-from components.core.config import result_values
 from components.core.params import JudgeParams, Sandbox
 from components.core.records import FrozenModel
 from components.sandbox.runner_process import RunnerError

@@ -21,8 +21,8 @@ import pybind11
 from components.core.config import PROJECT
 from components.core.errors import InfrastructureError
 from components.core.files import atomic_write, check_executable, digest_json, remove_stale, user_cache
-from components.core.records import Device
 from components.core.params import Sandbox
+from components.core.records import Device
 from components.sandbox import isolation
 from components.sandbox.compiler_flags import (
     compiler,
