@@ -22,7 +22,6 @@ from components.core.files import atomic_folder
 from components.judge.verdict import Verdict
 
 SEQUENCES: dict[str, type] = {"ids": np.int32, "action_mask": np.uint8, "sampler_logprob": np.float32}
-TYPECODES = {"ids": "i", "action_mask": "B", "sampler_logprob": "f"}
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,9 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         # Tuples of numbers would take ten times the memory of arrays, whose type is that of the file.
-        for name, code in TYPECODES.items():
-            given = getattr(self, name)
-            if isinstance(given, np.ndarray):
-                given = given.astype(SEQUENCES[name]).tobytes()
-            object.__setattr__(self, name, array(code, given))
+        for name, dtype in SEQUENCES.items():
+            given: NDArray[Any] = np.asarray(getattr(self, name), dtype)
+            object.__setattr__(self, name, array(given.dtype.char, given.tobytes()))
 
     @property
     def final(self) -> Verdict:

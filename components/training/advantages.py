@@ -23,8 +23,6 @@ from components.training.batches import EarnedRows, stream
 
 # Number of elements of a block of `_discounted_sums`.
 SUMMED_BLOCK = 256
-# Number of elements that are copied to float64 at once.
-BLOCK_TOKENS = 2**24
 
 
 def gae(
@@ -147,24 +145,7 @@ def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor | No
     """
     if action_mask is not None:
         values, returns = values[action_mask.bool()], returns[action_mask.bool()]
-    variance = _variance(returns, torch.zeros(()))
+    variance = float(returns.var(correction=0)) if len(returns) else math.nan
     if not variance >= 1e-8:
         return math.nan
-    return 1.0 - _variance(returns, values) / (variance + 1e-5)
-
-
-def _variance(one: Tensor, other: Tensor) -> float:
-    """Return the variance of `one` - `other`, computed in float64 and in blocks; NaN if `one` is empty.
-
-    `one` is [n], and `other` is [n] or a scalar tensor.
-    """
-    if not len(one):
-        return math.nan
-    starts = range(0, len(one), BLOCK_TOKENS)
-
-    def differences(first: int) -> Tensor:
-        block = slice(first, first + BLOCK_TOKENS)
-        return one[block].double() - (other[block] if other.ndim else other).double()
-
-    mean = sum(float(differences(first).sum()) for first in starts) / len(one)
-    return sum(float((differences(first) - mean).square().sum()) for first in starts) / len(one)
+    return 1.0 - float((returns - values).var(correction=0)) / (variance + 1e-5)

@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from components.agent.trajectory import load_tokens, read_records
 from components.core.errors import StageFailed, UserError
 from components.policy.checkpoint import load_tokenizer, verify_checkpoint
 from components.training.advantages import discounted_rewards, explained_variance, row_gae
-from components.training.batches import Batch, EarnedRows, Packed, Streams
+from components.training.batches import EarnedRows
 from components.training.engine import DTYPES, DeepSpeedEngine, MetricSums, evaluate, train_step
-from components.training.losses import value_loss_sum
-from components.training.networks import VALUE_HEAD, load_critic
+from components.training.networks import VALUE_HEAD, Targets, load_critic, value_loss
 from components.training.ranks import sharded_loading
 from components.training.stage import Stage, StageResult, derived_seed
 from components.training.training_loop import StepRecord, finish, fit, resume
@@ -67,13 +66,6 @@ class StoredArrays(Sequence[NDArray[Any]]):
         return getattr(tokens, self.name)[tokens.span(row.index)]
 
 
-@dataclass(frozen=True)
-class Targets(Streams):
-    """The returns that the critic learns, [own tokens], in units of the reward."""
-
-    returns: Tensor
-
-
 def run(stage: Stage) -> StageResult:
     """Make a critic from the checkpoint `stage.actor` and train it on trajectories of earlier stages.
 
@@ -106,7 +98,9 @@ def run(stage: Stage) -> StageResult:
             steps = (epoch * len(order) + first) / settings.batch
             learning_rate = settings.learning_rate * max(0.0, 1 - steps / steps_of_all_passes)
             rows = order[first : first + settings.batch]
-            norms.append(train_step(critic, batch, targets, rows, _loss, sums, learning_rate=learning_rate))
+            norms.append(
+                train_step(critic, batch, targets, rows, value_loss, sums, learning_rate=learning_rate)
+            )
         record.figures |= sums.means(critic.world, batch.tokens)
         record.figures |= {
             "critic_gradient_norm": sum(norms) / len(norms),
@@ -220,17 +214,6 @@ def batch_of(rows: Sequence[StoredRow]) -> EarnedRows:
     )
 
 
-def _loss(network: nn.Module, packed: Packed, own: Targets) -> tuple[Tensor, dict[str, Tensor]]:
-    (values,) = network(packed)
-    every = torch.ones_like(values, dtype=torch.bool)
-    total, _ = value_loss_sum(values, values.detach(), own.returns, every, None)
-    return total, {"value_loss": total}
-
-
-def _values(engine: DeepSpeedEngine, batch: Batch) -> Tensor:
-    return evaluate(engine.forward, engine.world, batch, engine.settings.tokens_per_microbatch)[0]
-
-
 def _returns(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float, lam: float) -> Tensor:
     """Compute the returns that the critic of `engine` learns in its next pass over `batch`, [own tokens].
 
@@ -238,9 +221,9 @@ def _returns(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float, lam: floa
     """
     if lam == 1:
         return discounted_rewards(batch, gamma)
-    return row_gae(batch, _values(engine, batch), gamma, lam)[1]
+    return row_gae(batch, evaluate(engine, batch)[0], gamma, lam)[1]
 
 
 def _explained(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float) -> float:
     """Return the share of the variance of the discounted rewards that the critic's values explain."""
-    return explained_variance(_values(engine, batch), discounted_rewards(batch, gamma))
+    return explained_variance(evaluate(engine, batch)[0], discounted_rewards(batch, gamma))

@@ -232,7 +232,7 @@ class FrozenNetwork:
     """
 
     def __init__(self, module: nn.Module, engine: stage_params.Engine, *, device: records.Device):
-        self.world = join_world(device, engine)
+        self.world, self.settings = join_world(device, engine), engine
         self.is_moved = engine.reference_offload and engine.zero_stage < 3
         self.module = module.requires_grad_(False)
         self.network: Any = module
@@ -332,18 +332,16 @@ def train_step(
     return engine.step(microbatches, share, learning_rate=learning_rate)
 
 
-def evaluate(
-    forward: Callable[[Packed], tuple[Tensor, ...]], world: World, batch: Batch, tokens_per_microbatch: int
-) -> tuple[Tensor, ...]:
-    """Return the outputs of `forward` on the whole batch, each [own tokens].
+def evaluate(engine: DeepSpeedEngine | FrozenNetwork, batch: Batch) -> tuple[Tensor, ...]:
+    """Return the outputs of the network of `engine` on the whole batch, each [own tokens].
 
     Every rank computes some of the micro-batches, and every rank gets the complete outputs.
     """
     results: list[Tensor] = []
-    rows = range(len(batch.ids))
-    for microbatch in plan(batch.lengths, rows, tokens_per_microbatch, world.group, world.groups):
+    world, limit = engine.world, engine.settings.tokens_per_microbatch
+    for microbatch in plan(batch.lengths, range(len(batch.ids)), limit, world.group, world.groups):
         packed = pack(batch, microbatch.rows, world.part, world.sequence_parallel)
-        for position, output in enumerate(forward(to_device(packed, world.device))):
+        for position, output in enumerate(engine.forward(to_device(packed, world.device))):
             if position == len(results):
                 results.append(stream(batch.tokens))
             if microbatch.counted:

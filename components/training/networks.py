@@ -6,6 +6,7 @@ computed from the hidden state of the token before it, so before it is emitted.
 
 import functools
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from components.core.errors import UserError
 from components.policy.adapter import add_adapter
 from components.policy.checkpoint import explain_load_errors
 from components.training import document_attention
-from components.training.batches import Packed
+from components.training.batches import Packed, Streams
+from components.training.losses import value_loss_sum
 from components.training.output_head import TokenScores
 
 VALUE_HEAD = "value_head.safetensors"
@@ -97,6 +99,24 @@ class Critic(nn.Module):
         """Return the value head's weight and bias and the baseline, for the file `value_head.safetensors`."""
         tensors = {"weight": self.value_head.weight, "bias": self.value_head.bias, "baseline": self.baseline}
         return {name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Targets(Streams):
+    """The returns that a critic learns, [own tokens], in units of the reward."""
+
+    returns: Tensor
+
+
+def value_loss(network: nn.Module, packed: Packed, own: Targets) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss of the critic `network` on the own tokens, and the same value as the metric value_loss.
+
+    It is half the squared error of the values, summed over the own tokens.
+    """
+    (values,) = network(packed)
+    every = torch.ones_like(values, dtype=torch.bool)
+    total, _ = value_loss_sum(values, values.detach(), own.returns, every, None)
+    return total, {"value_loss": total}
 
 
 def load_policy(

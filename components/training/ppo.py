@@ -14,7 +14,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,7 @@ from components.core.task import KernelTask
 from components.policy.adapter import adapter_disabled
 from components.policy.checkpoint import verify_checkpoint
 from components.training.advantages import explained_variance, leave_one_out, row_gae, whiten
-from components.training.batches import Packed, Rollout, Streams, collate, stream
+from components.training.batches import Packed, Rollout, collate, stream
 from components.training.engine import (
     DTYPES,
     DeepSpeedEngine,
@@ -44,12 +46,19 @@ from components.training.losses import (
     kl_k2,
     kl_k3,
     policy_loss_sum,
-    value_loss_sum,
 )
 from components.training.metrics import Collapsed, Figures, collapse, reward_figures
-from components.training.networks import Actor, Critic, check_critic, load_critic, load_policy
+from components.training.networks import (
+    Actor,
+    Critic,
+    Targets,
+    check_critic,
+    load_critic,
+    load_policy,
+    value_loss,
+)
 from components.training.ranks import sharded_loading
-from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks, sampling
+from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks
 from components.training.stage import Stage, StageResult, derived_seed
 from components.training.training_loop import StepRecord, finish, fit, resume
 
@@ -61,15 +70,16 @@ TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
-class Experience(Streams):
-    """Values of the own tokens of a batch that the updates of a step need; every tensor is [own tokens]."""
+class Experience(Targets):
+    """Values of the own tokens of a batch that the updates of a step need; every tensor is [own tokens].
+
+    The returns are zeros if the stage has no critic.
+    """
 
     old_logprob: Tensor
     # Log-probabilities of the policy that the stage started from; zeros if no loss or metric needs them.
     reference_logprob: Tensor
     advantages: Tensor
-    # The returns that the critic learns; zeros if the stage has no critic.
-    returns: Tensor
     # Weights of truncated importance sampling (`importance_weights`).
     importance: Tensor
 
@@ -149,23 +159,19 @@ def _reference(
     The function returns the log-probabilities (nats) of the batch's own tokens, [own tokens].
     """
     settings, adapter = stage.params.engine, stage.params.policy.adapter
-    limit = settings.tokens_per_microbatch
-    if adapter.rank:
+    engine: DeepSpeedEngine | FrozenNetwork = actor
+    context: Callable[[], AbstractContextManager[None]] = partial(adapter_disabled, policy.model)
+    if not adapter.rank:
+        with sharded_loading(settings, stage.params.device):
+            first = load_policy(stage.actor, settings, adapter, DTYPES[settings.dtype])
+        engine = FrozenNetwork(Actor(first, ppo.rollouts.temperature), settings, device=stage.params.device)
+        context = engine.on_device
 
-        def without_adapter(batch: Rollout) -> Tensor:
-            with adapter_disabled(policy.model):
-                return evaluate(actor.forward, actor.world, batch, limit)[0]
+    def reference_logprob(batch: Rollout) -> Tensor:
+        with context():
+            return evaluate(engine, batch)[0]
 
-        return without_adapter
-    with sharded_loading(settings, stage.params.device):
-        first = load_policy(stage.actor, settings, adapter, DTYPES[settings.dtype])
-    frozen = FrozenNetwork(Actor(first, ppo.rollouts.temperature), settings, device=stage.params.device)
-
-    def evaluated(batch: Rollout) -> Tensor:
-        with frozen.on_device():
-            return evaluate(frozen.forward, frozen.world, batch, limit)[0]
-
-    return evaluated
+    return reference_logprob
 
 
 def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) -> StageResult:
@@ -223,9 +229,8 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
             record.figures |= update_actor(batch, experience, actor, ppo, seed, updates)
             record.end_phase("actor", tokens * ppo.epochs)
 
-    with sampling(policy):
+    with closing(policy):
         end = fit(state, ppo.steps, ppo_step, shown=SHOWN, save_every=ppo.checkpoint_every)
-        policy.is_cut = end.progress is not None
     metrics, stopped = state.metrics, ""
     if metrics.records and all(record["equal_rewards"] for record in metrics.records):
         stopped = (
@@ -253,21 +258,19 @@ def score(
     Every rank must call this, before the step's updates.
     """
     actor, own = networks.actor, torch.ones(batch.tokens, dtype=torch.bool)
-    limit, nothing = actor.settings.tokens_per_microbatch, stream(batch.tokens)
-    old_logprob, entropy = evaluate(actor.forward, actor.world, batch, limit)
+    old_logprob, entropy = evaluate(actor, batch)
     figures: Figures = {
         "entropy": float(entropy.mean()),
         "sampler_difference": float((old_logprob - batch.sampler_logprob).abs().mean()),
         "effective_share": effective_sample_size(old_logprob, batch.sampler_logprob, own),
     }
-    reference_logprob = nothing
+    reference_logprob = returns = stream(batch.tokens)
     if networks.reference is not None:
         reference_logprob = networks.reference(batch)
         figures["kl_start"] = float(kl_k3(old_logprob, reference_logprob).mean())
-    returns = nothing
     if ppo.advantages == "critic":
         assert networks.critic is not None
-        (values,) = evaluate(networks.critic.forward, actor.world, batch, limit)
+        (values,) = evaluate(networks.critic, batch)
         advantages, _ = row_gae(batch, values, ppo.gamma, ppo.lam)
         _, returns = row_gae(batch, values, ppo.gamma, ppo.critic_lam)
         figures["explained_variance"] = explained_variance(values, returns)
@@ -295,14 +298,7 @@ def update_critic(
 
     `seed` determines the order of the rows.
     """
-
-    def loss(network: nn.Module, packed: Packed, own: Experience) -> tuple[Tensor, dict[str, Tensor]]:
-        (values,) = network(packed)
-        every = torch.ones_like(values, dtype=torch.bool)
-        total, _ = value_loss_sum(values, values.detach(), own.returns, every, None)
-        return total, {"value_loss": total}
-
-    figures = update(batch, experience, critic, loss, ppo, seed, ppo.critic_learning_rate)
+    figures = update(batch, experience, critic, value_loss, ppo, seed, ppo.critic_learning_rate)
     return figures | {"critic_gradient_norm": figures.pop("gradient_norm")}
 
 

@@ -24,7 +24,7 @@ from components.planning.ray_cluster import RUN, bundle, connect
 from components.training.launcher import ERROR_FILE, error_file, raise_first_error
 from components.training.metrics import METRICS
 from components.training.run_stage import run_stage
-from components.training.stage import Stage, StageResult, load_result, load_unfinished
+from components.training.stage import UNFINISHED, Stage, StageResult, load_result
 
 # Seconds between two reads of the metrics file that rank 0 writes.
 FOLLOW_SECONDS = 5.0
@@ -71,7 +71,7 @@ def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
         raise StageFailed(
             f"{stage.name}: a rank on Ray failed: {str(error)[-500:]}; the same command continues."
         ) from error
-    result = load_result(stage.out) or load_unfinished(stage.out)
+    result = load_result(stage.out) or load_result(stage.out, UNFINISHED)
     assert result is not None, "every rank ended, so the result is written"
     return result
 

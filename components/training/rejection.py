@@ -14,6 +14,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from components.training.batches import Packed, Streams, make_batch
 from components.training.engine import DeepSpeedEngine, MetricSums, train_step
 from components.training.metrics import reward_figures
 from components.training.networks import Actor
-from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks, sampling
+from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks
 from components.training.stage import Stage, StageResult, derived_seed
 from components.training.training_loop import StepRecord, finish, fit, resume
 
@@ -52,7 +53,7 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
     # The attempts before the fine-tuning, and those after it.
     waves = ([task for task in chosen for _ in range(rollouts.samples)], chosen[:MAX_TASKS_AFTER])
     policy = TrainedPolicy(stage, rollouts, episode, lambda wave: waves[wave])
-    with sampling(policy):
+    with closing(policy):
         actor = DeepSpeedEngine(
             Actor(policy.model, rollouts.temperature),
             params.engine,

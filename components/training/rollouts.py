@@ -4,10 +4,9 @@ It chooses the tasks of the step, gives the sampler the weights, and stores the 
 is repeated after a kill does not sample them again.
 """
 
-import contextlib
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,27 +72,26 @@ class IdleTimes:
     def __init__(self, sampling: BusyMeter, judging: BusyMeter):
         self.sampling, self.judging = sampling, judging
         self.last = time.monotonic()
-        self.last_judging = self.last_sampling = self.sampled = 0.0
+        # What the meters showed at the last call of `since_last`, without pauses since then, and at a pause.
+        self.last_sampling = self.last_judging = self.paused_at = 0.0
 
     def pause(self) -> None:
-        self.sampled += self.sampling.seconds() - self.last_sampling
+        self.paused_at = self.sampling.seconds()
 
     def resume(self) -> None:
-        self.last_sampling = self.sampling.seconds()
+        self.last_sampling += self.sampling.seconds() - self.paused_at
 
     def since_last(self) -> Figures:
         """Return the idle seconds since the last call, or since this object was made if this is the first.
 
         The keys are `idle_sampler` and `idle_judge`.
         """
-        self.pause()
-        self.resume()
-        now, judging = time.monotonic(), self.judging.seconds()
+        now, sampling, judging = time.monotonic(), self.sampling.seconds(), self.judging.seconds()
         figures = {
-            "idle_sampler": now - self.last - self.sampled,
+            "idle_sampler": now - self.last - (sampling - self.last_sampling),
             "idle_judge": now - self.last - (judging - self.last_judging),
         }
-        self.last, self.last_judging, self.sampled = now, judging, 0.0
+        self.last, self.last_sampling, self.last_judging = now, sampling, judging
         return figures
 
 
@@ -125,8 +123,6 @@ class TrainedPolicy:
         """
         params = stage.params
         settings, device, dtype = params.engine, params.device, DTYPES[params.engine.dtype]
-        # Whether the time budget ended the stage before its last step.
-        self.is_cut = False
         self.digest = verify_checkpoint(stage.actor, device).digest
         self.stage, self.rollouts, self.choose = stage, rollouts, choose
         self.reward = load_reward(params.reward)
@@ -287,26 +283,11 @@ class TrainedPolicy:
         figures["dropped"] = len(sampled) - len(trajectories)
         return trajectories, figures | ages(sampled, step)
 
-    def close(self, *, is_complete: bool) -> None:
-        """End the sampling, and remove the trajectories that no step has taken if `is_complete` is true."""
+    def close(self) -> None:
+        """End the sampling; trajectories that no step has taken stay in the stage's folder `sampling`."""
         if self.queue is not None:
             self._resume()
-            self.queue.close(is_complete=is_complete)
-
-
-@contextlib.contextmanager
-def sampling(policy: TrainedPolicy) -> Iterator[None]:
-    """Return a context at whose end the sampling of `policy` ends.
-
-    Trajectories that no step has taken are kept after an error, and if the time budget ended the stage
-    (`policy.is_cut`). Otherwise they are removed.
-    """
-    is_complete = False
-    try:
-        yield
-        is_complete = not policy.is_cut
-    finally:
-        policy.close(is_complete=is_complete)
+            self.queue.close()
 
 
 def step_folder(out: Path, step: int) -> Path:

@@ -114,87 +114,105 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     if not stages:
         _check_night(params)
     stages = stages or stages_of_run(params)
-    _check_engine(params)
     require_standard_labels(params.sandbox, "training and promotion")
     load_reward(params.reward)
-    if set(stages) != {"critic"} and params.policy.backend == "vllm-server" and not params.policy.servers:
-        raise UserError(
-            "policy.servers: is empty; give the addresses of vLLM servers, such as [http://127.0.0.1:8000]."
-        )
-    for name, ppo in (("warmup", params.warmup), ("agentic", params.agentic)):
-        if name in stages and ppo.advantages != "critic" and ppo.rollouts.samples == 1:
-            raise UserError(
-                f"{name}.advantages: {ppo.advantages} compares the trajectories of a task, and "
-                f"{name}.rollouts.samples is 1; raise it to 2 or more."
-            )
-        if name in stages and ppo.staleness and params.policy.sleep:
-            raise UserError(
-                f"{name}.staleness: {ppo.staleness} samples while the policy is trained, and policy.sleep "
-                "takes the sampler's memory then; set one of them to 0 or false."
-            )
-    # Only a policy that the cold start made has demonstrations.
-    made = ("scratch", "champion")
-    if "rejection" in stages and params.policy.source not in made and params.rejection.replayed:
-        raise UserError(
-            "rejection.replay_share: this policy has no cold-start demonstrations to mix in; set it to 0."
-        )
+    policy, ppos = params.policy, {"warmup": params.warmup, "agentic": params.agentic}
+    ppos = {name: ppo for name, ppo in ppos.items() if name in stages}
     tasks = (params.warmup.steps * params.warmup.rollouts.tasks, params.rejection.rollouts.tasks)
-    if set(stages) == set(STAGES) and max(tasks) < 2:
-        # Both stages then sample the same task, so stage 3 would get trajectories of only one task.
-        raise UserError(
+    _refuse(
+        *_engine_faults(params),
+        (
+            set(stages) != {"critic"} and policy.backend == "vllm-server" and not policy.servers,
+            "policy.servers: is empty; give the addresses of vLLM servers, such as [http://127.0.0.1:8000].",
+        ),
+        *(
+            (
+                ppo.advantages != "critic" and ppo.rollouts.samples == 1,
+                f"{name}.advantages: {ppo.advantages} compares the trajectories of a task, and "
+                f"{name}.rollouts.samples is 1; raise it to 2 or more.",
+            )
+            for name, ppo in ppos.items()
+        ),
+        *(
+            (
+                ppo.staleness and policy.sleep,
+                f"{name}.staleness: {ppo.staleness} samples while the policy is trained, and policy.sleep "
+                "takes the sampler's memory then; set one of them to 0 or false.",
+            )
+            for name, ppo in ppos.items()
+        ),
+        (
+            # Only a policy that the cold start made has demonstrations.
+            "rejection" in stages
+            and policy.source not in ("scratch", "champion")
+            and params.rejection.replayed,
+            "rejection.replay_share: this policy has no cold-start demonstrations to mix in; set it to 0.",
+        ),
+        (
+            # Both stages then sample the same task, so stage 3 would get trajectories of only one task.
+            set(stages) == set(STAGES) and max(tasks) < 2,
             "warmup.rollouts.tasks: stages 1 and 2 sample a single task, and stage 3 cannot hold one out; "
-            "raise it to 2 or more."
-        )
+            "raise it to 2 or more.",
+        ),
+    )
+
+
+def _refuse(*faults: tuple[object, str]) -> None:
+    """Raise UserError with the message of the first of the pairs (is it found, message) that is found."""
+    for is_found, message in faults:
+        if is_found:
+            raise UserError(message)
 
 
 def _check_night(params: Params) -> None:
     """Raise UserError, which names the parameter, if a pipeline run cannot have the stages night.stages."""
     chosen = params.night.stages
     needs_critic = params.agentic.advantages == "critic"
-    faults = [
+    _refuse(
         (
             chosen != [name for name in STAGES if name in chosen],
-            f"{chosen} is not in the order of the stages; give each at most once, in the order "
-            f"{', '.join(STAGES)}",
+            f"night.stages: {chosen} is not in the order of the stages; give each at most once, in the "
+            f"order {', '.join(STAGES)}.",
         ),
         (
             not set(chosen) - {"critic"},
-            "no stage trains the policy; add warmup, rejection or agentic",
+            "night.stages: no stage trains the policy; add warmup, rejection or agentic.",
         ),
         (
             needs_critic and "critic" in chosen and not {"warmup", "rejection"} & set(chosen),
-            "critic learns from the trajectories of warmup or rejection; add one of them",
+            "night.stages: critic learns from the trajectories of warmup or rejection; add one of them.",
         ),
         (
             needs_critic and "agentic" in chosen and "critic" not in chosen,
-            "agentic needs the critic of stage 3; add critic, or set agentic.advantages to group",
+            "night.stages: agentic needs the critic of stage 3; add critic, or set agentic.advantages to "
+            "group.",
+        ),
+    )
+
+
+def _engine_faults(params: Params) -> list[tuple[object, str]]:
+    """Return pairs for `_refuse`: why the training engine cannot run with `params`."""
+    engine, trainers = params.engine, params.pool.trainers
+    shared = engine.sequence_parallel
+    return [
+        (
+            engine.zero_stage == 0 and engine.dtype == "bfloat16",
+            "engine.zero_stage: 0 would accumulate gradients in bfloat16; "
+            "set it to 1 or more, or engine.dtype to float32.",
+        ),
+        (
+            shared > 1 and engine.zero_stage == 0,
+            "engine.sequence_parallel: ZeRO 0 cannot use it; set engine.zero_stage to 1 or more.",
+        ),
+        (
+            # The sampler would share the trained model, whose attention expects a slice of each sequence.
+            shared > 1 and engine.zero_stage < 3 and params.policy.backend == "transformers",
+            "engine.sequence_parallel: the backend transformers samples from the trained model itself; "
+            "set engine.zero_stage to 3, or policy.backend to vllm-server.",
+        ),
+        (
+            trainers % shared,
+            f"pool.trainers: {trainers} ranks cannot be divided into groups of "
+            f"engine.sequence_parallel {shared}; take a multiple of it.",
         ),
     ]
-    for is_found, why in faults:
-        if is_found:
-            raise UserError(f"night.stages: {why}.")
-
-
-def _check_engine(params: Params) -> None:
-    """Raise UserError, which names the parameter, if the training engine cannot run with `params`."""
-    engine = params.engine
-    if engine.zero_stage == 0 and engine.dtype == "bfloat16":
-        raise UserError(
-            "engine.zero_stage: 0 would accumulate gradients in bfloat16; "
-            "set it to 1 or more, or engine.dtype to float32."
-        )
-    shared = engine.sequence_parallel
-    if shared > 1 and engine.zero_stage == 0:
-        raise UserError("engine.sequence_parallel: ZeRO 0 cannot use it; set engine.zero_stage to 1 or more.")
-    if shared > 1 and engine.zero_stage < 3 and params.policy.backend == "transformers":
-        # The sampler would share the trained model, whose attention expects a slice of each sequence.
-        raise UserError(
-            "engine.sequence_parallel: the backend transformers samples from the trained model itself; "
-            "set engine.zero_stage to 3, or policy.backend to vllm-server."
-        )
-    trainers = params.pool.trainers
-    if trainers % shared:
-        raise UserError(
-            f"pool.trainers: {trainers} ranks cannot be divided into groups of "
-            f"engine.sequence_parallel {shared}; take a multiple of it."
-        )

@@ -34,6 +34,7 @@ STAGES: tuple[StageName, ...] = get_args(StageName)
 RESULT = "stage.json"
 UNFINISHED = "unfinished.json"
 CHECKPOINT = "checkpoint"
+SAMPLING = "sampling"
 TASKS = "tasks.parquet"
 # Largest number of times that a task occurs in one pass of training.
 MAX_REPEATS = 4
@@ -113,31 +114,19 @@ class StageResult(FrozenModel):
     progress: tuple[int, int] | None = None
 
 
-def load_unfinished(out: Path) -> StageResult | None:
-    """Return the result in `out`/unfinished.json, after verifying its checkpoint; None if there is no file.
-
-    A stage has this file if a time budget ended one of its runs. `out` is the stage's folder.
-    """
-    if not (out / UNFINISHED).is_file():
-        return None
-    result = StageResult.model_validate(read_json(out / UNFINISHED))
-    verify_checkpoint(out / result.checkpoint)
-    return result
-
-
-def load_result(out: Path) -> StageResult | None:
+def load_result(out: Path, file: str = RESULT) -> StageResult | None:
     """Return the result of the stage with the folder `out`, after verifying its checkpoint.
 
-    Returns None if the stage is not finished, or if its checkpoint was deleted. Raises UserError if
-    stage.json is damaged.
+    `file` is RESULT, or UNFINISHED for the result of a run that a time budget ended. Returns None if there is
+    no such file, or if its checkpoint was deleted. Raises UserError if the file is damaged.
     """
-    if not (out / RESULT).is_file():
+    if not (out / file).is_file():
         return None
     try:
-        result = StageResult.model_validate(read_json(out / RESULT))
+        result = StageResult.model_validate(read_json(out / file))
     except ValueError as error:
         raise UserError(
-            f"{out / RESULT}: not the result of a stage; delete the folder and run again."
+            f"{out / file}: not the result of a stage; delete the folder and run again."
         ) from error
     if not (out / result.checkpoint).exists():
         return None

@@ -35,7 +35,7 @@ from components.training.engine import DeepSpeedEngine, NotFinite
 from components.training.launcher import TERMINATED
 from components.training.metrics import Collapsed, Figures, MetricsFile
 from components.training.ranks import World
-from components.training.stage import CHECKPOINT, RESULT, TASKS, UNFINISHED, Stage, StageResult
+from components.training.stage import CHECKPOINT, RESULT, SAMPLING, TASKS, UNFINISHED, Stage, StageResult
 
 # Number of states kept on disk. It is 2 because the newest weights may turn out to be collapsed in the next
 # step, which then needs older ones.
@@ -287,7 +287,8 @@ def finish(
     """Write the checkpoint of `model` and then stage.json; every rank calls this and gets the result.
 
     `end` is what `fit` returned, and `stopped` a remark on a stage that ran to its end. If the deadline ended
-    the stage, its weights so far and unfinished.json are written instead. `started` is the time.monotonic()
+    the stage, its weights so far and unfinished.json are written instead, and trajectories that no step has
+    taken are kept for the next run. `started` is the time.monotonic()
     at which this process began the stage. The seconds of steps that earlier processes ran are added to the
     result. `rewards` are the mean rewards before and after training. `extra` has the tensors of additional
     checkpoint files, by file name. `figures` must not contain times, because they are part of the
@@ -295,6 +296,8 @@ def finish(
     """
     stage = state.stage
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}
+    if state.world.rank == 0 and not end.progress:
+        shutil.rmtree(stage.out / SAMPLING, ignore_errors=True)
     folder = f"{CHECKPOINT}-{end.progress[0]:04d}" if end.progress else CHECKPOINT
     file = stage.out / (UNFINISHED if end.progress else RESULT)
     manifest = save_checkpoint(

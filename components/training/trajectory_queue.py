@@ -29,6 +29,7 @@ from components.agent.trajectory import Trajectory, load_trajectories, save_traj
 from components.core.errors import UserError
 from components.core.files import sync
 from components.judge.pool.local_pool import JudgePool
+from components.training.stage import SAMPLING
 
 # Wave and index of an attempt.
 Attempt = tuple[int, int]
@@ -86,7 +87,7 @@ class TrajectoryQueue:
         while the trainer waits for them. The waiting jobs of `pool` are cancelled when the sampling ends
         early.
         """
-        self.out, self.folder = out, out / "sampling"
+        self.out, self.folder = out, out / SAMPLING
         self.request_of, self.run, self.capacity = request_of, run, capacity
         self.pool, self.staleness, self.group, self.on_finished = pool, staleness, group, on_finished
         self.condition = threading.Condition()
@@ -166,13 +167,11 @@ class TrajectoryQueue:
         moving.rename(folder)
         sync(folder.parent)
 
-    def close(self, *, is_complete: bool) -> None:
-        """End the sampling, and remove the trajectories that no step has taken if `is_complete` is true."""
+    def close(self) -> None:
+        """End the sampling; trajectories that no step has taken stay in the folder `sampling`."""
         if self.thread.is_alive() and self.loop is not None and self.main is not None:
             self.loop.call_soon_threadsafe(self.main.cancel)
             self.thread.join()
-        if is_complete:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _group(self, attempt: Attempt) -> Attempt:
         return attempt[0], attempt[1] // self.group

@@ -139,7 +139,7 @@ def test_recomputing_sliced_logits_changes_no_gradient(monkeypatch: pytest.Monke
 
 def test_an_evaluation_equals_the_model_s_own_log_probabilities() -> None:
     policy, batch, engine = tiny_policy(), uneven(), engine_of(1)
-    logprob, entropy = evaluate(engine.forward, engine.world, batch, 40)
+    logprob, entropy = evaluate(engine, batch)
     for row, own in enumerate(batch.action_mask):
         ids = torch.tensor(batch.ids[row])[None].long()
         with torch.no_grad():

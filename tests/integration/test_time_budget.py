@@ -9,7 +9,7 @@ from training_fixtures import episode, stage
 from components.core.files import digest_tree, read_json
 from components.training import training_loop
 from components.training.run_stage import run_stage
-from components.training.stage import STAGES, Stage, StageName, load_result, load_unfinished
+from components.training.stage import STAGES, UNFINISHED, Stage, StageName, load_result
 
 SHORT = (
     *("warmup.steps=3", "agentic.steps=3", "critic.epochs=3", "rejection.epochs=3", "rejection.batch=4"),
@@ -45,7 +45,7 @@ def test_every_stage_stopped_by_its_deadline_continues_to_equal_bits(
         total = len((whole.out / "metrics.jsonl").read_text().splitlines())
         assert first.progress == again.progress == (1, total), name
         assert first.digest == again.digest and first.checkpoint == "checkpoint-0001"
-        assert load_result(cut.out) is None and load_unfinished(cut.out) == again
+        assert load_result(cut.out) is None and load_result(cut.out, UNFINISHED) == again
         ended = run_stage(dataclasses.replace(cut, deadline=None), episode)
         assert ended.progress is None
         assert digest_tree(cut.out / "checkpoint") == digest_tree(whole.out / "checkpoint"), name

@@ -107,8 +107,7 @@ def test_the_trainer_does_not_wait_for_a_slow_trajectory_and_one_that_is_too_old
     assert [0, 1] not in line.step(2, tmp_path)
     assert line.queue.dropped == 1, "its first token is two steps old"
     assert len(line.begun) == len(set(line.begun))
-    line.queue.close(is_complete=True)
-    assert not (tmp_path / "sampling").exists()
+    line.queue.close()
 
 
 def test_all_samples_of_a_task_are_taken_together(tmp_path: Path) -> None:
@@ -121,7 +120,7 @@ def test_all_samples_of_a_task_are_taken_together(tmp_path: Path) -> None:
     while (0, 1) not in line.queue.finished:
         time.sleep(0.01)
     assert line.step(1, tmp_path)[:2] == [[0, 0], [0, 1]]
-    line.queue.close(is_complete=True)
+    line.queue.close()
 
 
 def test_nothing_is_sampled_ahead_without_staleness(tmp_path: Path) -> None:
@@ -129,14 +128,14 @@ def test_nothing_is_sampled_ahead_without_staleness(tmp_path: Path) -> None:
     for step in range(3):
         assert line.step(step, tmp_path) == [[step, index] for index in range(4)]
         assert len(line.begun) == 4 * (step + 1)
-    line.queue.close(is_complete=True)
+    line.queue.close()
 
 
 def test_no_more_is_sampled_than_the_steps_take(tmp_path: Path) -> None:
     line = Line(tmp_path, staleness=2)
     taken = [attempt for step in range(3) for attempt in line.step(step, tmp_path, steps=3)]
     assert len(line.begun) == 12 and sorted(taken) == [[w, i] for w in range(3) for i in range(4)]
-    line.queue.close(is_complete=True)
+    line.queue.close()
 
 
 @pytest.mark.timeout(60)
@@ -146,7 +145,7 @@ def test_the_last_step_samples_again_what_was_stored_for_another_choice_of_tasks
     line.queue.begin(0, 4, 1)
     while len(list(line.queue.folder.glob("[0-9]*"))) < 3:
         time.sleep(0.01)
-    line.queue.close(is_complete=False)
+    line.queue.close()
 
     class Others(Line):
         def request(self, wave: int) -> RolloutRequest:
@@ -156,7 +155,7 @@ def test_the_last_step_samples_again_what_was_stored_for_another_choice_of_tasks
     others = Others(tmp_path)
     assert others.step(0, tmp_path, steps=1) == [[0, index] for index in range(4)]
     assert len(others.begun) == 4
-    others.queue.close(is_complete=True)
+    others.queue.close()
 
 
 @pytest.mark.timeout(60)
@@ -175,7 +174,7 @@ def test_a_trajectory_that_is_cancelled_by_its_judge_ends_the_step_instead_of_be
     line = Cancelled(tmp_path, staleness=0)
     with pytest.raises(StageFailed, match="a trajectory was cancelled before its end; run again"):
         line.step(0, tmp_path)
-    line.queue.close(is_complete=False)
+    line.queue.close()
     again = Line(tmp_path, staleness=0)
     assert again.step(0, tmp_path) == [[0, index] for index in range(4)]
     assert "t/0/2" in again.begun
@@ -184,7 +183,7 @@ def test_a_trajectory_that_is_cancelled_by_its_judge_ends_the_step_instead_of_be
 def test_trajectories_that_a_killed_step_was_moving_are_taken_by_the_next_one(tmp_path: Path) -> None:
     first = Line(tmp_path, staleness=0)
     first.step(0, tmp_path)
-    first.queue.close(is_complete=False)
+    first.queue.close()
     step = tmp_path / "trajectories" / "step-0000"
     step.rename(step.with_name(".step-0000"))
     (step.with_name(".step-0000") / "0000-00001").rename(tmp_path / "sampling" / "0000-00001")
