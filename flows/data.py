@@ -47,8 +47,10 @@ LOCK_HELD = ("Unable to acquire lock", "is busy, it is being blocked")
 LOCK_DAMAGED = "Unable to read RWLock-file"
 # Seconds to wait before each further try of a DVC command whose lock is held.
 RETRY_SECONDS = (2.0, 5.0, 15.0)
-# Pattern of a progress line printed by components.synthesis.dvc_stages, with groups step, total, figures.
-PROGRESS_LINE = re.compile(r"^(?:data|seeds) (\d+)/(\d+)((?: \w+=\S+)*)$")
+# Pattern of a line of LineProgress printed by components.synthesis.dvc_stages, with groups step, total and
+# figures, and pattern of one of the figures, with groups name and value.
+PROGRESS_LINE = re.compile(r"^(?:data|seeds) +(\d+)/(\d+)(.*)$")
+FIGURE = re.compile(r"  ([a-z]\w*) (\S+)")
 # Pattern of DVC's message about a failed stage, with the stage's exit code as its group.
 EXITED = re.compile(r"exited with (\d+)")
 # Exit codes of components.synthesis.dvc_stages.
@@ -127,7 +129,7 @@ def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: P
     def report(line: str) -> None:
         step = PROGRESS_LINE.match(line)
         if step and progress is not None:
-            figures = {name: float(value) for name, value in (pair.split("=") for pair in step[3].split())}
+            figures = {name: float(value) for name, value in FIGURE.findall(step[3])}
             progress.update("dataset", int(step[1]), int(step[2]), **figures)
 
     environment = {

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from components.bootstrap.chain_parser import read_chain
-from components.bootstrap.kernel_writer import write_kernel
+from components.bootstrap.kernel_writer import draw_schedule, write_kernel
 from components.bootstrap.operator_code import LIBM
-from components.bootstrap.schedules import draw_schedule
 from components.bootstrap.tokenizer import Message
 from components.core.records import Device
 from components.core.stage_params import Coldstart
@@ -153,7 +152,7 @@ def simulate_outcome(kernel: str, right: bool, device: Device, rng: random.Rando
 
     `right` says whether the kernel is right. The milestone of a right kernel is random.
     """
-    written = _written(device)
+    written = f"Written {kernel_path(device)}."
     if not right:
         if not _balanced(kernel):
             path = kernel_path(device)
@@ -178,11 +177,6 @@ def simulate_outcome(kernel: str, right: bool, device: Device, rng: random.Rando
         f"Speed-up: {against_eager:.2f}x eager{compile_ratio}. Milestone: {milestone} of 3."
     )
     return Outcome(observation, milestone, against_eager)
-
-
-def _written(device: Device) -> str:
-    """Return the output of the tool call that writes the kernel file."""
-    return f"Written {kernel_path(device)}."
 
 
 def _balanced(kernel: str) -> bool:
@@ -246,5 +240,5 @@ def make_demonstration(
         if not second.is_better_than(first):
             if not right:
                 kernel, _ = _attempt(task.code, coldstart.wrong_share / 3, device, rng)
-            messages += _turn(write_call(kernel, device), _written(device))
+            messages += _turn(write_call(kernel, device), f"Written {kernel_path(device)}.")
     return [*messages, {"role": "assistant", "content": DONE}]

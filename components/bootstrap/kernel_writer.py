@@ -2,12 +2,20 @@
 
 A C++ kernel is divided into passes over the memory, which are over all elements or over rows, and a CUDA
 kernel into launches. Operators share a pass or a launch, or have one each, as the schedule says.
+
+A schedule is one combination of the independent choices by which kernels for one chain of operators differ.
+It changes how a kernel computes, not what. Which one is the fastest depends on the operators and the shape of
+a task, and some are too inexact for some tasks, for example float accumulators for long rows. A choice that
+does not concern a chain leaves its kernel unchanged.
 """
 
+import itertools
+import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from typing import Any, Literal, get_args, get_type_hints
 
 from components.bootstrap.chain_parser import OperatorChain, Step
 from components.bootstrap.operator_code import (
@@ -17,7 +25,7 @@ from components.bootstrap.operator_code import (
     fuse_row,
     replace_functions,
 )
-from components.bootstrap.schedules import CpuSchedule, CudaSchedule, Schedule
+from components.core.records import Device
 
 # Device functions that combine a value of each thread of a block and return the result to all threads. The
 # first uses shared memory only, the second shuffles within each warp.
@@ -54,6 +62,59 @@ LANE = {"sum": f"v + {SHUFFLE}", "max": f"fmaxf(v, {SHUFFLE})"}
 Kernel = tuple[list[str], str]
 
 
+@dataclass(frozen=True)
+class CpuSchedule:
+    """The choices for a C++ kernel.
+
+    `fusion` says whether all operators share a pass over the memory or each has its own, `math` whether
+    functions such as exp are those of libm or of vec.h, `loops` whether loops are vectorised, `accumulator`
+    the type of sums, and `algorithm` how softmax and norms are computed (ALGORITHMS in operator_code.py).
+    """
+
+    fusion: Literal["none", "all"]
+    math: Literal["libm", "vec"]
+    loops: Literal["scalar", "simd"]
+    accumulator: Literal["float", "double"]
+    algorithm: Literal["store", "recompute", "online"]
+
+
+@dataclass(frozen=True)
+class CudaSchedule:
+    """The choices for a CUDA kernel.
+
+    `fusion` says which operators share a launch, `threads` the size of a block, `width` the elements of one
+    memory access of an elementwise kernel, and `combine` how the threads of a block combine their sums: in
+    shared memory or, within a warp, by shuffles.
+    """
+
+    fusion: Literal["none", "all"]
+    threads: Literal[128, 256, 512]
+    width: Literal[1, 4]
+    combine: Literal["shared", "shuffle"]
+
+
+Schedule = CpuSchedule | CudaSchedule
+TYPES: dict[Device, type[CpuSchedule] | type[CudaSchedule]] = {"cpu": CpuSchedule, "cuda": CudaSchedule}
+
+
+@cache
+def choices(device: Device) -> dict[str, tuple[Any, ...]]:
+    """Return the possible values of each choice in the schedules of a device, by the name of the choice."""
+    hints = get_type_hints(TYPES[device])
+    return {field.name: get_args(hints[field.name]) for field in fields(TYPES[device])}
+
+
+@cache
+def all_schedules(device: Device) -> tuple[Schedule, ...]:
+    """Return all schedules of a device, in a fixed order."""
+    return tuple(TYPES[device](*values) for values in itertools.product(*choices(device).values()))
+
+
+def draw_schedule(rng: random.Random, device: Device) -> Schedule:
+    """Return a random schedule; every one has the same probability."""
+    return rng.choice(all_schedules(device))
+
+
 def write_kernel(chain: OperatorChain, schedule: Schedule) -> str:
     """Return the text of kernels/forward.cpp (or .cu) for the chain according to the schedule."""
     if isinstance(schedule, CpuSchedule):
@@ -67,20 +128,6 @@ def is_reduction(step: Step) -> bool:
 
 
 # --- C++ ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Group:
-    """Operators of a chain that share one pass over the memory.
-
-    `source` and `target` are the names of the C++ arrays that the pass reads and writes: the input `x`, the
-    output `out`, or the buffer `w`. `size` is the C++ expression of the number of elements of `target`.
-    """
-
-    steps: Sequence[Step]
-    source: str
-    target: str
-    size: str
 
 
 def indent(lines: Sequence[str]) -> list[str]:
@@ -103,14 +150,23 @@ def pragma(schedule: CpuSchedule, clause: str = "") -> list[str]:
     return [f"#pragma omp simd{f' reduction({clause})' if clause else ''}"]
 
 
-def element_pass(group: Group, schedule: CpuSchedule) -> list[str]:
-    """Return the C++ lines of one loop over all elements, for elementwise operators."""
-    body = [f"float v = {group.source}[i];", *map(elementwise, group.steps), f"{group.target}[i] = v;"]
-    return [*pragma(schedule), *for_loop("i", group.size, body)]
+def element_pass(
+    steps: Sequence[Step], source: str, target: str, size: str, schedule: CpuSchedule
+) -> list[str]:
+    """Return the C++ lines of one loop over all elements, for elementwise operators.
+
+    `source` and `target` are the names of the C++ arrays that the pass reads and writes: the input `x`, the
+    output `out`, or the buffer `w`. `size` is the C++ expression of the number of elements of `target`.
+    """
+    body = [f"float v = {source}[i];", *map(elementwise, steps), f"{target}[i] = v;"]
+    return [*pragma(schedule), *for_loop("i", size, body)]
 
 
-def row_pass(group: Group, schedule: CpuSchedule) -> list[str]:
-    """Return the C++ lines of a pass over the rows, for operators that need a row or the index in it."""
+def row_pass(steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule) -> list[str]:
+    """Return the C++ lines of a pass over the rows, for operators that need a row or the index in it.
+
+    `source` and `target` are the names of arrays, as in `element_pass`.
+    """
 
     def over_row(array: str, body: Sequence[str]) -> list[str]:
         return for_loop("i", "cols", [f"float v = {array}[i];", *body])
@@ -119,17 +175,17 @@ def row_pass(group: Group, schedule: CpuSchedule) -> list[str]:
         pragmas = pragma(schedule, sweep.clause) if sweep.clause else []
         return [*sweep.declare, *pragmas, *over_row(array, body), *sweep.finish]
 
-    row = fuse_row(group.steps, write_sweep, schedule.algorithm)
+    row = fuse_row(steps, write_sweep, schedule.algorithm)
     buffered = row.tail and row.source == "b"
     if row.tail:
-        end = [*row.tail, f"{group.target}[r] = v;"]
+        end = [*row.tail, f"{target}[r] = v;"]
     else:
         end = [*pragma(schedule), *over_row(row.source, [*row.pending, "b[i] = v;"])]
     body = [
-        f"const float* a = {group.source} + r * cols;",
+        f"const float* a = {source} + r * cols;",
         *(["float* b = row.data();"] if buffered else []),
-        *([] if row.tail else [f"float* b = {group.target} + r * cols;"]),
-        *(["const float* s = y + r * cols;"] if any("input" in step.name for step in group.steps) else []),
+        *([] if row.tail else [f"float* b = {target} + r * cols;"]),
+        *(["const float* s = y + r * cols;"] if any("input" in step.name for step in steps) else []),
         *row.lines,
         *end,
     ]
@@ -147,8 +203,10 @@ def write_cpu_kernel(chain: OperatorChain, schedule: CpuSchedule) -> str:
     source, lines = "x", []
     for index, steps in enumerate(groups):
         target, tensor = ("w", 0) if index < changing else ("out", len(chain.tensors) - 1)
-        write = row_pass if OperatorChain(steps, chain.tensors).by_row else element_pass
-        lines += write(Group(steps, source, target, f"t[{tensor}].numel"), schedule)
+        if OperatorChain(steps, chain.tensors).by_row:
+            lines += row_pass(steps, source, target, schedule)
+        else:
+            lines += element_pass(steps, source, target, f"t[{tensor}].numel", schedule)
         source = target
     if any(re.search(r"\bw\b", line) for line in lines):
         lines = ["std::vector<float> work(t[0].numel);", "float* w = work.data();", *lines]

@@ -186,15 +186,6 @@ def elementwise(step: Step) -> str:
     return ELEMENTWISE[step.name].format(*step.constants)
 
 
-def row_operator(name: str, algorithm: str = "") -> RowOperator | None:
-    """Return the code of the operator `name` on rows, or None for another operator.
-
-    `algorithm` is a key of ALGORITHMS. If it is not, or has no entry for the operator, the code is that in
-    ROW.
-    """
-    return ALGORITHMS.get(algorithm, {}).get(name, ROW.get(name))
-
-
 @dataclass(frozen=True)
 class FusedRow:
     """C++ code of a chain with row operators, for one row in the array `a`.
@@ -217,14 +208,15 @@ def fuse_row(
 
     `write_sweep` returns the lines of one sweep from the sweep, the array that contains the row, and the
     lines for each element. A changed row is stored in the array `b`, unless no later loop reads it.
-    `algorithm` is a key of ALGORITHMS, and any other value selects ROW.
+    The code of an operator on rows is that in ALGORITHMS[algorithm] if there is one, and else that in ROW.
     """
+    row_operators = ROW | ALGORITHMS.get(algorithm, {})
     lines: list[str] = []
     pending: list[str] = []
     tail: list[str] = []
     source = "a"
     for step in steps:
-        operator = row_operator(step.name, algorithm)
+        operator = row_operators.get(step.name)
         if operator is None:
             (tail or pending).append(elementwise(step).replace("y[i]", "s[i]"))
             continue

@@ -21,7 +21,7 @@ from components.core.records import FrozenModel
 from components.evaluation.metrics import (
     BASELINES,
     RESULTS,
-    Change,
+    Estimate,
     Evaluation,
     TaskResult,
     changes,
@@ -97,7 +97,7 @@ class Comparison(FrozenModel):
     params: dict[str, tuple[Any, Any]]
     unknown: tuple[str, ...]
     tasks: int
-    changes: dict[str, Change]
+    changes: dict[str, Estimate]
     tests: tuple[PairedTest, ...]
     changed: tuple[TaskChange, ...]
 

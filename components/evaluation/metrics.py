@@ -14,20 +14,19 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel
-from components.evaluation.intervals import (
-    COVERAGE,
-    Array,
-    Interval,
-    bootstrap_counts,
-    percentile_interval,
-    quotients,
-)
 from components.judge.verdict import MARGIN, Labels, Ratio, Seconds, Speedup, Status, Verdict, milestone
+
+# Number of bootstrap samples, and share of them that an interval covers.
+RESAMPLES = 2000
+COVERAGE = 0.95
+
+Array = NDArray[np.float64]
 
 Baseline = Literal["eager", "compile"]
 BASELINES: tuple[Baseline, ...] = ("eager", "compile")
@@ -118,6 +117,16 @@ class TaskResult(FrozenModel):
         if not self.correct or ratio is None or not math.isfinite(ratio.estimate) or ratio.estimate <= 0:
             return None
         return ratio.estimate
+
+
+class Interval(FrozenModel):
+    """A 95 % interval from bootstrap samples of the tasks, or an exact binomial one for shares of 0 and 1.
+
+    Both ends are None if there is no task on which the figure is defined.
+    """
+
+    low: float | None
+    high: float | None
 
 
 class Pair(FrozenModel):
@@ -245,7 +254,17 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
 
     If there are no results, rates, means and intervals are None.
     """
-    values, intervals = _estimate(_figures(rows), len(rows))
+    samples = _all_and_samples(len(rows))
+    values: dict[str, float | None] = {}
+    intervals: dict[str, Interval] = {}
+    for name, figure in _figures(rows).items():
+        found = _estimate(name, quotients(figure, samples))
+        values[name], intervals[name] = found.value, Interval(low=found.low, high=found.high)
+        if rows and name.startswith(SHARES) and found.value in (0, 1):
+            # The exact binomial bound is used, because all bootstrap samples of equal outcomes are equal.
+            miss = ((1 - COVERAGE) / 2) ** (1 / len(rows))
+            ends = (miss, 1.0) if found.value else (0.0, 1 - miss)
+            intervals[name] = Interval(low=ends[0], high=ends[1])
 
     def pair(figure: str) -> Pair:
         return Pair(eager=values[f"{figure}.eager"], compile=values[f"{figure}.compile"])
@@ -274,6 +293,39 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
     )
 
 
+def bootstrap_counts(tasks: int) -> Array:
+    """Return how often each task occurs in each bootstrap sample, with shape [RESAMPLES, tasks]."""
+    if tasks == 0:
+        return np.zeros((RESAMPLES, 0))
+    shares = np.full(tasks, 1 / tasks)
+    return np.random.default_rng(0).multinomial(tasks, shares, size=RESAMPLES).astype(float)
+
+
+def quotients(figure: tuple[Array, Array], counts: Array) -> Array:
+    """Return the value of a figure for each of several samples of the tasks, with shape [samples].
+
+    `figure` has the numerator and the denominator of each task, both [tasks], and `counts` says how often
+    each sample has each task, [samples, tasks]. The value is NaN if the sum of the denominators is 0.
+    """
+    numerator, denominator = counts @ figure[0], counts @ figure[1]
+    quotient: Array = np.divide(
+        numerator, denominator, out=np.full(len(counts), math.nan), where=denominator > 0
+    )
+    return quotient
+
+
+def percentile_interval(samples: Array) -> Interval:
+    """Return the percentile interval of a figure from its values for all bootstrap samples.
+
+    Samples that are NaN are left out. Both ends are None if all samples are NaN.
+    """
+    samples = samples[~np.isnan(samples)]
+    if len(samples) == 0:
+        return Interval(low=None, high=None)
+    low, high = np.quantile(samples, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    return Interval(low=float(low), high=float(high))
+
+
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -284,31 +336,30 @@ def by_level(results: Sequence[TaskResult]) -> dict[str, Summary]:
     return {str(level): summarise([row for row in results if row.level == level]) for level in levels}
 
 
-class Change(Interval):
-    """Paired change of a figure with its 95 % interval.
-
-    The change is the figure after minus the figure before, or their ratio for geometric means.
-    """
+class Estimate(Interval):
+    """The value of a figure, or of its paired change, with its 95 % interval."""
 
     value: float | None
 
 
-def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[str, Change]:
+def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[str, Estimate]:
     """Return the change of every figure, by name, over the tasks that `before` and `after` have in common.
 
-    For the intervals, each bootstrap sample draws the same tasks before and after.
+    A change is the figure after minus the figure before, or their ratio for geometric means. For the
+    intervals, each bootstrap sample draws the same tasks before and after.
     """
     earlier = {row.task_id: row for row in before}
     pairs = [(earlier[row.task_id], row) for row in after if row.task_id in earlier]
     old, new = _figures([pair[0] for pair in pairs]), _figures([pair[1] for pair in pairs])
-    samples, once = bootstrap_counts(len(pairs)), np.ones((1, len(pairs)))
+    samples = _all_and_samples(len(pairs))
     return {
-        name: Change(
-            value=_scaled(name, float((quotients(new[name], once) - quotients(old[name], once))[0])),
-            **_bounds(name, quotients(new[name], samples) - quotients(old[name], samples)),
-        )
-        for name in new
+        name: _estimate(name, quotients(new[name], samples) - quotients(old[name], samples)) for name in new
     }
+
+
+def _all_and_samples(tasks: int) -> Array:
+    """Return the counts of all tasks, which are 1, followed by those of `bootstrap_counts`."""
+    return np.vstack([np.ones(tasks), bootstrap_counts(tasks)])
 
 
 def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
@@ -336,39 +387,18 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
     return figures
 
 
-def _estimate(
-    figures: dict[str, tuple[Array, Array]], tasks: int
-) -> tuple[dict[str, float | None], dict[str, Interval]]:
-    samples, once = bootstrap_counts(tasks), np.ones((1, tasks))
-    values = {name: _scaled(name, float(quotients(figure, once)[0])) for name, figure in figures.items()}
-    intervals = {}
-    for name, figure in figures.items():
-        bounds = _bounds(name, quotients(figure, samples))
-        if tasks and name.startswith(SHARES) and values[name] in (0, 1):
-            # The exact binomial bound is used, because all bootstrap samples of equal outcomes are equal.
-            miss = ((1 - COVERAGE) / 2) ** (1 / tasks)
-            bounds = {"low": 0.0, "high": 1 - miss} if values[name] == 0 else {"low": miss, "high": 1.0}
-        intervals[name] = Interval(**bounds)
-    return values, intervals
+def _estimate(name: str, values: Array) -> Estimate:
+    """Return the figure `name` with its interval, as exponentials for geometric means.
 
-
-def _bounds(name: str, samples: Array) -> dict[str, float | None]:
-    """Return the ends of the interval of the figure `name`, computed on its bootstrap `samples`."""
-    found = percentile_interval(samples)
-    return {
-        end: None if value is None else _scaled(name, value)
-        for end, value in (("low", found.low), ("high", found.high))
-    }
-
-
-def _scaled(name: str, value: float) -> float | None:
-    """Return the exponential of `value` for geometric means, and `value` unchanged for other figures.
-
-    Returns None if `value` is NaN.
+    `values[0]` is the value over all tasks, and the others are those for the bootstrap samples. NaN becomes
+    None.
     """
-    if math.isnan(value):
-        return None
-    return math.exp(value) if name.startswith("geomean") else value
+    interval = percentile_interval(values[1:])
+    value, low, high = (
+        None if number is None or math.isnan(number) else math.exp(number) if "geomean" in name else number
+        for number in (float(values[0]), interval.low, interval.high)
+    )
+    return Estimate(value=value, low=low, high=high)
 
 
 def _pass_at(rows: Sequence[TaskResult]) -> dict[str, float]:

@@ -30,10 +30,10 @@ from components.evaluation.charts import (
     stacked_shares,
     whisker,
 )
-from components.evaluation.intervals import Interval
 from components.evaluation.metrics import (
     Baseline,
     Evaluation,
+    Interval,
     changes,
     load_evaluation,
     require_equal_labels,

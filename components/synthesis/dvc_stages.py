@@ -7,7 +7,6 @@ python -m components.synthesis.dvc_stages tasks --params params.yaml --seeds dat
 import argparse
 import os
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -15,30 +14,14 @@ from components.core.config import resolve
 from components.core.errors import IsolationUnavailable, UserError
 from components.core.files import environment_fault
 from components.core.params import Params
+from components.core.progress import LineProgress
 
 # Prefix of the last line of a failed stage, which says what is wrong and how to fix it.
 ERROR_PREFIX = "error: "
 
 
-# Minimum number of seconds between two lines of progress.
-PROGRESS_SECONDS = 5.0
-
-
-class LineProgress:
-    """A `Progress` that prints a line to standard error every PROGRESS_SECONDS and at the last step."""
-
-    last = 0.0
-
-    def update(self, stage: str, step: int, total: int, **figures: float) -> None:
-        now = time.monotonic()
-        if step == total or now - self.last >= PROGRESS_SECONDS:
-            self.last = now
-            print(
-                f"{stage} {step}/{total}",
-                *(f"{name}={value:g}" for name, value in figures.items()),
-                file=sys.stderr,
-                flush=True,
-            )
+def print_line(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def seeds(params: Params, out: Path) -> str:
@@ -51,7 +34,7 @@ def seeds(params: Params, out: Path) -> str:
         return "seeds: the core table, nothing to mine"
     from components.synthesis.operator_table import load_operator_table
 
-    table = load_operator_table(out, LineProgress())
+    table = load_operator_table(out, LineProgress(print_line))
     return (
         f"seeds: {len(table.operators)} operators in {len(table.templates)} forms, "
         f"{len(table.modules)} modules; {len(table.left_out)} left out"
@@ -68,7 +51,7 @@ def tasks(params: Params, seeds: Path, out: Path, verdicts: Path) -> str:
 
     pool = open_pool(params, verdicts)
     try:
-        summary = build_dataset(params, out, pool, LineProgress(), seeds)
+        summary = build_dataset(params, out, pool, LineProgress(print_line), seeds)
     finally:
         pool.close()
     refused = ", ".join(f"{reason} {count}" for reason, count in summary.reasons.items()) or "none"
@@ -109,9 +92,9 @@ def main(arguments: list[str] | None = None) -> int:
         if not sentence:
             traceback.print_exc()
             sentence = f"{type(error).__name__}: {error}"
-        print(f"{ERROR_PREFIX}{' '.join(sentence.split())}", file=sys.stderr)
+        print_line(f"{ERROR_PREFIX}{' '.join(sentence.split())}")
         return 3 if isinstance(error, IsolationUnavailable) else 2 if isinstance(error, UserError) else 1
-    print(result, file=sys.stderr)
+    print_line(result)
     return 0
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from components.synthesis.ablation import count_distinct, probe, rms
+from components.synthesis.compose import count_distinct, probe, rms
 from components.synthesis.core_operators import canonical
 from components.synthesis.mined_operators import (
     FIT_ERRORS,
@@ -39,6 +39,7 @@ from components.synthesis.torch_rules import (
 
 # Largest number of templates that are tried for one operator.
 MAX_VARIANTS = 14
+DOES_NOT_FIT = "fits no float32 tensor of rank 2 to 5 and gives one back"
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,8 @@ def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], s
     `name` is the operator's public name, such as F.gelu. Each template has the ranks of input tensors for
     which it runs. The reason is empty if there is a template.
     """
-    short = name.rpartition(".")[2]
     for reason, pattern in EXCLUDED.items():
-        if re.fullmatch(pattern, short):
+        if re.fullmatch(pattern, name.rpartition(".")[2]):
             return [], reason
     candidates = list(dict.fromkeys([*HAND_WRITTEN.get(name, ()), *_candidates(name, thing)]))
     if not candidates:
@@ -105,27 +105,16 @@ def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], s
     kept: list[OperatorTemplate] = []
     reasons: list[str] = []
     for init, plain in candidates[:MAX_VARIANTS]:
-        call = plain + "[0]" if _gives_several(OperatorTemplate(name, plain, tuple(SMALL), init)) else plain
-        defects = {rank: _find_defect(OperatorTemplate(name, call, (rank,), init)) for rank in SMALL}
-        reasons += filter(None, defects.values())
-        if ranks := tuple(rank for rank, defect in defects.items() if not defect):
-            kept.append(OperatorTemplate(name, call, ranks, init))
+        # A call that returns several tensors, such as (values, indices), fits only with an index.
+        for call in (plain, f"{plain}[0]"):
+            defects = {rank: _find_defect(OperatorTemplate(name, call, (rank,), init)) for rank in SMALL}
+            reasons += filter(None, defects.values())
+            if ranks := tuple(rank for rank, defect in defects.items() if not defect):
+                kept.append(OperatorTemplate(name, call, ranks, init))
+            if set(defects.values()) != {DOES_NOT_FIT}:
+                break
     # A defect on a real tensor is a better explanation than a template that does not fit a meta tensor.
-    return kept, "" if kept else min(reasons, key=lambda reason: reason.startswith("fits"))
-
-
-def _gives_several(template: OperatorTemplate) -> bool:
-    """Return whether the call of a template returns a tuple or list, such as (values, indices).
-
-    The first shape in SMALL on which the call runs decides.
-    """
-    for shape in SMALL.values():
-        x = torch.empty(shape, device="meta")
-        try:
-            return isinstance(apply_template(template, x, x), tuple | list)
-        except FIT_ERRORS:
-            continue
-    return False
+    return kept, "" if kept else min(reasons, key=lambda reason: reason == DOES_NOT_FIT)
 
 
 def _candidates(name: str, thing: Any) -> Iterator[tuple[str, str]]:
@@ -260,7 +249,7 @@ def _find_defect(template: OperatorTemplate) -> str:
     """
     shape = SMALL[template.ranks[0]]
     if output_layout(template, shape, torch.empty(shape, device="meta").stride()) is None:
-        return "fits no float32 tensor of rank 2 to 5 and gives one back"
+        return DOES_NOT_FIT
     x, y = probe(shape)
     try:
         module = make_module(template, x)

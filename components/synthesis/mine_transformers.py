@@ -140,7 +140,11 @@ def _module(library: LibraryFile, family: str, name: str, config: Any) -> Transf
     code = library.extract(name)
     node = library.defined[name]
     assert isinstance(node, ast.ClassDef)
-    init = f"{name}({', '.join(map(_init_value, _required(node, '__init__', library)))})"
+    required = _required(node, "__init__", library)
+    for argument in required:
+        if argument not in MADE_WITH:
+            raise CannotExtract(f"is made with {argument}, and no rule says what to give")
+    init = f"{name}({', '.join(MADE_WITH[argument] for argument in required)})"
     read = sorted(set(re.findall(r"config\.(\w+)|getattr\([\w.]*config, '(\w+)'", code)))
     values: dict[str, Any] = {}
     for key in ("".join(pair) for pair in read):
@@ -205,12 +209,6 @@ def _required(node: ast.ClassDef, method: str, library: LibraryFile) -> list[str
         if isinstance(parent := library.defined.get(ast.unparse(base)), ast.ClassDef):
             return _required(parent, method, library)
     return ["input"] if method == "forward" else []
-
-
-def _init_value(argument: str) -> str:
-    if argument not in MADE_WITH:
-        raise CannotExtract(f"is made with {argument}, and no rule says what to give")
-    return MADE_WITH[argument]
 
 
 def _write_call(arguments: list[str], main: str) -> tuple[list[str], str]:

@@ -269,24 +269,12 @@ def get_init_inputs():
 """
 
 
-def scale_config(config: dict[str, Any], hidden: int) -> dict[str, Any]:
-    """Return the configuration with values that fit this hidden size.
-
-    The fields of `config` that SCALED names become multiples of the hidden size, and those that FIXED names
-    get their fixed values.
-    """
-    return (
-        config
-        | {key: FIXED[key] for key in config if key in FIXED}
-        | {key: max(1, int(SCALED[key] * hidden)) for key in config if key in SCALED}
-    )
-
-
 def write_module_source(module: TransformersModule, batch: int, length: int, hidden: int) -> str:
     """Return the Python source of a task with the module, for inputs of these sizes.
 
     `batch`, `length` and `hidden` are the axes of the main input. An image input is a square whose side is
-    the root of `length`.
+    the root of `length`. The fields of the configuration that SCALED names become multiples of `hidden`, and
+    those that FIXED names get their fixed values.
     """
     values = {
         "batch": batch,
@@ -296,7 +284,12 @@ def write_module_source(module: TransformersModule, batch: int, length: int, hid
         "heads": max(1, hidden // 64),
         "side": math.isqrt(length),
     }
-    settings = ", ".join(f"{key}={value!r}" for key, value in scale_config(module.config, hidden).items())
+    scaled = (
+        module.config
+        | {key: FIXED[key] for key in module.config if key in FIXED}
+        | {key: max(1, int(SCALED[key] * hidden)) for key in module.config if key in SCALED}
+    )
+    settings = ", ".join(f"{key}={value!r}" for key, value in scaled.items())
     config = f"        config = SimpleNamespace({settings})\n" if "config" in module.init else ""
     return SOURCE.format(
         code=module.code,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Source files on which the table depends. If one of them changes, the table is mined again.
 RULES = (
-    "ablation.py",
+    "compose.py",
     "core_operators.py",
     "mined_operators.py",
     "mine_torch.py",

@@ -26,8 +26,7 @@ from components.core.errors import UserError
 from components.core.params import Data
 from components.core.records import Device
 from components.core.task import KernelTask
-from components.synthesis.ablation import passes_ablation, probe
-from components.synthesis.compose import composed_task, draw_weighted
+from components.synthesis.compose import composed_task, draw_weighted, passes_ablation, probe
 from components.synthesis.core_operators import CORE_OPERATORS, canonical
 from components.synthesis.mined_operators import (
     SMALL,

@@ -15,8 +15,16 @@ import numpy as np
 from pydantic import Field
 
 from components.core.records import FrozenModel
-from components.evaluation.intervals import Array, Interval, bootstrap_counts, percentile_interval, quotients
-from components.evaluation.metrics import Evaluation, Measurement, TaskResult
+from components.evaluation.metrics import (
+    Array,
+    Evaluation,
+    Interval,
+    Measurement,
+    TaskResult,
+    bootstrap_counts,
+    percentile_interval,
+    quotients,
+)
 
 # Name of the row of the best fixed schedule in tables.
 BEST_FIXED = "best fixed schedule"

@@ -1,7 +1,7 @@
 """Search random schedules for the speed-up that is attainable on each task of a suite.
 
 A schedule is one set of the choices by which kernels for the same operators differ
-(components/bootstrap/schedules.py). The same schedules are drawn for all tasks, and a smaller draw is the
+(components/bootstrap/kernel_writer.py). The same schedules are drawn for all tasks, and a smaller draw is the
 beginning of a larger one. Each task's kernels are written and judged once, and the correct ones a second
 time in another epoch: schedules are chosen on the first measurement and reported on the second one, so the
 reported speed-up is not biased upwards by the choice. `captured_share.py` computes the figures.
@@ -27,8 +27,7 @@ from captured_share import Attainable, TaskSearch
 from components.agent.workspace import Workspace
 from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.demonstrations import SUFFIX
-from components.bootstrap.kernel_writer import write_kernel
-from components.bootstrap.schedules import Schedule, all_schedules
+from components.bootstrap.kernel_writer import Schedule, all_schedules, write_kernel
 from components.core.config import result_values
 from components.core.files import digest_bytes, digest_json, read_json, write_json
 from components.core.params import Params

@@ -22,13 +22,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 from agent_fixtures import completion, server
+from schedules import FUSED, SEPARATE, VECTORISED
 
 from components.agent.optimize.user_module import user_task
 from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.demonstrations import DONE, MEASURE, SUFFIX
 from components.bootstrap.kernel_writer import write_kernel
-from components.bootstrap.schedules import FUSED, SEPARATE, VECTORISED
 from components.core.config import PROJECT
 from components.core.records import Device
 

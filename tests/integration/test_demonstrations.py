@@ -10,18 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_bench import WORKDIR, build, call, reference
+from schedules import SEPARATE, VECTORISED
 
 from components.bootstrap.chain_parser import PATTERNS, read_chain
 from components.bootstrap.demonstrations import DONE, MEASURE, SUFFIX, make_demonstration, mutate
-from components.bootstrap.kernel_writer import write_kernel
-from components.bootstrap.schedules import (
-    SEPARATE,
-    VECTORISED,
-    Schedule,
-    all_schedules,
-    choices,
-    draw_schedule,
-)
+from components.bootstrap.kernel_writer import Schedule, all_schedules, choices, draw_schedule, write_kernel
 from components.core.config import resolve
 from components.core.task import KernelTask
 from components.policy.prompts import IN_TURNS

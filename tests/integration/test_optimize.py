@@ -21,6 +21,7 @@ from agent_fixtures import (
     verdict_of,
     write,
 )
+from schedules import SEPARATE, VECTORISED
 
 from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.optimize.export import check_output_folder, drop_in, export, headline
@@ -31,7 +32,6 @@ from components.agent.trajectory import Trajectory
 from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.kernel_writer import write_kernel
-from components.bootstrap.schedules import SEPARATE, VECTORISED
 from components.cli.main import main
 from components.core.config import PROJECT
 from components.core.errors import UserError

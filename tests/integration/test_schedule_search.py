@@ -13,7 +13,7 @@ import pytest
 from captured_share import Attainable, best_fixed_row
 from schedule_search import draw_schedules, search
 
-from components.bootstrap.schedules import all_schedules
+from components.bootstrap.kernel_writer import all_schedules
 from components.core.config import PROJECT, resolve
 from components.core.errors import UserError
 from components.core.progress import Quiet
