@@ -92,6 +92,22 @@ def is_compiler_error(result: subprocess.CompletedProcess[str]) -> bool:
     return result.returncode == COMPILER_FAILED and any(map(DIAGNOSTIC.search, lines))
 
 
+def compile_own(source: Path, target: Path, flags: Sequence[str]) -> None:
+    """Compile a C++ source of this project to the file `target`, unless that file exists.
+
+    The source is trusted, so the compiler runs outside the sandbox. Raises InfrastructureError if it fails.
+    """
+    if target.exists():
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch, "output")
+        command = [compiler("cpu"), *flags, str(source), "-o", str(output)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise InfrastructureError(f"{source.name} does not compile: {result.stderr[-2000:]}")
+        atomic_write(target, output.read_bytes())
+
+
 def build_result_channel() -> Path:
     """Return the folder of the module compiled from result_channel.cpp, which every runner imports.
 
@@ -99,19 +115,16 @@ def build_result_channel() -> Path:
     """
     source = INSIDE_FOLDER / "result_channel.cpp"
     flags = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-shared"]
-    includes = [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
-    command = [compiler("cpu"), *flags, *includes]
-    digest = digest_json([source.read_text(), command, pybind11.__version__, EXTENSION_SUFFIX])
-    folder = user_cache("binding").resolve() / f"result_channel-{digest[:32]}"
-    library = folder / f"result_channel{EXTENSION_SUFFIX}"
-    if not library.exists():
-        with tempfile.TemporaryDirectory() as scratch:
-            command += [str(source), "-o", f"{scratch}/library"]
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
-            if result.returncode != 0:
-                raise InfrastructureError(f"result_channel.cpp does not compile: {result.stderr[-2000:]}")
-            atomic_write(library, Path(scratch, "library").read_bytes())
+    flags += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
+    key = [source.read_text(), compiler("cpu"), flags, pybind11.__version__, EXTENSION_SUFFIX]
+    folder = user_cache("binding").resolve() / f"result_channel-{digest_json(key)[:32]}"
+    compile_own(source, folder / f"result_channel{EXTENSION_SUFFIX}", flags)
     return folder
+
+
+def symbol_names(listing: str) -> tuple[str, ...]:
+    """Return the names of the symbols that `nm` has listed in the format posix."""
+    return tuple(line.split()[0] for line in listing.splitlines() if line.strip())
 
 
 def open_factory(sandbox: Sandbox, device: Device, folder: Path) -> RunnerFactory:
@@ -160,15 +173,9 @@ class Builder:
         self.paths = self._paths() if sandbox.isolation == "bubblewrap" else isolation.HOST_PATHS
         folders = (TEMPLATE, pybind11.get_include(), sysconfig.get_path("include"))
         self.includes = [f"-I{self.paths.inside(folder)}" for folder in folders]
-        try:
-            self.binding_symbols = self._build_binding()
-            if device == "cpu":
-                self.includes.insert(0, f"-I{self.paths.inside(self._precompile_header())}")
-        except subprocess.TimeoutExpired as error:
-            raise InfrastructureError(
-                "the judge's own binding did not compile in sandbox.build_seconds"
-                f" ({sandbox.build_seconds:g} s): raise it."
-            ) from error
+        self.binding_symbols = self._build_binding()
+        if device == "cpu":
+            self.includes.insert(0, f"-I{self.paths.inside(self._precompile_header())}")
 
     def build(self, files: dict[str, str]) -> BuildResult:
         """Return the library built from the candidate's files in kernels/, or the compiler's errors.
@@ -231,9 +238,7 @@ class Builder:
                 path.chmod(0o644)
             inside = self._folder_paths(folder).inside(folder / "in")
             try:
-                result, names = self._compile(
-                    folder, [word.replace("{in}", inside) for word in command], "library.so", "-D"
-                )
+                result, names = self._compile(folder, [word.replace("{in}", inside) for word in command])
             except subprocess.TimeoutExpired:
                 log = f"the build took longer than {self.sandbox.build_seconds:g} s"
                 return BuildResult(None, log, timed_out=True)
@@ -264,38 +269,23 @@ class Builder:
 
     def _build_binding(self) -> frozenset[str]:
         """Compile binding.cpp unless the cache has it, and return the symbols that it imports."""
-        symbols = self.binding.with_suffix(".symbols")
-        if not symbols.exists():
-            with self._build_folder() as folder:
-                flags = ["-O1", "-fPIC", "-std=c++17", "-fvisibility=hidden", *self.includes]
-                command = [compiler("cpu"), *flags, "-c", self.paths.inside(TEMPLATE / "binding.cpp")]
-                result, names = self._compile(folder, command, "binding.o")
-                if result.returncode != 0:
-                    raise InfrastructureError(f"binding.cpp does not compile: {result.stderr[-2000:]}")
-                atomic_write(self.binding, (folder / "out" / "binding.o").read_bytes())
-                atomic_write(symbols, "\n".join(names))
-        return frozenset(symbols.read_text().split())
+        flags = ["-O1", "-fPIC", "-std=c++17", "-fvisibility=hidden", "-c"]
+        flags += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
+        compile_own(TEMPLATE / "binding.cpp", self.binding, flags)
+        nm = ["nm", "--undefined-only", "--format=posix", str(self.binding)]
+        return frozenset(symbol_names(subprocess.run(nm, capture_output=True, text=True, check=True).stdout))
 
     def _precompile_header(self) -> Path:
         """Return a folder with binding_registry.h and its precompiled form, made if the cache has none.
 
         A small build takes half the time if this folder is its first include folder.
         """
+        source = TEMPLATE / "binding_registry.h"
         headers = self.user_folder / f"headers-{self.toolchain_digest[:32]}"
-        name = "binding_registry.h"
-        if not (headers / f"{name}.gch").exists():
-            with self._build_folder() as folder:
-                out = self._folder_paths(folder).inside(folder / "out" / f"{name}.gch")
-                source = self.paths.inside(TEMPLATE / name)
-                result = self._run(
-                    folder, [self.compiler, *self.flags, "-x", "c++-header", source, "-o", out]
-                )
-                if result.returncode != 0:
-                    raise InfrastructureError(f"{name} does not compile: {result.stderr[-2000:]}")
-                headers.mkdir(exist_ok=True)
-                headers.chmod(0o755)
-                atomic_write(headers / name, (TEMPLATE / name).read_text())
-                atomic_write(headers / f"{name}.gch", (folder / "out" / f"{name}.gch").read_bytes())
+        headers.mkdir(exist_ok=True)
+        headers.chmod(0o755)
+        atomic_write(headers / source.name, source.read_text())
+        compile_own(source, headers / f"{source.name}.gch", [*self.flags, "-x", "c++-header"])
         return headers
 
     @contextlib.contextmanager
@@ -316,35 +306,22 @@ class Builder:
         return isolation.PathMap({folder / "in": "/in", folder / "out": "/out"} if isolated else {})
 
     def _compile(
-        self, folder: Path, command: list[str], name: str, *nm_options: str
+        self, folder: Path, command: list[str]
     ) -> tuple[subprocess.CompletedProcess[str], tuple[str, ...]]:
-        """Run a compiler that writes the file `name`; return the finished process and the imported symbols.
+        """Run a compiler that writes library.so; return the finished process and the imported symbols.
 
-        `folder` is a build folder (`_build_folder`), in whose subfolder `out` the file is written. `nm` lists
-        the symbols with the options `nm_options`. The compiler and nm run in the same sandbox, because
-        starting a sandbox takes as long as a small compilation. Raises InfrastructureError if nm fails.
+        `folder` is a build folder (`_build_folder`), in whose subfolder `out` the file is written. The
+        compiler and nm run in the same sandbox, because starting a sandbox takes as long as a small
+        compilation. Without isolation, both run outside a sandbox. Raises InfrastructureError if nm fails,
+        and subprocess.TimeoutExpired after sandbox.build_seconds.
         """
-        out = self._folder_paths(folder).inside(folder / "out" / name)
+        out = self._folder_paths(folder).inside(folder / "out" / "library.so")
         file = shlex.quote(out)
-        nm = f"nm --undefined-only --format=posix {' '.join(nm_options)} {file}"
+        nm = f"nm --undefined-only --format=posix -D {file}"
         # 126 and 127 mean a program that could not be started, and larger codes a signal.
         failed = f"code=$?; test $code -lt 126 && exit {COMPILER_FAILED}; exit $code"
         script = f'"$@" >&2 || {{ {failed}; }}; test -f {file} && test ! -L {file} && exec {nm}'
-        result = self._run(folder, ["/bin/sh", "-c", script, "sh", *command, "-o", out])
-        names = tuple(line.split()[0] for line in result.stdout.splitlines() if line.strip())
-        if len(result.stdout.encode()) >= MAX_OUTPUT_BYTES:
-            names = (TOO_MANY_SYMBOLS,)
-        # Every file imports at least the Py_ functions that the binding calls.
-        if result.returncode == 0 and not names:
-            raise InfrastructureError(f"nm failed on a built library: {result.stderr[-500:]}")
-        return result, names
-
-    def _run(self, folder: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
-        """Run a command, in a sandbox unless isolation is off, and return the finished process.
-
-        In the sandbox the sources are read-only, and `out` and /tmp are writable. Raises
-        subprocess.TimeoutExpired after sandbox.build_seconds.
-        """
+        command = ["/bin/sh", "-c", script, "sh", *command, "-o", out]
         environment: Mapping[str, str] = os.environ | {"TMPDIR": f"{folder}/out"}
         pass_fds: tuple[int, ...] = ()
         with contextlib.ExitStack() as stack:
@@ -376,4 +353,8 @@ class Builder:
             out, errors = (
                 os.pread(file.fileno(), MAX_OUTPUT_BYTES, 0).decode(errors="replace") for file in files
             )
-        return subprocess.CompletedProcess(command, code, out, errors)
+        names = (TOO_MANY_SYMBOLS,) if len(out.encode()) >= MAX_OUTPUT_BYTES else symbol_names(out)
+        # Every library imports at least the Py_ functions that the binding calls.
+        if code == 0 and not names:
+            raise InfrastructureError(f"nm failed on a built library: {errors[-500:]}")
+        return subprocess.CompletedProcess(command, code, out, errors), names

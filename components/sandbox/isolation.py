@@ -139,14 +139,15 @@ def bubblewrap(
     keep_capabilities: bool,
     writable: Mapping[str, Path] = MappingProxyType({}),
     caches: Mapping[str, Path] = MappingProxyType({}),
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the start of a bwrap command, up to and including `--`, without the command to run inside.
+    """Return a bwrap command with its options, without `--` and the command to run inside.
 
     With `device` "cuda", the device files of one GPU are visible inside. `paths` are visible read-only.
     `temporary_bytes` is the capacity of /tmp. `writable` and `caches` are host folders by their path inside;
-    `caches` are used only with `keep_capabilities`. `keep_capabilities` is for the zygote, which needs
-    capabilities to isolate its children from itself. It runs no untrusted code, and its children drop all
-    capabilities first.
+    `caches` are used only with `keep_capabilities`. `variables` are set in addition to `sandbox_environment`.
+    `keep_capabilities` is for the zygote, which needs capabilities to isolate its children from itself. It
+    runs no untrusted code, and its children drop all capabilities first.
     """
     size = ("--size", str(temporary_bytes))
     command = [
@@ -165,14 +166,15 @@ def bubblewrap(
         command += _bind("--bind", folder, target)
     for folder, target in paths.folders.items():  # after the writable folders, because they may lie in these
         command += _bind("--ro-bind", folder, target)
-    command += _set_variables(sandbox_environment(device))
+    for name, value in {**sandbox_environment(device), **variables}.items():
+        command += ["--setenv", name, value]
     if keep_capabilities:
         # Every runner mounts a private /workspace over this one. No other folder except the caches is
         # writable, so that a runner cannot leave files for other runners.
         for target, folder in caches.items():
             command += ["--bind", str(folder), target]
         command += [*size, "--tmpfs", "/workspace", "--remount-ro", "/tmp"]
-    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--"]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
 
 
 def _privileges(keep_capabilities: bool) -> list[str]:
@@ -222,11 +224,6 @@ def _same_path(option: str, paths: list[str]) -> list[str]:
     `option` names the kind of bind, such as --ro-bind.
     """
     return [word for path in paths for word in (option, path, path)]
-
-
-def _set_variables(variables: Mapping[str, str]) -> list[str]:
-    """Return bwrap's options that set environment variables."""
-    return [word for key, value in variables.items() for word in ("--setenv", key, value)]
 
 
 def _bind(option: str, source: Path, target: str) -> list[str]:
@@ -322,34 +319,6 @@ def process_limit(value: int) -> int:
     return value if can_change_uid() or limit == resource.RLIM_INFINITY else min(value, limit // 4)
 
 
-def with_limits(
-    command: list[str], *, memory_bytes: int, file_bytes: int, seconds: float, uid: int = BUILDER
-) -> list[str]:
-    """Return a command that runs `command` without capabilities and with resource limits.
-
-    The limits are `memory_bytes` of address space, `file_bytes` for each file that is written, and `seconds`
-    of CPU time for each process. The result must run inside `bubblewrap(keep_capabilities=False)`. If the
-    judge is root, `command` runs with `uid`. When memory runs out, the kernel ends `command` before
-    the judge.
-    """
-    drop = (
-        *("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"),
-        *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"),
-    )
-    limits = {
-        "msgqueue": 0,
-        "sigpending": capped_by_hard_limit(resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
-        "as": capped_by_hard_limit(resource.RLIMIT_AS, memory_bytes),
-        "fsize": capped_by_hard_limit(resource.RLIMIT_FSIZE, file_bytes),
-        "core": 0,
-        "nofile": capped_by_hard_limit(resource.RLIMIT_NOFILE, 256),
-        "nproc": process_limit(capped_by_hard_limit(resource.RLIMIT_NPROC, 512)),
-        "cpu": capped_by_hard_limit(resource.RLIMIT_CPU, int(seconds) + 1),
-    }
-    options = [f"--{name}={value}" for name, value in limits.items()]
-    return [*(drop if can_change_uid() else ()), "prlimit", *options, "--", *KILLED_FIRST, *command]
-
-
 @contextlib.contextmanager
 def confined(
     command: list[str],
@@ -369,16 +338,34 @@ def confined(
     started must inherit the descriptor. `variables` are set inside in addition to `sandbox_environment`.
     `paths` are visible read-only, and `writable` are host folders by their path inside. `temporary_bytes` is
     the capacity of /tmp, `memory_bytes` limits the address space, `file_bytes` each written file, and
-    `seconds` the CPU time of each process. `uid` is the user of the command if this process is root.
+    `seconds` the CPU time of each process. `uid` is the user of the command if this process is root. When
+    memory runs out, the kernel ends `command` before the judge.
     """
     sandbox = bubblewrap(
-        device="cpu", paths=paths, writable=writable, temporary_bytes=temporary_bytes, keep_capabilities=False
+        device="cpu",
+        paths=paths,
+        writable=writable,
+        variables=variables,
+        temporary_bytes=temporary_bytes,
+        keep_capabilities=False,
     )
-    limited = with_limits(command, memory_bytes=memory_bytes, file_bytes=file_bytes, seconds=seconds, uid=uid)
+    drop = (
+        *("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"),
+        *("--inh-caps=-all", "--bounding-set=-all", "--no-new-privs", "--"),
+    )
+    limits = {
+        "msgqueue": 0,
+        "sigpending": capped_by_hard_limit(resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
+        "as": capped_by_hard_limit(resource.RLIMIT_AS, memory_bytes),
+        "fsize": capped_by_hard_limit(resource.RLIMIT_FSIZE, file_bytes),
+        "core": 0,
+        "nofile": capped_by_hard_limit(resource.RLIMIT_NOFILE, 256),
+        "nproc": process_limit(capped_by_hard_limit(resource.RLIMIT_NPROC, 512)),
+        "cpu": capped_by_hard_limit(resource.RLIMIT_CPU, int(seconds) + 1),
+    }
+    options = [f"--{name}={value}" for name, value in limits.items()]
     with os.fdopen(os.memfd_create("seccomp"), "wb", buffering=0) as file:
         file.write(seccomp_program("baseline"))
         file.seek(0)
-        yield (
-            [*sandbox[:-1], *_set_variables(variables), "--seccomp", str(file.fileno()), "--", *limited],
-            file.fileno(),
-        )
+        filtered = [*sandbox, "--seccomp", str(file.fileno()), "--", *(drop if can_change_uid() else ())]
+        yield [*filtered, "prlimit", *options, "--", *KILLED_FIRST, *command], file.fileno()

@@ -22,9 +22,10 @@ from components.core.errors import InfrastructureError, IsolationUnavailable
 from components.core.params import Sandbox
 from components.core.records import Device
 from components.sandbox import isolation, seccomp_filter
+from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.isolation import NOBODY
 from components.sandbox.runner_factory import RunnerFactory
-from components.sandbox.runner_process import RunnerError
+from components.sandbox.runner_process import Runner, RunnerError
 
 # The first version of bubblewrap with the option --size.
 MIN_BUBBLEWRAP = (0, 7)
@@ -184,53 +185,59 @@ def check_isolation(sandbox: Sandbox, device: Device) -> None:
 
 def _confine_failure() -> str:
     """Return the error message of a command confined like a compiler, or "" if confining it succeeds."""
-    command = isolation.bubblewrap(
-        device="cpu", paths=isolation.HOST_PATHS, temporary_bytes=1 << 20, keep_capabilities=False
-    )
-    command += isolation.with_limits(["/usr/bin/true"], memory_bytes=1 << 30, file_bytes=1 << 20, seconds=5)
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    with isolation.confined(
+        ["/usr/bin/true"],
+        paths=isolation.HOST_PATHS,
+        writable={},
+        variables={},
+        temporary_bytes=1 << 20,
+        memory_bytes=1 << 30,
+        file_bytes=1 << 20,
+        seconds=5,
+    ) as (command, filter_fd):
+        result = subprocess.run(command, capture_output=True, text=True, check=False, pass_fds=(filter_fd,))
     return "" if result.returncode == 0 else result.stderr or f"exit code {result.returncode}"
 
 
 def _runner_failure(sandbox: Sandbox, device: Device) -> str:
     """Return the problem with a runner that is started like a candidate's, or "" if there is none."""
+    header: RoleHeader = {"role": "candidate", "zygote": "probe"}
     with (
         tempfile.TemporaryDirectory(prefix="probe-") as folder,
-        contextlib.closing(RunnerFactory(sandbox, device, Path(folder), Path(folder))) as runner_factory,
+        contextlib.closing(RunnerFactory(sandbox, device, Path(folder), Path(folder))) as factory,
     ):
         try:
-            return _probe(runner_factory)
+            with contextlib.closing(factory.spawn(header, seconds=PROBE_SECONDS)) as runner:
+                return _probe(runner)
         except (InfrastructureError, RunnerError, OSError) as error:
             log = Path(folder, "probe.log")
             return f"{error} {log.read_text(errors='replace') if log.exists() else ''}"
 
 
-def _probe(runner_factory: RunnerFactory) -> str:
-    with contextlib.closing(
-        runner_factory.spawn({"role": "candidate", "zygote": "probe"}, seconds=PROBE_SECONDS)
-    ) as runner:
-        addresses = runner.receive_addresses(1)
-        memory = ctypes.create_string_buffer(PROBE_BYTES)
-        try:
-            runner.read_memory(addresses, [ctypes.addressof(memory)], [PROBE_BYTES])
-            runner.is_private_memory(addresses[0], PROBE_BYTES)
-        except (InfrastructureError, RunnerError) as error:
-            return f"{READ_FAILED}: {error}"
-        runner.pause()
-        runner.resume()
-        runner.cpu_seconds()
-        runner.acknowledge()
-        report = json.loads(runner.receive())
+def _probe(runner: Runner) -> str:
+    addresses = runner.receive_addresses(1)
+    memory = ctypes.create_string_buffer(PROBE_BYTES)
+    try:
+        runner.read_memory(addresses, [ctypes.addressof(memory)], [PROBE_BYTES])
+        runner.is_private_memory(addresses[0], PROBE_BYTES)
+    except (InfrastructureError, RunnerError) as error:
+        return f"{READ_FAILED}: {error}"
+    runner.pause()
+    runner.resume()
+    runner.cpu_seconds()
+    status = Path(f"/proc/{runner.pid}/status").read_text()
+    found = dict(
+        re.findall(r"^(Cap(?:Prm|Eff|Inh|Bnd|Amb)|NoNewPrivs|Seccomp):\s*(\w+)$", status, re.MULTILINE)
+    )
+    runner.acknowledge()
+    found |= json.loads(runner.receive())
     expected = {
         "digest": hashlib.sha256(memory.raw).hexdigest(),
         "written": True,
         "uid": NOBODY,
         "pid": 1,
-        "capabilities": False,
-        "no_new_privileges": 1,
-        "seccomp": 2,
-    }
-    wrong = [
-        f"{name} is {report.get(name)!r}" for name in sorted(expected) if report.get(name) != expected[name]
-    ]
+        "NoNewPrivs": "1",
+        "Seccomp": "2",
+    } | dict.fromkeys(("CapPrm", "CapEff", "CapInh", "CapBnd", "CapAmb"), f"{0:016x}")
+    wrong = [f"{name} is {found.get(name)!r}" for name in expected if found.get(name) != expected[name]]
     return f"a runner is not isolated: {', '.join(wrong)}" if wrong else ""

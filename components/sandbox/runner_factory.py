@@ -225,6 +225,7 @@ class RunnerFactory:
             environment = isolation.sandbox_environment(self.device) | home
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command += [
+            *(["--"] if isolated else []),
             *interpreter,
             paths.inside(INSIDE_FOLDER / "zygote.py"),
             str(theirs.fileno()),

@@ -3,6 +3,6 @@
 This package imports `core`, `policy`, `judge` and `agent`. A remote caller sends sources and gets verdicts.
 Of the judge's settings, a request chooses only the precision, the labels (rules, weights and tolerance) and,
 for an admission, the shortest and longest eager time of a task. Start with `jobs.py`; the routes are in
-`app.py`, and their client is `judge/http_pool.py`. `mcp_server.py` has the tools of coding agents. `client/`
-is a package of its own for trainers: reward functions and an environment for verifiers.
+`app.py`, and their client is in `judge/pool/open_pool.py`. `mcp_server.py` has the tools of coding agents.
+`client/` is a package of its own for trainers: reward functions and an environment for verifiers.
 """

@@ -15,7 +15,7 @@ from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 from components.core.errors import UserError
 from components.core.files import digest_bytes, write_json
 from components.core.records import Count, Device, FrozenModel
-from components.judge.pool.http_pool import MOST_MEASUREMENTS
+from components.judge.pool.open_pool import MOST_MEASUREMENTS
 from components.service.requests import ServiceError
 
 

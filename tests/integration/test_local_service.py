@@ -17,9 +17,9 @@ from judge_fixtures import CODE, HERE, MODEL_NEW, TASK
 
 from components.core.config import resolve
 from components.core.errors import InfrastructureError, UserError
-from components.judge.pool import http_pool
-from components.judge.pool.http_pool import ServiceClient, connect, socket_path
+from components.judge.pool import open_pool
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
+from components.judge.pool.open_pool import ServiceClient, connect, socket_path
 
 SETTINGS = ("--profile", "ci", "--device", "cpu")
 PARAMS = resolve("ci").params
@@ -121,7 +121,7 @@ def test_a_second_one_and_another_version_are_refused(home: Path, monkeypatch: p
         command("serve", "--home", str(home)), capture_output=True, text=True, check=False, timeout=100
     )
     assert done.returncode == 2 and "already runs" in done.stderr and len(done.stderr.splitlines()) == 1
-    monkeypatch.setattr(http_pool, "VERSION", "0123456789abcdef")
+    monkeypatch.setattr(open_pool, "VERSION", "0123456789abcdef")
     with pytest.raises(UserError, match=r"other sources .* start it again"):
         connect(PARAMS, home / "judge")
 
@@ -136,7 +136,7 @@ def test_a_socket_without_a_server_does_no_harm(tmp_path: Path) -> None:
 def test_a_judge_that_is_killed_is_a_fault_of_the_infrastructure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_pool, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(open_pool, "RESTART_SECONDS", 0.0)
     process = start(tmp_path)
     service = connect(PARAMS, tmp_path / "judge")
     assert service is not None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
 
 from components.core import telemetry
 from components.core.errors import InfrastructureError
@@ -18,6 +18,11 @@ from components.core.files import digest_bytes, digest_json, read_json, write_js
 from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.verdict import Admission, Verdict, protocol_digest
+
+if TYPE_CHECKING:
+    from components.judge.judge import Judge
+    from components.judge.pool.open_pool import ServiceClient
+    from components.judge.pool.ray_pool import RayBackend
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,8 @@ class Job:
 
 
 T = TypeVar("T")
+# What a pool judges with.
+Backend: TypeAlias = "Judge | RayBackend | ServiceClient"
 
 
 def verdict_key(protocol: str, job: Job) -> str:
@@ -140,22 +147,6 @@ class JudgePool(Protocol):
     def close(self) -> None: ...
 
 
-class Backend(Protocol):
-    """Interface of the object that a pool judges with: a judge, several on Ray, or a service's client."""
-
-    def verdict(
-        self, task: KernelTask, files: dict[str, str], *, compare_compile: bool | None = False
-    ) -> Verdict: ...
-
-    def admit(
-        self, code: str, eager_seconds: tuple[float, float], *, headroom: bool = False
-    ) -> Admission: ...
-
-    def prepare(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class LocalPool:
     """Pool whose journal is on this machine, with one judge on this machine or several on a Ray cluster.
 
@@ -204,7 +195,7 @@ class LocalPool:
 
             return RayBackend(self.params)
         if self.use_service:
-            from components.judge.pool.http_pool import connect
+            from components.judge.pool.open_pool import connect
 
             if (service := connect(self.params, self.folder)) is not None:
                 return service
@@ -226,7 +217,7 @@ class LocalPool:
         def measure() -> Verdict:
             verdict = judge_with_retries(self.params, lambda: self.ask(job))
             if verdict.status != "infrastructure":
-                write_json(self._path(key), verdict.model_dump())
+                write_json(journal_path(self.verdicts, key), verdict.model_dump())
             return verdict
 
         return self._measure_once(key, measure, Verdict.model_validate)
@@ -250,7 +241,7 @@ class LocalPool:
                 self.params, lambda: self.judge.admit(code, window, headroom=headroom)
             )
             if admission.reason != "infrastructure":
-                write_json(self._path(key), asdict(admission))
+                write_json(journal_path(self.verdicts, key), asdict(admission))
             return admission
 
         return self._measure_once(key, measure, lambda record: Admission(**record))
@@ -262,7 +253,7 @@ class LocalPool:
         has an entry for `key`, the future is already done, and its result is the entry as converted by
         `read`.
         """
-        path = self._path(key)
+        path = journal_path(self.verdicts, key)
         with self.lock:
             if key in self.in_flight:
                 return self.in_flight[key]
@@ -281,9 +272,6 @@ class LocalPool:
 
         future.add_done_callback(forget)
         return future
-
-    def _path(self, key: str) -> Path:
-        return journal_path(self.verdicts, key)
 
     def drop(self) -> None:
         """Cancel the jobs that no judge has begun.

@@ -72,7 +72,7 @@ class RayActor:
 
 
 class RayBackend:
-    """Group of judges that run as Ray actors, with the same methods as a single judge (`Backend`).
+    """Group of judges that run as Ray actors, with the same methods as a single judge.
 
     Each call of `verdict` or `admit` is sent to one of the actors. `prepare` and `close` are sent to all, but
     only the process that started the actors closes them.

@@ -306,8 +306,7 @@ def load_candidate(header: RoleHeader, shared: SharedTensors, library: int) -> C
     module = construct(importlib.import_module("model_new").ModelNew, header)
     if header["construction_seed"] is None:
         shared.load_parameters(module)
-    call: Call = eval_mode(module, shared.device)
-    return call
+    return eval_mode(module, shared.device)
 
 
 def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:
