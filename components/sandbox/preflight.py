@@ -7,6 +7,7 @@ started, pauses it and reads its memory. This takes a fraction of a second. If i
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import json
 import re
@@ -165,22 +166,18 @@ def _unreadable_path() -> Path | None:
     return next((path for path in needed if path.stat().st_mode & bits[path] != bits[path]), None)
 
 
-# Whether `check_isolation` has passed in this process.
-_passed = False
-
-
+@functools.cache
 def check_isolation(sandbox: Sandbox, device: Device) -> None:
     """Raise IsolationUnavailable unless runners can be isolated, paused and read, and compilers confined.
 
-    The check is made only once in a process. It is not made if sandbox.isolation is "none".
+    A check that has passed is not repeated in this process for equal arguments. None is made if
+    sandbox.isolation is "none".
     """
-    global _passed
-    if _passed or sandbox.isolation != "bubblewrap":
+    if sandbox.isolation == "none":
         return
     check_installed()
     if problem := _confine_failure() or _runner_failure(sandbox, device):
         raise IsolationUnavailable(explain(problem, root=isolation.can_change_uid()))
-    _passed = True
 
 
 def _confine_failure() -> str:

@@ -218,24 +218,20 @@ class CallDelivery:
         self.last_outputs = shared.tensors("last_outputs")
         self.inputs = [shared.tensors("inputs", i) for i in range(shared.layout["calls"])]
 
-    def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
-        """Make one call for each tuple of arguments, and deliver each result before the next call."""
+    def calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check = flatten_outputs) -> None:
+        """Make one call for each tuple of arguments, and deliver each result before the next call.
+
+        `check` returns the tensors of a result. In rounds whose time is not used, it checks their form too.
+        """
         inspected = random_call(arguments)
         for index, values in enumerate(arguments):
             self.receive(index)
-            leaves = flatten_outputs(call(*values))
+            leaves = check(call(*values))
             if index == inspected and self.inspects:
                 check_memory(leaves)
             self.deliver(leaves)
 
-    def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
-        """Make one call for each tuple of arguments, check the form of its result, and deliver it.
-
-        This is for rounds whose time is not used.
-        """
-        for index, values in enumerate(arguments):
-            self.receive(index)
-            self.deliver(check(call(*values)))
+    checked_calls = calls
 
     def receive(self, index: int) -> None:
         """Copy the inputs that the judge has written to the device, as the arguments of call `index`."""

@@ -57,12 +57,11 @@ def main(
     connection: socket.socket,
     message: RoleHeader,
     descriptors: list[int],
-    isolated: bool,
 ) -> None:
     """Take roles until the judge closes the connection, then end the process.
 
-    `message` is the first header and `descriptors` came with it; `receive` reads further messages. `isolated`
-    is not used. An error is sent to the judge as a message.
+    `message` is the first header and `descriptors` came with it; `receive` reads further messages. An error
+    is sent to the judge as a message.
     """
     code = 1
     try:

@@ -206,7 +206,7 @@ class DeviceBuffer:
         storage = torch._C._construct_storage_from_data_pointer(
             self._pointer.value, torch.device("cuda", device), self.size
         )
-        self._bytes: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
     def tensor(self, slot: Slot) -> torch.Tensor:
         """Return the tensor in a slot, as a view of the buffer."""
@@ -215,13 +215,12 @@ class DeviceBuffer:
 
     def raw(self) -> torch.Tensor:
         """Return all bytes as a uint8 tensor, without copying them."""
-        assert self._bytes is not None, "the buffer is closed"
         return self._bytes
 
     def close(self) -> None:
         """Unmap the memory and close the descriptor; no tensor of the buffer may be used afterwards."""
         torch.cuda.synchronize()
-        self._bytes = None
+        del self._bytes
         _driver().cuMemUnmap(self._pointer, self._size)
         _driver().cuMemAddressFree(self._pointer, self._size)
         os.close(self.fd)

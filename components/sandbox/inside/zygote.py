@@ -60,8 +60,8 @@ PROBE_BYTES = 4096
 libc = ctypes.CDLL(None, use_errno=True)
 Message = dict[str, Any]
 # Type of the function that a runner calls after isolating itself. Its arguments are the connection, the first
-# message, the descriptors, and whether the runner is isolated.
-RunnerMain = Callable[[socket.socket, Message, list[int], bool], None]
+# message and the descriptors.
+RunnerMain = Callable[[socket.socket, Message, list[int]], None]
 
 
 def check(result: int, call: str) -> None:
@@ -205,7 +205,7 @@ def start_runner(
     # The judge answers "G" when it has opened a descriptor with which it can end this process.
     if connection.recv(1) != b"G":
         os._exit(0)
-    runner_main(connection, message, buffers, isolated)
+    runner_main(connection, message, buffers)
 
 
 def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_folders: list[str]) -> None:
@@ -233,9 +233,7 @@ def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_
             os.close(descriptor)
 
 
-def report_privileges(
-    connection: socket.socket, message: Message, descriptors: list[int], isolated: bool
-) -> None:
+def report_privileges(connection: socket.socket, message: Message, descriptors: list[int]) -> None:
     """Send the judge a report of this runner's identity, then end the process.
 
     The report includes the digest of PROBE_BYTES of memory, which the judge also reads from outside.
