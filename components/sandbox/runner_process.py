@@ -139,8 +139,7 @@ class Runner:
         """
         data = None
         while data is None:
-            since = self.paused_since
-            remaining = self.deadline - (time.monotonic() if since is None else since)
+            remaining = self.deadline - (self.paused_since or time.monotonic())
             if remaining <= 0:
                 raise RunnerError("timed_out")
             start, timeout = time.monotonic(), min(remaining, POLL_SECONDS)

@@ -11,7 +11,6 @@ import fcntl
 import functools
 import mmap
 import os
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -124,7 +123,6 @@ class _AccessDescriptor(ctypes.Structure):
 # CU_MEM_ACCESS_FLAGS_PROT_, CUDA_ERROR_.
 POSIX_FILE_DESCRIPTOR, PINNED, DEVICE, READ_WRITE, OUT_OF_MEMORY = 1, 1, 1, 3, 2
 LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-_thread = threading.local()
 
 
 @functools.cache
@@ -168,10 +166,7 @@ class DeviceBuffer:
     device: Literal["cuda"] = "cuda"
 
     def __init__(self, size: int, fd: int | None = None):
-        if not hasattr(_thread, "has_context"):
-            # This initialises CUDA and makes the primary context current in this thread.
-            torch.zeros(1, device="cuda")
-            _thread.has_context = True
+        torch.zeros(1, device="cuda")  # initialises CUDA and makes the primary context current in this thread
         device = torch.cuda.current_device()
         location = _Location(DEVICE, device)
         properties = ctypes.byref(

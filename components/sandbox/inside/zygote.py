@@ -18,7 +18,7 @@ character that names its type, followed by text or numbers. The judge checks the
 their content: it relies only on the outputs that it reads from memory and on its own clock.
 
 A zygote of the kind `compile` also loads what torch.compile needs. A zygote of the kind `probe` does not load
-torch. Its single runner is isolated in the same way and reports its privileges (preflight.py).
+torch. Its single runner is isolated in the same way and reports its uid and PID (preflight.py).
 """
 
 import array
@@ -233,7 +233,7 @@ def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_
             os.close(descriptor)
 
 
-def report_privileges(connection: socket.socket, message: Message, descriptors: list[int]) -> None:
+def report_identity(connection: socket.socket, message: Message, descriptors: list[int]) -> None:
     """Send the judge a report of this runner's identity, then end the process.
 
     The report includes the digest of PROBE_BYTES of memory, which the judge also reads from outside.
@@ -259,7 +259,7 @@ def main() -> None:
     descriptor, device, kind, isolation, modules, packages, *warm = sys.argv[1:]
     os.umask(0o022)  # if the judge is root, runners have another uid and must be able to read shared files
     sys.path += [path for path in packages.split(os.pathsep) if path]
-    runner_main: RunnerMain = report_privileges
+    runner_main: RunnerMain = report_identity
     if kind != "probe":
         sys.path.insert(0, modules)  # the folder of the compiled result_channel.cpp
         sys.path.insert(0, str(Path(__file__).resolve().parent))
