@@ -170,7 +170,8 @@ class Builder:
         )
         self.user_folder = user_cache("binding").resolve()
         self.binding = self.user_folder / f"binding-{self.toolchain_digest[:32]}.o"
-        self.paths = self._paths() if sandbox.isolation == "bubblewrap" else isolation.HOST_PATHS
+        self.is_isolated = sandbox.isolation == "bubblewrap"
+        self.paths = self._paths() if self.is_isolated else isolation.HOST_PATHS
         folders = (TEMPLATE, pybind11.get_include(), sysconfig.get_path("include"))
         self.includes = [f"-I{self.paths.inside(folder)}" for folder in folders]
         self.binding_symbols = self._build_binding()
@@ -236,7 +237,7 @@ class Builder:
                 path = folder / "in" / name
                 path.write_text(text)
                 path.chmod(0o644)
-            inside = self._folder_paths(folder).inside(folder / "in")
+            inside = "/in" if self.is_isolated else str(folder / "in")
             try:
                 result, names = self._compile(folder, [word.replace("{in}", inside) for word in command])
             except subprocess.TimeoutExpired:
@@ -300,11 +301,6 @@ class Builder:
                 os.chown(folder / "out", isolation.BUILDER, isolation.BUILDER)
             yield folder
 
-    def _folder_paths(self, folder: Path) -> isolation.PathMap:
-        """Return the map of the folders of one build to the paths at which the compiler finds them."""
-        isolated = self.sandbox.isolation == "bubblewrap"
-        return isolation.PathMap({folder / "in": "/in", folder / "out": "/out"} if isolated else {})
-
     def _compile(
         self, folder: Path, command: list[str]
     ) -> tuple[subprocess.CompletedProcess[str], tuple[str, ...]]:
@@ -315,17 +311,17 @@ class Builder:
         compilation. Without isolation, both run outside a sandbox. Raises InfrastructureError if nm fails,
         and subprocess.TimeoutExpired after sandbox.build_seconds.
         """
-        out = self._folder_paths(folder).inside(folder / "out" / "library.so")
-        file = shlex.quote(out)
+        output = "/out/library.so" if self.is_isolated else f"{folder}/out/library.so"
+        file = shlex.quote(output)
         nm = f"nm --undefined-only --format=posix -D {file}"
         # 126 and 127 mean a program that could not be started, and larger codes a signal.
         failed = f"code=$?; test $code -lt 126 && exit {COMPILER_FAILED}; exit $code"
         script = f'"$@" >&2 || {{ {failed}; }}; test -f {file} && test ! -L {file} && exec {nm}'
-        command = ["/bin/sh", "-c", script, "sh", *command, "-o", out]
+        command = ["/bin/sh", "-c", script, "sh", *command, "-o", output]
         environment: Mapping[str, str] = os.environ | {"TMPDIR": f"{folder}/out"}
         pass_fds: tuple[int, ...] = ()
         with contextlib.ExitStack() as stack:
-            if self.sandbox.isolation == "bubblewrap":
+            if self.is_isolated:
                 confined = isolation.confined(
                     command,
                     paths=self.paths | {folder / "in": "/in"},

@@ -194,7 +194,7 @@ def test_a_build_that_the_machine_ends_is_not_cached(
         [], COMPILER_FAILED, "", "g++: fatal error: Killed signal terminated program cc1plus"
     )
     with monkeypatch.context() as patched:
-        patched.setattr(builder, "_run", lambda folder, command: killed)
+        patched.setattr(builder, "_compile", lambda folder, command: (killed, ()))
         with pytest.raises(InfrastructureError, match="Killed signal"):
             builder.build(files)
     assert builder.build(files).library is not None
