@@ -57,7 +57,7 @@ EXITED = re.compile(r"exited with (\d+)")
 BAD_INPUT, NO_ISOLATION = 2, 3
 # Source paths whose change causes the data set to be built again. The judge's sources are not listed, because
 # the data set depends on the judge only through the parameters and the verdicts.
-MAKERS = ("components/synthesis/", "components/core/task.py")
+MAKERS = ("components/synthesis/", "components/bootstrap/operator_chain.py", "components/core/task.py")
 
 
 @task(name="dataset", task_run_name="dataset", persist_result=False, cache_policy=NO_CACHE)

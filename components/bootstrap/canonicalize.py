@@ -1,9 +1,9 @@
 """Rewrite a user's module in the layout of composed tasks, which has one line `x = …` for each operator.
 
 This is needed for policies that are made from scratch, because they are trained on this layout only
-(TASK_LAYOUT in chain_parser.py). Names, intermediate variables, named sizes, methods, activation modules and
-the order of operands are normalised. The result is used only as the prompt. The judge compares kernels with
-the user's own module.
+(TASK_LAYOUT in operator_chain.py). Names, intermediate variables, named sizes, methods, activation modules
+and the order of operands are normalised. The result is used only as the prompt. The judge compares kernels
+with the user's own module.
 """
 
 import ast
@@ -11,14 +11,14 @@ import copy
 import re
 from dataclasses import dataclass, field
 
-from components.bootstrap.chain_parser import OPERATOR_LINES, PATTERNS, TASK_LAYOUT, read_chain
+from components.bootstrap.operator_chain import CORE_OPERATORS, PATTERNS, TASK_LAYOUT, read_chain
 from components.core.text import parse_python
 
 # Names of torch functions as they are written in composed tasks, such as F.relu for relu.
 QUALIFIED_NAMES = {
     name: f"{module}.{name}"
-    for line in OPERATOR_LINES.values()
-    for module, name in re.findall(r"(F|torch)\.(\w+)", line)
+    for operator in CORE_OPERATORS
+    for module, name in re.findall(r"(F|torch)\.(\w+)", operator.line)
 }
 # Names of torch functions by the lower-case name of the torch.nn module that computes the same. For example,
 # leaky_relu has the key leakyrelu.

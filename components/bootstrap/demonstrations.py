@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.kernel_writer import draw_schedule, write_kernel
+from components.bootstrap.operator_chain import read_chain
 from components.bootstrap.operator_code import LIBM
 from components.bootstrap.tokenizer import Message
 from components.core.records import Device

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any, Literal, get_args, get_type_hints
 
-from components.bootstrap.chain_parser import OperatorChain, Step
+from components.bootstrap.operator_chain import OperatorChain, Step
 from components.bootstrap.operator_code import (
     ROW,
     Sweep,

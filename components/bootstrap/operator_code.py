@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from components.bootstrap.chain_parser import Step
+from components.bootstrap.operator_chain import Step
 
 # C++ line of each elementwise operator. {0} and {1} are replaced by the operator's constants.
 ELEMENTWISE = {

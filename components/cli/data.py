@@ -130,8 +130,8 @@ def data_stats(dataset: Dataset) -> Output:
     """Print statistics of a data set: splits, sources, operators, and quantiles of the eager times."""
     from statistics import quantiles
 
+    from components.bootstrap.operator_chain import canonical
     from components.core.task import read_tasks
-    from components.synthesis.core_operators import canonical
 
     tasks = read_tasks(_parquet(dataset))
     operators = Counter(canonical(name) for task in tasks for name in task.ops)

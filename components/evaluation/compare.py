@@ -123,11 +123,6 @@ def open_side(home: Path, name: str) -> Side:
     if folder.parent.name == "evaluations":
         return _evaluation_side(folder.name, folder)
     record = read_record(folder / RUN_FILE)
-    if "results" not in record["evaluation"]:
-        raise UserError(
-            f"{folder / RUN_FILE}: evaluation.results is missing, the run is of an older release; "
-            "give the folder of its evaluation."
-        )
     settings = _read_if_there(folder / SETTINGS)
     return Side(
         name=folder.name,
@@ -145,7 +140,7 @@ def read_record(file: Path) -> dict[str, Any]:
     """
     try:
         record: dict[str, Any] = read_json(file)
-        _ = record["stages"], record["evaluation"].keys(), record["dataset"]["version"]
+        _ = record["stages"], record["evaluation"]["results"], record["dataset"]["version"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{file}: not the record of a run; delete it, and the same cuda-agent run writes it anew "

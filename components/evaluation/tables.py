@@ -89,23 +89,22 @@ def table_one(before: Evaluation | None, after: Evaluation) -> list[Row]:
         for model, evaluation in (("this run, before training", before), ("this run", after)):
             sets = {} if evaluation is None else {"overall": evaluation.overall, **evaluation.levels}
             if name in sets:
-                rows.append(_measured(name, model, sets[name]))
+                summary = sets[name]
+                rows.append(
+                    Row(
+                        set=name,
+                        model=model,
+                        tasks=summary.tasks,
+                        errors=summary.errors,
+                        figures={figure: figure_of(summary, figure) for figure in FIGURES},
+                        intervals={figure: summary.intervals[figure] for figure in FIGURES},
+                    )
+                )
         for model, values in PAPER.get(name, {}).items():
             figures: dict[str, float | None] = dict(zip(FIGURES, values, strict=True))
             tasks = PAPER_TASKS[name]
             rows.append(Row(set=name, model=model, tasks=tasks, errors=None, figures=figures, note=NOTE))
     return rows
-
-
-def _measured(name: str, model: str, summary: Summary) -> Row:
-    return Row(
-        set=name,
-        model=model,
-        tasks=summary.tasks,
-        errors=summary.errors,
-        figures={figure: figure_of(summary, figure) for figure in FIGURES},
-        intervals={figure: summary.intervals[figure] for figure in FIGURES},
-    )
 
 
 def best(rows: Sequence[TaskResult]) -> list[TaskResult]:

@@ -1,4 +1,4 @@
-"""Composition of tasks from the core operators (core_operators.py).
+"""Composition of tasks from the core operators (operator_chain.py).
 
 A task is a chain of operators with matching shapes and dtypes, which is written as a self-contained module. A
 chain becomes a task only if its output on a small input varies, and changes when any one of its operators is
@@ -15,13 +15,20 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from components.bootstrap.chain_parser import TASK_LAYOUT
+from components.bootstrap.operator_chain import (
+    BY_NAME,
+    COLS,
+    CORE_OPERATORS,
+    ROWS,
+    TASK_LAYOUT,
+    CoreOperator,
+    canonical,
+)
 from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.core.params import Data
 from components.core.records import Device
 from components.core.task import KernelTask
-from components.synthesis.core_operators import BY_NAME, COLS, CORE_OPERATORS, ROWS, CoreOperator, canonical
 from components.synthesis.mined_operators import FIT_ERRORS, function_of
 
 # Share of operator sequences that are reserved for held-out tasks.

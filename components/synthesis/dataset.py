@@ -4,8 +4,8 @@ Such a file has the columns of the public data set CUDA-Agent-Ops-6K.
 """
 
 import ast
+import contextlib
 import itertools
-import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -163,12 +163,9 @@ def parse_operators(value: Any) -> tuple[str, ...]:
     them.
     """
     if isinstance(value, str):
-        for read in (json.loads, ast.literal_eval):
-            try:
-                value = read(value)
-                break
-            except (ValueError, SyntaxError):
-                continue
+        # A list of texts in JSON is also one in Python.
+        with contextlib.suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value)
     if isinstance(value, str):
         value = value.split(",")
     return tuple(str(name).strip() for name in value or () if str(name).strip())

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from components.bootstrap.operator_chain import canonical
 from components.core.files import atomic_write, write_json
 from components.core.params import Params
 from components.core.task import KernelTask
-from components.synthesis.core_operators import canonical
 
 # Reasons for the rejection of candidates whose source may not be valid Python.
 UNREADABLE = ("no_code", "cut_off", "contract")

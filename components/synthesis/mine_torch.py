@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from components.bootstrap.operator_chain import canonical
 from components.synthesis.compose import count_distinct, probe, rms
-from components.synthesis.core_operators import canonical
 from components.synthesis.mined_operators import (
     FIT_ERRORS,
     SMALL,

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from components.synthesis.core_operators import canonical
+from components.bootstrap.operator_chain import canonical
 
 # Shapes by rank on which templates are tried: rows, sequences or signals, images, volumes.
 SMALL: dict[int, tuple[int, ...]] = {2: (8, 64), 3: (2, 16, 64), 4: (2, 16, 12, 12), 5: (2, 8, 8, 8, 8)}

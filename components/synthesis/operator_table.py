@@ -15,15 +15,15 @@ from components.core.progress import Progress
 if TYPE_CHECKING:
     from components.synthesis.mined_operators import OperatorTable
 
-# Source files on which the table depends. If one of them changes, the table is mined again.
+# Source files below components/ on which the table depends. If one of them changes, the table is mined again.
 RULES = (
-    "compose.py",
-    "core_operators.py",
-    "mined_operators.py",
-    "mine_torch.py",
-    "mine_transformers.py",
-    "source_extraction.py",
-    "torch_rules.py",
+    "bootstrap/operator_chain.py",
+    "synthesis/compose.py",
+    "synthesis/mined_operators.py",
+    "synthesis/mine_torch.py",
+    "synthesis/mine_transformers.py",
+    "synthesis/source_extraction.py",
+    "synthesis/torch_rules.py",
 )
 
 
@@ -40,7 +40,7 @@ def load_operator_table(folder: Path, progress: Progress) -> "OperatorTable":
     """
     from components.synthesis.mined_operators import OperatorTable
 
-    rules = [digest_file(PROJECT / "components" / "synthesis" / name) for name in RULES]
+    rules = [digest_file(PROJECT / "components" / name) for name in RULES]
     table = folder / digest_json([library_versions(), rules])[:16]
     if not (table / "operators.json").is_file():
         from components.synthesis import mine_torch, mine_transformers

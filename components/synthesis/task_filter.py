@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from components.bootstrap.operator_chain import BY_NAME, canonical
 from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.core.params import Data
@@ -19,7 +20,6 @@ from components.core.task import KernelTask, check_contract, normalise
 from components.core.text import parse_python
 from components.judge.verdict import Admission
 from components.synthesis.contamination import EvaluationPrograms, graph_digest
-from components.synthesis.core_operators import BY_NAME, canonical
 
 # Pattern of an admission's detail if the eager outputs of two runs on equal inputs differed.
 NOT_DETERMINISTIC = re.compile(r"eager: (max_error|rms_error|finite_mask|wrong_values)\b")

@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -21,13 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from components.bootstrap.chain_parser import TASK_LAYOUT
+from components.bootstrap.operator_chain import CORE_OPERATORS, TASK_LAYOUT, canonical
 from components.core.errors import UserError
 from components.core.params import Data
 from components.core.records import Device
 from components.core.task import KernelTask
 from components.synthesis.compose import composed_task, draw_weighted, passes_ablation, probe
-from components.synthesis.core_operators import CORE_OPERATORS, canonical
 from components.synthesis.mined_operators import (
     SMALL,
     OperatorTable,
@@ -98,42 +97,30 @@ CPU_FLOPS = 4e10
 GPU_FLOPS, GPU_BANDWIDTH, GPU_LAUNCH = 4e13, 3e12, 4e-6
 
 
-@dataclass
-class OperatorCost:
-    """The cost of an operator template (OperatorTemplate) on one input.
+class OperatorCost(TorchDispatchMode):
+    """The cost of the torch operators that are called in its block, as a context manager.
 
-    `flops` is the number of floating-point operations of products and convolutions. `bytes` is the number of
-    bytes of the inputs and outputs of all kernels. `calls` is the number of kernel launches, `largest` is the
-    number of bytes of the largest tensor, including parameters, and `after` is the shape and the strides of
-    the output.
+    The tensors may be meta tensors. Operators that only make a view cost nothing. `flops` is the number of
+    floating-point operations of products and convolutions. `bytes` is the number of bytes of the inputs and
+    outputs of all kernels. `calls` is the number of kernel launches, `largest` is the number of bytes of the
+    largest tensor, including parameters, and `after` is the shape and the strides of the output.
     """
 
-    flops: int = 0
-    bytes: int = 0
-    calls: int = 0
-    largest: int = 0
-    after: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-
-
-class Meter(TorchDispatchMode):
-    """A context manager that adds the cost of the torch operators that its block calls to `cost`.
-
-    The tensors may be meta tensors. Operators that only make a view cost nothing.
-    """
+    after: Layout
 
     def __init__(self) -> None:
         super().__init__()
-        self.cost = OperatorCost()
+        self.flops = self.bytes = self.calls = self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ not in VIEWS:
             sizes = [t.nbytes for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
-            self.cost.calls += 1
-            self.cost.bytes += sum(sizes)
-            self.cost.largest = max(self.cost.largest, *sizes, 0)
+            self.calls += 1
+            self.bytes += sum(sizes)
+            self.largest = max(self.largest, *sizes, 0)
             counter = flop_registry.get(func.overloadpacket)
-            self.cost.flops += counter(*args, **(kwargs or {}), out_val=out) if counter is not None else 0
+            self.flops += counter(*args, **(kwargs or {}), out_val=out) if counter is not None else 0
         return out
 
 
@@ -145,9 +132,13 @@ def operator_cost(
 
     The result is None if the template cannot be applied to such an input (`output_layout`).
     """
-    with Meter() as meter:
+    cost = OperatorCost()
+    with cost:
         after = output_layout.__wrapped__(template, shape, stride)
-    return None if after is None else replace(meter.cost, after=after)
+    if after is None:
+        return None
+    cost.after = after
+    return cost
 
 
 def estimate_operator_seconds(

@@ -25,9 +25,9 @@ from typing import Any, Literal
 from captured_share import Attainable, TaskSearch
 
 from components.agent.workspace import Workspace
-from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.demonstrations import SUFFIX
 from components.bootstrap.kernel_writer import Schedule, all_schedules, write_kernel
+from components.bootstrap.operator_chain import read_chain
 from components.core.config import result_values
 from components.core.files import digest_bytes, digest_json, read_json, write_json
 from components.core.params import Params

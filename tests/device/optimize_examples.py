@@ -26,9 +26,9 @@ from schedules import FUSED, SEPARATE, VECTORISED
 
 from components.agent.optimize.user_module import user_task
 from components.bootstrap.canonicalize import canonicalize
-from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.demonstrations import DONE, MEASURE, SUFFIX
 from components.bootstrap.kernel_writer import write_kernel
+from components.bootstrap.operator_chain import read_chain
 from components.core.config import PROJECT
 from components.core.records import Device
 

@@ -12,14 +12,13 @@ import torch
 from kernel_bench import WORKDIR, build, call, reference
 from schedules import SEPARATE, VECTORISED
 
-from components.bootstrap.chain_parser import PATTERNS, read_chain
 from components.bootstrap.demonstrations import DONE, MEASURE, SUFFIX, make_demonstration, mutate
 from components.bootstrap.kernel_writer import Schedule, all_schedules, choices, draw_schedule, write_kernel
+from components.bootstrap.operator_chain import BY_NAME, CORE_OPERATORS, PATTERNS, read_chain
 from components.core.config import resolve
 from components.core.task import KernelTask
 from components.policy.prompts import IN_TURNS
 from components.synthesis.compose import compose_tasks, every_operator_matters, write_source
-from components.synthesis.core_operators import BY_NAME, CORE_OPERATORS
 
 PARAMS = resolve("smoke").params
 

@@ -30,8 +30,8 @@ from components.agent.optimize.user_module import user_task
 from components.agent.policies import folder_policy, with_policy_settings
 from components.agent.trajectory import Trajectory
 from components.bootstrap.canonicalize import canonicalize
-from components.bootstrap.chain_parser import read_chain
 from components.bootstrap.kernel_writer import write_kernel
+from components.bootstrap.operator_chain import read_chain
 from components.cli.main import main
 from components.core.config import PROJECT
 from components.core.errors import UserError

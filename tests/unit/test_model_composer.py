@@ -8,7 +8,7 @@ import pytest
 from agent_fixtures import completion, server
 from synthesis_fixtures import InProcess, parameters
 
-from components.bootstrap.chain_parser import TASK_LAYOUT
+from components.bootstrap.operator_chain import TASK_LAYOUT
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.progress import Quiet

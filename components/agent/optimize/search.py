@@ -14,7 +14,7 @@ from components.agent.episode import RolloutRequest
 from components.agent.policies import Policy
 from components.agent.trajectory import Trajectory
 from components.bootstrap.canonicalize import canonicalize
-from components.bootstrap.chain_parser import read_chain
+from components.bootstrap.operator_chain import read_chain
 from components.core.errors import UserError
 from components.core.files import digest_json
 from components.core.params import Params

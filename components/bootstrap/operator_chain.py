@@ -1,0 +1,212 @@
+"""The core operators, the layout of composed tasks, and a parser that reads a chain from a source.
+
+The core operators are the torch operators for which the rule-based kernel writer can write kernels. Each is
+one line of `forward` that computes a new `x` from `x`. Its constants are chosen from small sets, and written
+with a decimal point, so that the tokenizer of a small policy has one token for each.
+
+A composed task has one operator in each line of `forward`. `components.synthesis.compose` writes this layout,
+`canonicalize` rewrites other sources into it, and the kernel writer reads it. A source with another layout
+has no chain.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+TASK_LAYOUT = """import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+{init}
+    def forward(self, {arguments}):
+{lines}
+        return x
+
+
+def get_inputs():
+    return [{inputs}]
+
+
+def get_init_inputs():
+    return []
+"""
+# Permitted values of constants, as texts for the source.
+BELOW_ONE = ("0.01", "0.05", "0.1", "0.2", "0.25", "0.3", "0.4", "0.5", "0.6", "0.7", "0.75", "0.8")
+PALETTE = (*BELOW_ONE, "0.9", "1.1", "1.2", "1.25", "1.5", "1.75", "2.0", "2.5", "3.0", "3.5", "4.0", "5.0")
+SLOPES = BELOW_ONE[:10]
+LOWS = ("-2.0", "-1.5", "-1.0", "-0.75", "-0.5", "-0.25")
+HIGHS = ("0.25", "0.5", "0.75", "1.0", "1.5", "2.0")
+# Numbers of rows and columns of the inputs of composed tasks.
+ROWS = tuple(2**power for power in range(4, 21))
+COLS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+# Permitted values of the threshold of softshrink.
+THRESHOLDS = ("0.1", "0.2", "0.25", "0.3", "0.4", "0.5")
+
+
+@dataclass(frozen=True)
+class CoreOperator:
+    """A core operator: its name, kind and line, the permitted values of its constants, and its parameters.
+
+    A row operator computes along the last dimension and keeps the shape, and a reduction returns one value
+    for each row. A parameter operator uses a parameter with one value for each column, and a second-input
+    operator the second input `y` of the task.
+    """
+
+    name: str
+    kind: Literal["elementwise", "row", "reduction", "parameter", "second_input"]
+    # Right-hand side of `x = …`, in which `{0}` and `{1}` stand for the constants.
+    line: str
+    # Permitted values of each constant.
+    constants: tuple[tuple[str, ...], ...] = ()
+    # Statement in `__init__` that creates the parameters of the operator. `{cols}` is replaced by the number
+    # of columns of the input.
+    init: str = ""
+    # Approximate eager nanoseconds for one element on one CPU core, which are used only to choose a size.
+    cost: float = 0.12
+
+
+CORE_OPERATORS: tuple[CoreOperator, ...] = (
+    CoreOperator("relu", "elementwise", "F.relu(x)"),
+    CoreOperator("leaky_relu", "elementwise", "F.leaky_relu(x, {0})", (SLOPES,), cost=0.15),
+    CoreOperator("elu", "elementwise", "F.elu(x)", cost=1.4),
+    CoreOperator("gelu", "elementwise", "F.gelu(x)", cost=0.5),
+    CoreOperator("silu", "elementwise", "F.silu(x)", cost=0.42),
+    CoreOperator("sigmoid", "elementwise", "torch.sigmoid(x)", cost=0.41),
+    CoreOperator("tanh", "elementwise", "torch.tanh(x)", cost=3.4),
+    CoreOperator("softplus", "elementwise", "F.softplus(x)", cost=2),
+    CoreOperator("hardswish", "elementwise", "F.hardswish(x)", cost=0.17),
+    CoreOperator("hardsigmoid", "elementwise", "F.hardsigmoid(x)", cost=0.18),
+    CoreOperator("clamp", "elementwise", "torch.clamp(x, {0}, {1})", (LOWS, HIGHS)),
+    CoreOperator("relu6", "elementwise", "F.relu6(x)", cost=0.13),
+    CoreOperator("mish", "elementwise", "F.mish(x)", cost=4),
+    CoreOperator("softsign", "elementwise", "F.softsign(x)", cost=0.45),
+    CoreOperator("abs", "elementwise", "torch.abs(x)"),
+    CoreOperator("square", "elementwise", "torch.square(x)"),
+    # The form is sqrt(|x| + 1), because sqrt(|x|) turns a rounding error of 1e-8 near zero into 1e-4.
+    CoreOperator("sqrt_abs", "elementwise", "torch.sqrt(torch.abs(x) + 1.0)", cost=0.7),
+    CoreOperator("log1p_abs", "elementwise", "torch.log1p(torch.abs(x))", cost=1.1),
+    CoreOperator("erf", "elementwise", "torch.erf(x)", cost=1.8),
+    CoreOperator("logsigmoid", "elementwise", "F.logsigmoid(x)", cost=1.8),
+    CoreOperator("tanhshrink", "elementwise", "F.tanhshrink(x)", cost=3.9),
+    CoreOperator("softshrink", "elementwise", "F.softshrink(x, {0})", (THRESHOLDS,), cost=0.13),
+    CoreOperator("mul_constant", "elementwise", "x * {0}", (PALETTE,)),
+    CoreOperator("add_constant", "elementwise", "x + {0}", (PALETTE,)),
+    CoreOperator("softmax", "row", "torch.softmax(x, dim=-1)", cost=0.6),
+    CoreOperator("log_softmax", "row", "torch.log_softmax(x, dim=-1)", cost=0.75),
+    CoreOperator(
+        "layer_norm", "row", "self.layer_norm(x)", init="self.layer_norm = nn.LayerNorm({cols})", cost=0.5
+    ),
+    CoreOperator(
+        "rms_norm", "row", "self.rms_norm(x)", init="self.rms_norm = nn.RMSNorm({cols}, eps=1e-5)", cost=0.5
+    ),
+    CoreOperator("normalize", "row", "F.normalize(x, dim=-1)", cost=0.3),
+    CoreOperator("sum", "reduction", "torch.sum(x, dim=-1, keepdim=True)", cost=0.06),
+    CoreOperator("mean", "reduction", "torch.mean(x, dim=-1, keepdim=True)", cost=0.06),
+    CoreOperator("amax", "reduction", "torch.amax(x, dim=-1, keepdim=True)", cost=0.06),
+    CoreOperator("logsumexp", "reduction", "torch.logsumexp(x, dim=-1, keepdim=True)", cost=1.1),
+    CoreOperator(
+        "scale",
+        "parameter",
+        "x * self.scale",
+        init="self.scale = nn.Parameter(torch.randn({cols}))",
+        cost=0.1,
+    ),
+    CoreOperator(
+        "shift",
+        "parameter",
+        "x + self.shift",
+        init="self.shift = nn.Parameter(torch.randn({cols}))",
+        cost=0.1,
+    ),
+    CoreOperator("add_input", "second_input", "x + y", cost=0.14),
+    CoreOperator("mul_input", "second_input", "x * y", cost=0.14),
+)
+BY_NAME = {operator.name: operator for operator in CORE_OPERATORS}
+
+# Pattern of the constants of operators.
+NUMBER = r"(-?\d+(?:\.\d+)?)"
+# Pattern of the right-hand side of each operator's line, with a group for each constant.
+PATTERNS = {
+    operator.name: re.compile(re.sub(r"\\{\d\\}", lambda _: NUMBER, re.escape(operator.line)))
+    for operator in CORE_OPERATORS
+}
+# Pattern of a source in the layout of composed tasks.
+SOURCE = re.compile(
+    re.escape(TASK_LAYOUT)
+    .replace(r"\{init\}", r"(?P<init>(?:.+\n)*)")
+    .replace(r"\{arguments\}", r"(?P<arguments>x|x, y)")
+    .replace(r"\{lines\}", r"(?P<lines>(?:.+\n)*.+)")
+    .replace(r"\{inputs\}", r".*")
+)
+# Pattern of a line of the constructor that creates a parameter or a norm.
+PARAMETER = re.compile(
+    r" {8}self\.(?:(scale|shift) = nn\.Parameter\(.*\)"
+    r"|(layer_norm) = nn\.LayerNorm\(\d+\)|(rms_norm) = nn\.RMSNorm\(\d+, eps=1e-5\))"
+)
+# Names of the kernel's arguments for the parameters of each module.
+MODULE_TENSORS = {"layer_norm": ("weight", "bias"), "rms_norm": ("gain",)}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator of a chain. The constants are texts from the source."""
+
+    name: str
+    constants: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OperatorChain:
+    """The computation of a composed task: its operators and its tensors.
+
+    `tensors` has the names of the kernel's arguments in their order: inputs, parameters in the order of the
+    state dict (in which the parameters of a module come before those of its submodules), and the output.
+    """
+
+    steps: tuple[Step, ...]
+    tensors: tuple[str, ...]
+
+    @property
+    def by_row(self) -> bool:
+        """Return whether an operator needs the position of an element in its row."""
+        return any(BY_NAME[step.name].kind in ("row", "reduction", "parameter") for step in self.steps)
+
+
+def read_chain(code: str) -> OperatorChain | None:
+    """Return the chain of a source in the layout of composed tasks, or None for another source."""
+    source = SOURCE.fullmatch(code)
+    if source is None:
+        return None
+    steps = [_read_step(line) for line in source["lines"].splitlines()]
+    parameters = [PARAMETER.fullmatch(line) for line in source["init"].splitlines()]
+    if None in steps or None in parameters:
+        return None
+    names = [match[match.lastindex or 0] for match in parameters if match is not None]
+    tensors = [name for name in names if name not in MODULE_TENSORS]
+    tensors += [tensor for name in names for tensor in MODULE_TENSORS.get(name, ())]
+    return OperatorChain(
+        tuple(step for step in steps if step is not None),
+        (*source["arguments"].split(", "), *tensors, "out"),
+    )
+
+
+def _read_step(line: str) -> Step | None:
+    """Return the operator of a line `x = …` of `forward`, or None if it is not that of a core operator."""
+    expression = line.removeprefix("        x = ")
+    for name, pattern in PATTERNS.items():
+        if match := pattern.fullmatch(expression):
+            return Step(name, match.groups())
+    return None
+
+
+def canonical(name: str) -> str:
+    """Return the canonical name of an operator, which is equal for all its spellings with a dot.
+
+    For example, it is leakyrelu for nn.LeakyReLU and F.leaky_relu. A name without a dot is returned
+    unchanged.
+    """
+    return name.rpartition(".")[2].replace("_", "").lower() if "." in name else name
