@@ -16,6 +16,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -249,10 +250,10 @@ def gpu_minor(root: Path = Path("/")) -> int:
     devices = {int(path.name[6:]) for path in (root / "dev").glob("nvidia[0-9]*")}
     gpus = []  # UUID and number of the device file, in the order of PCI addresses
     for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
-        lines = (line.partition(":") for line in path.read_text().splitlines())
-        values = {key.strip(): value.strip() for key, _, value in lines}
-        if (minor := int(values["Device Minor"])) in devices:
-            gpus.append((values["GPU UUID"], minor))
+        values = dict(re.findall(r"^(.+?):\s*(.+?)\s*$", path.read_text(), re.MULTILINE))
+        minor = values.get("Device Minor", "")
+        if minor.isdecimal() and int(minor) in devices:
+            gpus.append((values.get("GPU UUID", ""), int(minor)))
     gpus = gpus or [("", minor) for minor in sorted(devices)]
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip()
     if wanted.isdecimal() or not wanted:
