@@ -5,8 +5,8 @@ function of one's own takes a finished trajectory, with all of its turns and ver
 Its value is stored in the trajectory, and PPO, rejection fine-tuning and the critic learn from that.
 """
 
-import importlib
 import math
+import pkgutil
 from collections.abc import Callable
 
 from components.agent.trajectory import Trajectory
@@ -26,9 +26,8 @@ def load_reward(path: str) -> Reward:
 
     Raises UserError if the module cannot be imported or has no such function.
     """
-    module, _, name = path.rpartition(".")
     try:
-        function: Reward = getattr(importlib.import_module(module), name)
+        function: Reward = pkgutil.resolve_name(path)
     except Exception as error:  # the import of a module of the user may raise anything
         raise UserError(
             f"params.yaml: reward: {path} cannot be imported ({error}); give module.function, such as "

@@ -16,13 +16,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
+from scipy.signal import lfilter
 from torch import Tensor
-from torch.nn import functional
 
 from components.training.batches import EarnedRows, stream
-
-# Number of elements of a block of `_discounted_sums`.
-SUMMED_BLOCK = 256
 
 
 def gae(
@@ -74,21 +71,10 @@ def _advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Te
 def _discounted_sums(x: Tensor, discount: float) -> Tensor:
     """Return y [n] with y_i = sum over k >= 0 of discount^k x_(i+k), for `x` [n] in float64.
 
-    A loop over a hundred thousand tokens would take a second for each row. So blocks of elements are
-    multiplied by a matrix of powers, and this function is called again on the first sums of all blocks to
-    find what the later blocks add to each block.
+    They satisfy y_i = x_i + discount * y_(i+1), a recursive filter from the last element to the first.
     """
-    if discount == 1:
-        return x.flip(0).cumsum(0).flip(0)
-    size = min(len(x), SUMMED_BLOCK)
-    blocks = functional.pad(x, (0, -len(x) % size)).view(-1, size)
-    distance = torch.arange(size)[:, None] - torch.arange(size)  # [size, size]
-    powers = torch.where(distance >= 0, discount ** distance.clamp(min=0).double(), 0.0)
-    sums = blocks @ powers
-    if len(blocks) > 1:
-        later = functional.pad(_discounted_sums(sums[:, 0], discount**size)[1:], (0, 1))
-        sums = sums + later[:, None] * discount ** torch.arange(size, 0, -1, dtype=torch.float64)
-    return sums.view(-1)[: len(x)]
+    sums = lfilter([1.0], [1.0, -discount], x.flip(0).numpy())
+    return torch.from_numpy(sums).flip(0)
 
 
 def discounted_rewards(batch: EarnedRows, gamma: float) -> Tensor:

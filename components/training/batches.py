@@ -12,7 +12,7 @@ import itertools
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -141,8 +141,14 @@ def collate(trajectories: Sequence[Trajectory]) -> Rollout:
     )
 
 
-def pack(batch: Batch, rows: Sequence[int], part: int = 0, parts: int = 1) -> Packed:
-    """Concatenate the rows with the indices `rows`, and return one of `parts` equal slices, in host memory.
+def pack(
+    batch: Batch,
+    rows: Sequence[int],
+    part: int = 0,
+    parts: int = 1,
+    device: torch.device | str = "cpu",
+) -> Packed:
+    """Concatenate the rows with the indices `rows`, and return one of `parts` equal slices on `device`.
 
     `part` is the index of the slice. Before it is cut, the sequence is extended to a multiple of `parts`
     tokens with a row of zeros that has no own tokens.
@@ -164,21 +170,13 @@ def pack(batch: Batch, rows: Sequence[int], part: int = 0, parts: int = 1) -> Pa
     own = np.concatenate([np.arange(batch.offsets[row], batch.offsets[row + 1]) for row in rows])
     is_here = (before >= begin) & (before < end)
     return Packed(
-        ids=torch.from_numpy(ids[begin:end])[None],
-        positions=torch.from_numpy(positions[begin:end])[None],
+        ids=torch.from_numpy(ids[begin:end])[None].to(device),
+        positions=torch.from_numpy(positions[begin:end])[None].to(device),
         documents=documents,
-        before=torch.from_numpy(before[is_here] - begin),
-        targets=torch.from_numpy(ids[before[is_here] + 1]),
+        before=torch.from_numpy(before[is_here] - begin).to(device),
+        targets=torch.from_numpy(ids[before[is_here] + 1]).to(device),
         own=torch.from_numpy(own[is_here]),
     )
-
-
-def to_device(packed: Packed, device: torch.device) -> Packed:
-    """Return `packed` with all tensors except `own` on `device`."""
-    moved: dict[str, Any] = {
-        name: getattr(packed, name).to(device) for name in ("ids", "positions", "before", "targets")
-    }
-    return dataclasses.replace(packed, **moved)
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from components.core.errors import StageFailed, UserError
 from components.policy.checkpoint import load_tokenizer, verify_checkpoint
 from components.training.advantages import discounted_rewards, explained_variance, row_gae
 from components.training.batches import EarnedRows
-from components.training.engine import DTYPES, DeepSpeedEngine, MetricSums, evaluate, train_step
+from components.training.engine import DeepSpeedEngine, MetricSums, evaluate, train_step
 from components.training.networks import VALUE_HEAD, Targets, load_critic, value_loss
-from components.training.ranks import sharded_loading
 from components.training.stage import Stage, StageResult, derived_seed
 from components.training.training_loop import StepRecord, finish, fit, resume
 
@@ -80,8 +79,7 @@ def run(stage: Stage) -> StageResult:
     batch, unseen = batch_of(taught), batch_of(held_out)
 
     tokenizer = load_tokenizer(stage.actor)
-    with sharded_loading(params.engine, params.device):
-        network = load_critic(stage.actor, params.engine, params.policy.adapter, DTYPES[params.engine.dtype])
+    network = load_critic(stage.actor, params)
     gamma = params.agentic.gamma
     network.baseline.fill_(float(discounted_rewards(batch, gamma).mean()))
     critic = DeepSpeedEngine(

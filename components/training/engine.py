@@ -21,7 +21,7 @@ from torch.autograd.graph import save_on_cpu
 from components.core import records, stage_params
 from components.core.errors import UserError
 from components.training import document_attention
-from components.training.batches import Batch, Microbatch, Packed, Streams, pack, plan, stream, to_device
+from components.training.batches import Batch, Microbatch, Packed, Streams, pack, plan, stream
 from components.training.ranks import World, deepspeed_config, import_deepspeed, join_world
 
 # Betas of AdamW.
@@ -322,7 +322,7 @@ def train_step(
     world, tokens = engine.world, batch.own_tokens(index)
 
     def share(network: nn.Module, microbatch: Microbatch) -> Tensor:
-        packed = to_device(pack(batch, microbatch.rows, world.part, world.sequence_parallel), world.device)
+        packed = pack(batch, microbatch.rows, world.part, world.sequence_parallel, world.device)
         total, parts = loss(network, packed, values.at(packed.own, world.device))
         sums.add(parts if microbatch.counted else {name: torch.zeros(()) for name in parts})
         return total / tokens
@@ -340,8 +340,8 @@ def evaluate(engine: DeepSpeedEngine | FrozenNetwork, batch: Batch) -> tuple[Ten
     results: list[Tensor] = []
     world, limit = engine.world, engine.settings.tokens_per_microbatch
     for microbatch in plan(batch.lengths, range(len(batch.ids)), limit, world.group, world.groups):
-        packed = pack(batch, microbatch.rows, world.part, world.sequence_parallel)
-        for position, output in enumerate(engine.forward(to_device(packed, world.device))):
+        packed = pack(batch, microbatch.rows, world.part, world.sequence_parallel, world.device)
+        for position, output in enumerate(engine.forward(packed)):
             if position == len(results):
                 results.append(stream(batch.tokens))
             if microbatch.counted:

@@ -16,14 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
-from components.core import params, stage_params
+from components.core import stage_params
 from components.core.errors import UserError
+from components.core.params import Params
 from components.policy.adapter import add_adapter
 from components.policy.checkpoint import explain_load_errors
 from components.training import document_attention
 from components.training.batches import Packed, Streams
+from components.training.engine import DTYPES
 from components.training.losses import value_loss_sum
 from components.training.output_head import TokenScores
+from components.training.ranks import sharded_loading
 
 VALUE_HEAD = "value_head.safetensors"
 
@@ -119,29 +122,23 @@ def value_loss(network: nn.Module, packed: Packed, own: Targets) -> tuple[Tensor
     return total, {"value_loss": total}
 
 
-def load_policy(
-    folder: Path, settings: stage_params.Engine, adapter: params.Adapter, dtype: torch.dtype
-) -> PreTrainedModel:
-    """Load the causal language model in `folder` for training, with an adapter if `adapter.rank` is above 0.
+def load_policy(folder: Path, params: Params) -> PreTrainedModel:
+    """Load the causal language model in `folder` for training.
 
-    Under ZeRO 3 this must be called within `ranks.sharded_loading`. Raises UserError if the model cannot be
-    loaded.
+    It gets an adapter if policy.adapter.rank is above 0. Every rank must call this with the same arguments;
+    under ZeRO 3 the weights are divided among the ranks. Raises UserError if the model cannot be loaded.
     """
-    return _load(AutoModelForCausalLM, folder, settings, adapter, dtype)
+    return _load(AutoModelForCausalLM, folder, params)
 
 
-def load_critic(
-    folder: Path, settings: stage_params.Engine, adapter: params.Adapter, dtype: torch.dtype
-) -> Critic:
+def load_critic(folder: Path, params: Params) -> Critic:
     """Load a critic whose backbone is the model in `folder`, which may be a policy.
 
-    The backbone gets an adapter if `adapter.rank` is above 0. The value head is read from the file
-    `value_head.safetensors`, which value pretraining writes, and starts at zero if there is no such file.
-    Under ZeRO 3 this must be called within `ranks.sharded_loading`. Raises UserError if the backbone cannot
-    be loaded.
+    The value head is read from the file `value_head.safetensors`, which value pretraining writes, and starts
+    at zero if there is no such file. The rest is as in `load_policy`.
     """
-    backbone = _load(AutoModel, folder, settings, adapter, dtype)
-    critic = Critic(backbone, backbone.config.get_text_config().hidden_size, dtype)
+    backbone = _load(AutoModel, folder, params)
+    critic = Critic(backbone, backbone.config.get_text_config().hidden_size, DTYPES[params.engine.dtype])
     if (folder / VALUE_HEAD).is_file():
         tensors = load_file(folder / VALUE_HEAD)
         critic.value_head.load_state_dict({"weight": tensors["weight"], "bias": tensors["bias"]})
@@ -157,12 +154,11 @@ def check_critic(folder: Path) -> None:
         )
 
 
-def _load(
-    factory: Any, folder: Path, settings: stage_params.Engine, adapter: params.Adapter, dtype: torch.dtype
-) -> PreTrainedModel:
-    with explain_load_errors(folder, "model"):
+def _load(factory: Any, folder: Path, params: Params) -> PreTrainedModel:
+    settings, adapter = params.engine, params.policy.adapter
+    with sharded_loading(settings, params.device), explain_load_errors(folder, "model"):
         model: PreTrainedModel = factory.from_pretrained(
-            folder, dtype=dtype, attn_implementation=document_attention.SDPA
+            folder, dtype=DTYPES[settings.dtype], attn_implementation=document_attention.SDPA
         )
     if not model._supports_sdpa:
         if settings.sequence_parallel > 1:
@@ -171,27 +167,12 @@ def _load(
                 "sequence parallelism needs; set engine.sequence_parallel to 1."
             )
         model.set_attn_implementation(document_attention.EAGER)
-    _check_rotary_precision(model, folder)
     model.eval()
     if adapter.rank:
         add_adapter(model, adapter)
     if settings.mlp_tokens:
         tile_mlps(model, settings)
     return model
-
-
-def _check_rotary_precision(model: PreTrainedModel, folder: Path) -> None:
-    """Raise UserError if the frequencies of the rotary embeddings were rounded to bfloat16.
-
-    transformers before 5.23 computes them so while ZeRO 3 loads a model in bfloat16. Positions of thousands
-    of tokens are then wrong, without an error, and the sampler computes other probabilities than the trainer.
-    """
-    for name, buffer in model.named_buffers():
-        if name.endswith("inv_freq") and buffer.dtype != torch.float32:
-            raise UserError(
-                f"{folder}: the installed transformers rounds {name} to {buffer.dtype} under ZeRO 3; "
-                "install transformers 5.23 or newer, or set engine.zero_stage to 2."
-            )
 
 
 def tile_mlps(model: PreTrainedModel, settings: stage_params.Engine) -> None:

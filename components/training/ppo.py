@@ -32,7 +32,6 @@ from components.policy.checkpoint import verify_checkpoint
 from components.training.advantages import explained_variance, leave_one_out, row_gae, whiten
 from components.training.batches import Packed, Rollout, collate, stream
 from components.training.engine import (
-    DTYPES,
     DeepSpeedEngine,
     FrozenNetwork,
     Loss,
@@ -57,7 +56,6 @@ from components.training.networks import (
     load_policy,
     value_loss,
 )
-from components.training.ranks import sharded_loading
 from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks
 from components.training.stage import Stage, StageResult, derived_seed
 from components.training.training_loop import StepRecord, finish, fit, resume
@@ -141,11 +139,7 @@ def load_networks(stage: Stage, ppo: Ppo, policy: TrainedPolicy, critic_folder: 
 
     actor, critic = engine(Actor(policy.model, ppo.rollouts.temperature)), None
     if ppo.advantages == "critic":
-        with sharded_loading(settings, device):
-            network = load_critic(
-                critic_folder, settings, stage.params.policy.adapter, DTYPES[settings.dtype]
-            )
-        critic = engine(network)
+        critic = engine(load_critic(critic_folder, stage.params))
     is_needed = ppo.kl_coefficient > 0 or ppo.measure_kl
     reference = _reference(stage, ppo, policy, actor) if is_needed else None
     return Networks(actor, critic, reference)
@@ -158,12 +152,11 @@ def _reference(
 
     The function returns the log-probabilities (nats) of the batch's own tokens, [own tokens].
     """
-    settings, adapter = stage.params.engine, stage.params.policy.adapter
+    settings = stage.params.engine
     engine: DeepSpeedEngine | FrozenNetwork = actor
     context: Callable[[], AbstractContextManager[None]] = partial(adapter_disabled, policy.model)
-    if not adapter.rank:
-        with sharded_loading(settings, stage.params.device):
-            first = load_policy(stage.actor, settings, adapter, DTYPES[settings.dtype])
+    if not stage.params.policy.adapter.rank:
+        first = load_policy(stage.actor, stage.params)
         engine = FrozenNetwork(Actor(first, ppo.rollouts.temperature), settings, device=stage.params.device)
         context = engine.on_device
 
@@ -202,7 +195,6 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
         batch = collate(trajectories)
         record.figures |= figures | reward_figures(trajectories) | {"tokens": batch.tokens}
         record.end_phase("rollout", batch.tokens)
-        record.figures |= policy.sampler_figures()
 
         if critic is not None and step == 0 and stage.critic is None:
             assert isinstance(critic.module, Critic)

@@ -34,7 +34,7 @@ from components.policy.weight_stream import weight_buckets
 from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.metrics import Figures, ages
 from components.training.networks import load_policy
-from components.training.ranks import join_world, sharded_loading
+from components.training.ranks import join_world
 from components.training.stage import Stage, derived_seed
 from components.training.trajectory_queue import TrajectoryQueue, fault_of
 
@@ -122,26 +122,23 @@ class TrainedPolicy:
         consecutive attempts of a wave are trained on together or not at all.
         """
         params = stage.params
-        settings, device, dtype = params.engine, params.device, DTYPES[params.engine.dtype]
+        settings, device = params.engine, params.device
         self.digest = verify_checkpoint(stage.actor, device).digest
         self.stage, self.rollouts, self.choose = stage, rollouts, choose
         self.reward = load_reward(params.reward)
         self.world = join_world(device, settings)
         self.tokenizer = load_tokenizer(stage.actor)
-        with sharded_loading(settings, device):
-            self.model = load_policy(stage.actor, settings, params.policy.adapter, dtype)
+        self.model = load_policy(stage.actor, params)
         self.staleness = staleness
         self.sampler: TransformersSampler | VllmSampler | None = None
         self.queue: TrajectoryQueue | None = None
-        # Number of the step, of all steps, and of its trajectories, for the progress display.
-        self.shown = (0, 0, 0)
         self.is_paused = False
         if self.world.rank > 0:
             return
         if params.policy.backend == "transformers":
             model = self.model
             if settings.zero_stage == 3:
-                model = load_model(stage.actor, dtype=dtype, device=device)
+                model = load_model(stage.actor, dtype=DTYPES[settings.dtype], device=device)
                 if params.policy.adapter.rank:
                     add_adapter(model, params.policy.adapter)
             self.sampler = TransformersSampler(
@@ -158,7 +155,6 @@ class TrainedPolicy:
             pool=stage.pool,
             staleness=staleness,
             group=group,
-            on_finished=self._show,
         )
         self.idle = IdleTimes(self.queue.sampling, self.queue.judging)
 
@@ -176,10 +172,6 @@ class TrainedPolicy:
             temperature=rollouts.temperature,
             reward=self.reward,
         )
-
-    def _show(self, finished: int) -> None:
-        step, steps, count = self.shown
-        self.stage.progress.update(self.stage.name, step, steps, episodes=min(finished, count), of=count)
 
     def publish(self, engine: DeepSpeedEngine, updates: int) -> None:
         """Give the sampler the present weights of `engine`; every rank must call this.
@@ -210,14 +202,6 @@ class TrainedPolicy:
                 self.sampler.push(buckets, version=version, folder=folder)
             else:
                 self._help_to_gather()
-
-    def sampler_figures(self) -> Figures:
-        """Return metrics of the health and the load of the vLLM servers, by name.
-
-        Events such as retries are counted since the last call. The result is empty with the backend
-        transformers, and on ranks other than 0.
-        """
-        return self.sampler.figures() if isinstance(self.sampler, VllmSampler) else {}
 
     def _help_to_gather(self) -> None:
         """Take part in gathering the weights that rank 0 sends."""
@@ -257,24 +241,29 @@ class TrainedPolicy:
         largest age of the own tokens in steps (`age`, `age_max`). If rank 0 waited, it also returns the
         seconds of this wait (`idle_trainer`), the seconds since the last step in which sampler and judge were
         idle (`idle_sampler`, `idle_judge`), and the share of trajectories that were dropped for their age
-        since then (`dropped_for_age`). A sampler that uses the trained weights themselves computes nothing
-        from the return until the next `publish`.
+        since then (`dropped_for_age`). With vLLM, rank 0 also returns metrics of the health and the load of
+        the servers, in which events such as retries are counted since the last call. A sampler that uses the
+        trained weights themselves computes nothing from the return until the next `publish`.
         """
         folder, figures = step_folder(self.stage.out, step), Figures()
         if self.queue is not None and not folder.is_dir():
-            self.shown = (step, steps, count)
-            dropped, started = self.queue.dropped, time.monotonic()
+            stage, dropped, started = self.stage, self.queue.dropped, time.monotonic()
+
+            def report(finished: int) -> None:
+                stage.progress.update(stage.name, step, steps, episodes=min(finished, count), of=count)
+
             self.queue.begin(step, count, steps)
-            self.queue.take(folder, count)
+            self.queue.take(folder, count, report)
             dropped = self.queue.dropped - dropped
             figures |= self.idle.since_last()
             figures["idle_trainer"] = time.monotonic() - started
             figures["dropped_for_age"] = dropped / (dropped + count)
         self.world.barrier()
-        if self.staleness == 0:
-            if isinstance(self.sampler, VllmSampler):
+        if isinstance(self.sampler, VllmSampler):
+            figures |= self.sampler.figures()
+            if self.staleness == 0:
                 self.sampler.sleep()
-        elif self.stage.params.engine.zero_stage < 3:
+        elif self.staleness > 0 and self.stage.params.engine.zero_stage < 3:
             self._pause()
         # Read them from disk even if they were just written, so that a resumed step computes from the same
         # values as a fresh one.

@@ -92,17 +92,19 @@ def check_critic_given(stage: Stage) -> None:
     Nothing is checked for other stages.
     """
     advantages = stage.params.agentic.advantages
-    if stage.name != "agentic" or (advantages == "critic") == (stage.critic is not None):
-        return
-    if stage.critic is None:
-        raise UserError(
-            f"{stage.name}: stage 4 needs the critic of stage 3; run the stages from critic on, or set "
-            "agentic.advantages to group."
+    if stage.name == "agentic":
+        _refuse(
+            (
+                advantages == "critic" and stage.critic is None,
+                "agentic: stage 4 needs the critic of stage 3; run the stages from critic on, or set "
+                "agentic.advantages to group.",
+            ),
+            (
+                advantages != "critic" and stage.critic is not None,
+                f"agentic.advantages: {advantages} uses no critic, but {stage.critic} was given; "
+                "leave the critic out, or set it to critic.",
+            ),
         )
-    raise UserError(
-        f"agentic.advantages: {advantages} uses no critic, but {stage.critic} was given; "
-        "leave the critic out, or set it to critic."
-    )
 
 
 def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from components.core import stage_params
 from components.core.errors import StageFailed
 from components.core.files import read_json, sync_tree, write_json
 from components.core.task import dataset_version
@@ -48,22 +47,20 @@ EXPECTED_FROM = 3
 class StateStore:
     """States of a stage's engines in the stage's folder; every rank must call `save` and `load`."""
 
-    stage_folder: Path
+    stage: Stage
     engines: Mapping[str, DeepSpeedEngine]
-    settings: stage_params.Engine
     world: World
     # Maximum number of states on disk; `save` deletes the oldest ones if there are more.
     kept: int
-    # Folders of finished stages, whose states `save` deletes.
-    finished: tuple[Path, ...] = ()
 
     @property
     def layout(self) -> str:
-        return f"{self.settings.dtype}-zero{self.settings.zero_stage}-world{self.world.size}"
+        settings = self.stage.params.engine
+        return f"{settings.dtype}-zero{settings.zero_stage}-world{self.world.size}"
 
     def complete(self) -> list[tuple[int, Path]]:
         """Return (finished steps, folder) of every complete state of this layout, oldest first."""
-        found = (self.stage_folder / "state").glob(f"step-*-{self.layout}")
+        found = (self.stage.out / "state").glob(f"step-*-{self.layout}")
         return sorted((int(folder.name.split("-")[1]), folder) for folder in found)
 
     def newest(self) -> int:
@@ -73,10 +70,10 @@ class StateStore:
     def save(self, steps: int) -> None:
         """Save the engines' present state as the state after `steps` steps.
 
-        If there are then more than `kept` states, the oldest ones are deleted. The states of the stages in
-        `finished` are deleted too, because their checkpoints are all that this stage needs.
+        If there are then more than `kept` states, the oldest ones are deleted. The states of the stages
+        `stage.earlier` are deleted too, because their checkpoints are all that this stage needs.
         """
-        folder = self.stage_folder / "state" / f"step-{steps:04d}-{self.layout}"
+        folder = self.stage.out / "state" / f"step-{steps:04d}-{self.layout}"
         temporary = folder.with_name(f".{folder.name}.writing")
         if self.world.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -91,7 +88,7 @@ class StateStore:
             temporary.rename(folder)
             for _, old in self.complete()[: -self.kept]:
                 shutil.rmtree(old)
-            for earlier in self.finished:
+            for earlier in self.stage.earlier:
                 shutil.rmtree(earlier / "state", ignore_errors=True)
         self.world.barrier()
 
@@ -138,7 +135,7 @@ def resume(
     first steps can go back to that state.
     """
     world = next(iter(engines.values())).world
-    saved = StateStore(stage.out, engines, stage.params.engine, world, kept_states, stage.earlier)
+    saved = StateStore(stage, engines, world, kept_states)
     start = saved.load()
     if rolls_back and start == 0:
         saved.save(0)

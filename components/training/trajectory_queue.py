@@ -76,23 +76,19 @@ class TrajectoryQueue:
         pool: JudgePool,
         staleness: int,
         group: int,
-        on_finished: Callable[[int], None],
     ):
         """Read the trajectories that an earlier process left in the folder `out` of the stage.
 
         `request_of(wave)` makes the request of a wave, and `run(request, index)` samples a trajectory of it;
         at most `capacity()` run at a time. A trajectory is dropped when the oldest weights that sampled a
         token of it are more than `staleness` steps old. Each `group` consecutive attempts of a wave are taken
-        together or not at all. `on_finished` is called with the number of trajectories that wait to be taken,
-        while the trainer waits for them. The waiting jobs of `pool` are cancelled when the sampling ends
-        early.
+        together or not at all. The waiting jobs of `pool` are cancelled when the sampling ends early.
         """
         self.out, self.folder = out, out / SAMPLING
         self.request_of, self.run, self.capacity = request_of, run, capacity
-        self.pool, self.staleness, self.group, self.on_finished = pool, staleness, group, on_finished
+        self.pool, self.staleness, self.group = pool, staleness, group
         self.condition = threading.Condition()
         self.step = self.budget = self.dropped = 0
-        self.is_waiting = False
         self.error: BaseException | None = None
         self.running: dict[Attempt, _Running] = {}
         self.finished: dict[Attempt, _Finished] = {}
@@ -115,7 +111,7 @@ class TrajectoryQueue:
         whose sampling failed.
         """
         with self.condition:
-            self.step, self.is_waiting = step, True
+            self.step = step
             waiting = {attempt: one.oldest for attempt, one in self.finished.items()}
             running = {attempt: one.begun for attempt, one in self.running.items()}
             for attempt, oldest in (waiting | running).items():
@@ -139,10 +135,11 @@ class TrajectoryQueue:
         elif self.loop is not None:
             self.loop.call_soon_threadsafe(self.changed.set)
 
-    def take(self, folder: Path, count: int) -> None:
+    def take(self, folder: Path, count: int, report: Callable[[int], None]) -> None:
         """Wait until `count` trajectories are complete, and move the `count` oldest ones into `folder`.
 
-        `folder` appears when all of them are in it. Raises the error of a trajectory whose sampling failed,
+        `folder` appears when all of them are in it. While it waits, `report` is called with the number of
+        trajectories that wait to be taken. Raises the error of a trajectory whose sampling failed,
         and UserError if no trajectory can be trained on; nothing is moved then.
         """
         with self.condition:
@@ -150,7 +147,7 @@ class TrajectoryQueue:
                 if self.error is not None:
                     raise self.error
                 self.condition.wait()
-            self.is_waiting = False
+                report(len(self.finished))
             chosen = sorted(chosen[:count])
             taken = [self.finished.pop(attempt) for attempt in chosen]
             self.taken |= set(chosen)
@@ -191,20 +188,19 @@ class TrajectoryQueue:
     def _read_finished(self) -> None:
         """Read the trajectories that an earlier process finished and no step has taken.
 
-        Those that cannot be trained on are removed, so that they are sampled again, and so are folders that
-        were not written completely.
+        Those that cannot be trained on are removed, so that they are sampled again. The names of folders that
+        were not written completely begin with a dot.
         """
         for moving in self.out.glob("trajectories/.step-*"):
             for folder in moving.iterdir():
                 folder.rename(self.folder / folder.name)
             moving.rmdir()
-        for folder in sorted(self.folder.glob("*")):
-            attempt = _attempt(folder)
-            trajectory = load_trajectories(folder)[0] if attempt is not None else None
-            if attempt is None or trajectory is None or fault_of(trajectory):
+        for folder in sorted(self.folder.glob("[0-9]*")):
+            (trajectory,) = load_trajectories(folder)
+            if fault_of(trajectory):
                 shutil.rmtree(folder)
             else:
-                self._add(attempt, trajectory)
+                self._add(_attempt(folder), trajectory)
 
     def _add(self, attempt: Attempt, trajectory: Trajectory) -> None:
         names = [name for name, _ in trajectory.versions] or [trajectory.policy_version]
@@ -261,8 +257,6 @@ class TrajectoryQueue:
                 shutil.rmtree(self._path(attempt), ignore_errors=True)
                 return
             self._add(attempt, trajectory)
-            if self.is_waiting:
-                self.on_finished(len(self.finished))
             self.condition.notify_all()
 
     def _serve(self) -> None:
@@ -285,7 +279,7 @@ class TrajectoryQueue:
                 self.condition.notify_all()
 
 
-def _attempt(folder: Path) -> Attempt | None:
-    """Return the attempt whose trajectory the folder holds, or None if it is no complete folder of one."""
-    wave, _, index = folder.name.partition("-")
-    return (int(wave), int(index)) if wave.isdigit() and index.isdigit() else None
+def _attempt(folder: Path) -> Attempt:
+    """Return the attempt whose trajectory the folder holds."""
+    wave, index = folder.name.split("-")
+    return int(wave), int(index)

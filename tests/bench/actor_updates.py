@@ -18,7 +18,6 @@ from components.training.engine import BETAS, DTYPES, DeepSpeedEngine
 from components.training.losses import policy_loss_sum
 from components.training.networks import Actor, load_policy
 from components.training.ppo import Experience, update_actor
-from components.training.ranks import sharded_loading
 
 LEARNING_RATE = 1e-6
 
@@ -70,8 +69,7 @@ def spread(batch: Rollout, row: int, values: Tensor) -> Tensor:
 
 def ours(params: Params, folder: Path, batch: Rollout, experience: Experience, repeats: int) -> Measured:
     found, settings, ppo = Measured(params.device), params.engine, params.agentic
-    with sharded_loading(settings, params.device):
-        policy = load_policy(folder, settings, params.policy.adapter, DTYPES[settings.dtype])
+    policy = load_policy(folder, params)
     engine = DeepSpeedEngine(
         Actor(policy, 1.0), settings, device=params.device, gradient_clip=ppo.gradient_clip
     )

@@ -33,7 +33,7 @@ from components.planning.memory_model import rank_memory, roles_of
 from components.planning.model_shapes import shapes_of
 from components.policy.adapter import add_adapter
 from components.training import document_attention
-from components.training.batches import Microbatch, make_batch, pack, to_device
+from components.training.batches import Microbatch, make_batch, pack
 from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.networks import Actor, Critic, tile_mlps
 from components.training.ranks import sharded_loading
@@ -70,7 +70,7 @@ def measured(config: dict[str, Any], params: Params, has_critic: bool, tokens: i
     batch = make_batch([(ids, mask)])
 
     def loss(module: nn.Module, microbatch: Microbatch) -> Tensor:
-        outputs = module(to_device(pack(batch, microbatch.rows), engines[0].world.device))
+        outputs = module(pack(batch, microbatch.rows, device=engines[0].world.device))
         total: Tensor = outputs[0].float().sum() / batch.tokens
         return total
 

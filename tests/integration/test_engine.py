@@ -1,6 +1,5 @@
 """The DeepSpeed engine: micro-batches change nothing, a saved state continues to the same bits."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -23,11 +22,10 @@ from training_fixtures import VOCABULARY, tiny_policy
 
 from components.core import config
 from components.core.config import resolve
-from components.core.errors import UserError
 from components.training.batches import Microbatch, Streams, pack
 from components.training.engine import DeepSpeedEngine, MetricSums, evaluate, train_step
 from components.training.networks import Actor, load_policy, tile_mlps
-from components.training.ranks import drop_unsearchable_folders, sharded_loading
+from components.training.ranks import drop_unsearchable_folders
 from components.training.rejection import likelihood_loss
 
 
@@ -171,19 +169,12 @@ def test_value_pretraining_maps_its_trajectories_instead_of_padding_them(tmp_pat
 
 
 def test_rotary_frequencies_are_not_rounded_in_a_sharded_bfloat16_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     tiny_policy().save_pretrained(tmp_path)
-    adapter, engine = resolve("ci").params.policy.adapter, settings(3, dtype="bfloat16")
-    with sharded_loading(engine, "cpu"):
-        model = load_policy(tmp_path, engine, adapter, torch.bfloat16)
-        assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {
-            torch.float32
-        }
-        # As transformers before 5.23, which does not protect torch.arange from DeepSpeed.
-        monkeypatch.setattr("transformers.modeling_utils.prevent_arange_dtype_change", contextlib.nullcontext)
-        with pytest.raises(UserError, match=r"inv_freq to torch.bfloat16.*transformers 5.23"):
-            load_policy(tmp_path, engine, adapter, torch.bfloat16)
+    params = resolve("ci", ("engine.zero_stage=3", "engine.dtype=bfloat16")).params
+    model = load_policy(tmp_path, params)
+    assert {buffer.dtype for name, buffer in model.named_buffers() if "inv_freq" in name} == {torch.float32}
 
 
 def test_a_program_that_is_not_installed_is_not_found_beside_a_folder_that_may_not_be_searched(

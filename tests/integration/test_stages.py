@@ -283,8 +283,7 @@ def test_a_critic_is_what_its_checkpoint_says(tmp_path: Path) -> None:
     )
     result = critic.run(made)
     assert result.figures["explained_variance"] > 0.05, "it explains some of what it was taught"
-    engine = made.params.engine
-    loaded = load_critic(made.out / "checkpoint", engine, made.params.policy.adapter, torch.float32)
+    loaded = load_critic(made.out / "checkpoint", made.params)
     tensors = load_file(made.out / "checkpoint/value_head.safetensors")
     assert torch.equal(loaded.value_head.weight, tensors["weight"]) and float(loaded.baseline) == float(
         tensors["baseline"]

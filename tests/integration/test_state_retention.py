@@ -41,14 +41,15 @@ def test_states_are_written_by_time_and_those_of_the_finished_stage_go_with_the_
 
 def test_a_state_of_another_layout_is_not_loaded(tmp_path: Path) -> None:
     engine = engine_of(1)
-    store = StateStore(tmp_path, {}, engine.settings, engine.world, 2)
+    made = stage(tmp_path, "warmup")
+    store = StateStore(made, {}, engine.world, 2)
     for name in (
         "step-0007-bfloat16-zero1-world1",
         "step-0006-float32-zero3-world1",
         "step-0004-float32-zero1-world2",
         "step-0002-float32-zero1-world1",
     ):
-        (tmp_path / "state" / name).mkdir(parents=True)
+        (made.out / "state" / name).mkdir(parents=True)
     assert [steps for steps, _ in store.complete()] == [2]
 
 

@@ -59,7 +59,6 @@ class Line:
             pool=NoPool(),
             staleness=staleness,
             group=group,
-            on_finished=lambda finished: None,
         )
 
     def request(self, wave: int) -> RolloutRequest:
@@ -92,7 +91,7 @@ class Line:
         self.version = f"0123+{step}"
         self.queue.begin(step, 4, steps)
         folder = out / "trajectories" / f"step-{step:04d}"
-        self.queue.take(folder, 4)
+        self.queue.take(folder, 4, lambda finished: None)
         return sorted([int(part) for part in place.name.split("-")] for place in folder.iterdir())
 
 
