@@ -14,7 +14,7 @@ from typing import Any, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.params import JudgeParams, Params
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -276,9 +276,12 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
             "set it to 0, or policy.sleep to false",
         ),
     ]
-    for is_found, key, why in contradictions:
-        if is_found:
-            raise UserError(f"{sources.get(key, 'params.yaml')}: {key} {why}.")
+    refuse(
+        *(
+            (is_found, f"{sources.get(key, 'params.yaml')}: {key} {why}.")
+            for is_found, key, why in contradictions
+        )
+    )
 
 
 def check_policy_source(params: Params) -> None:

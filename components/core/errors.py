@@ -58,6 +58,16 @@ class StageFailed(Exception):
     exit_code = 1
 
 
+def refuse(*faults: tuple[object, str]) -> None:
+    """Raise UserError with the message of the first fault that is found.
+
+    Each fault is a pair: whether it is found, and the message.
+    """
+    for is_found, message in faults:
+        if is_found:
+            raise UserError(message)
+
+
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield the error, then its cause, then the cause of the cause, and so on.
 

@@ -14,7 +14,7 @@ import grimp
 
 from components.core.config import PROJECT
 from components.core.files import digest_bytes, digest_file
-from components.core.text import parse_python
+from components.core.text import parse_without_docstrings
 
 # Folders with sources and with the template of workspaces.
 FOLDERS = ("components", "flows", "agent_workdir")
@@ -23,7 +23,6 @@ FOLDERS = ("components", "flows", "agent_workdir")
 DECLARATIONS = (
     "components.core.params",
     "components.core.stage_params",
-    "components.core.config",
     "components.core.config",
 )
 # Folders whose files are used by a package or a module without an import: code that is started in a sandbox
@@ -45,21 +44,9 @@ def source_digest(path: Path) -> str:
     if path.suffix != ".py":
         return digest_file(path)
     try:
-        tree = parse_python(path.read_bytes())
+        return digest_bytes(ast.dump(parse_without_docstrings(path.read_bytes())).encode())
     except (SyntaxError, ValueError):
         return digest_file(path)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = [statement for statement in node.body if not _is_bare_string(statement)]
-    return digest_bytes(ast.dump(tree).encode())
-
-
-def _is_bare_string(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
 
 
 def _files_below(folder: Path) -> set[Path]:

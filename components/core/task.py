@@ -18,7 +18,7 @@ from pydantic import Field
 from components.core.errors import UserError
 from components.core.files import atomic_write, digest_bytes, digest_json
 from components.core.records import FrozenModel
-from components.core.text import parse_python
+from components.core.text import parse_python, parse_without_docstrings
 
 KERNELBENCH = "https://github.com/ScalingIntelligence/KernelBench"
 REQUIRED_PARTS = ("Model", "get_inputs()", "get_init_inputs()")
@@ -29,14 +29,7 @@ def normalise(code: str) -> str:
 
     Sources that differ only in these have the same result.
     """
-    tree = parse_python(code)
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+    return ast.unparse(parse_without_docstrings(code))
 
 
 class KernelTask(FrozenModel):

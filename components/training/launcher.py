@@ -32,11 +32,6 @@ CONSEQUENCES = ("RankLost", "Terminated")
 _PR_SET_PDEATHSIG = 1
 
 
-def error_file(logs: Path, rank: int) -> Path:
-    """Return the file in which a rank on Ray records the exception that ends it."""
-    return logs / str(rank) / "error.json"
-
-
 def raise_first_error(logs: Path, ranks: int) -> None:
     """Raise the earliest error that a rank recorded below `logs`, in a folder named after its number.
 

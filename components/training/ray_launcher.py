@@ -21,7 +21,7 @@ from components.core.progress import Quiet
 from components.judge.pool.local_pool import with_any_duration
 from components.judge.pool.open_pool import open_pool
 from components.planning.ray_cluster import RUN, bundle, connect
-from components.training.launcher import ERROR_FILE, error_file, raise_first_error
+from components.training.launcher import ERROR_FILE, raise_first_error
 from components.training.metrics import METRICS
 from components.training.run_stage import run_stage
 from components.training.stage import UNFINISHED, Stage, StageResult, load_result
@@ -112,7 +112,7 @@ def _reported_progress(stage: Stage) -> Iterator[None]:
 
 def _rank(config: dict[str, Any]) -> None:
     """Run one rank of the stage; Ray Train calls this with `train_loop_config`."""
-    file = error_file(config["logs"], get_context().get_world_rank())
+    file = config["logs"] / str(get_context().get_world_rank()) / "error.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     os.environ[ERROR_FILE] = str(file)
     os.environ[RUN] = config["run"]

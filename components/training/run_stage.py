@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from components.agent.rewards import load_reward
-from components.core.errors import StageFailed, UserError
+from components.core.errors import StageFailed, refuse
 from components.core.params import Params
 from components.judge.verdict import require_standard_labels
 from components.training.stage import STAGES, Stage, StageName, StageResult, finished_result
@@ -93,7 +93,7 @@ def check_critic_given(stage: Stage) -> None:
     """
     advantages = stage.params.agentic.advantages
     if stage.name == "agentic":
-        _refuse(
+        refuse(
             (
                 advantages == "critic" and stage.critic is None,
                 "agentic: stage 4 needs the critic of stage 3; run the stages from critic on, or set "
@@ -121,7 +121,7 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     policy, ppos = params.policy, {"warmup": params.warmup, "agentic": params.agentic}
     ppos = {name: ppo for name, ppo in ppos.items() if name in stages}
     tasks = (params.warmup.steps * params.warmup.rollouts.tasks, params.rejection.rollouts.tasks)
-    _refuse(
+    refuse(
         *_engine_faults(params),
         (
             set(stages) != {"critic"} and policy.backend == "vllm-server" and not policy.servers,
@@ -159,18 +159,11 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     )
 
 
-def _refuse(*faults: tuple[object, str]) -> None:
-    """Raise UserError with the message of the first of the pairs (is it found, message) that is found."""
-    for is_found, message in faults:
-        if is_found:
-            raise UserError(message)
-
-
 def _check_night(params: Params) -> None:
     """Raise UserError, which names the parameter, if a pipeline run cannot have the stages night.stages."""
     chosen = params.night.stages
     needs_critic = params.agentic.advantages == "critic"
-    _refuse(
+    refuse(
         (
             chosen != [name for name in STAGES if name in chosen],
             f"night.stages: {chosen} is not in the order of the stages; give each at most once, in the "
@@ -193,7 +186,7 @@ def _check_night(params: Params) -> None:
 
 
 def _engine_faults(params: Params) -> list[tuple[object, str]]:
-    """Return pairs for `_refuse`: why the training engine cannot run with `params`."""
+    """Return pairs for `refuse`: why the training engine cannot run with `params`."""
     engine, trainers = params.engine, params.pool.trainers
     shared = engine.sequence_parallel
     return [

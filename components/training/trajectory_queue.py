@@ -112,12 +112,11 @@ class TrajectoryQueue:
         """
         with self.condition:
             self.step = step
-            waiting = {attempt: one.oldest for attempt, one in self.finished.items()}
-            running = {attempt: one.begun for attempt, one in self.running.items()}
-            for attempt, oldest in (waiting | running).items():
-                if step - oldest > self.staleness:
-                    self.dropped_groups.add(self._group(attempt))
-            for attempt in [one for one in waiting | running if self._group(one) in self.dropped_groups]:
+            oldest = {attempt: one.oldest for attempt, one in self.finished.items()}
+            oldest |= {attempt: one.begun for attempt, one in self.running.items()}
+            too_old = {attempt for attempt, updates in oldest.items() if step - updates > self.staleness}
+            self.dropped_groups |= {self._group(attempt) for attempt in too_old}
+            for attempt in [one for one in oldest if self._group(one) in self.dropped_groups]:
                 self.dropped += 1
                 if attempt in self.running:
                     task = self.running.pop(attempt).task
