@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sysconfig
 import tempfile
@@ -52,6 +53,15 @@ MAX_LOG_BYTES = 8000
 MAX_OUTPUT_BYTES = 1 << 20
 # Exit code of the build script if the compiler ran and reported a failure.
 COMPILER_FAILED = 65
+# Exit codes after signals that end a compiler because of the sources: it crashed, or exceeded its own limits
+# of output and CPU time.
+COMPILER_CRASHED = frozenset(
+    128 + number
+    for number in (
+        *(signal.SIGABRT, signal.SIGFPE, signal.SIGILL),
+        *(signal.SIGSEGV, signal.SIGXCPU, signal.SIGXFSZ),
+    )
+)
 # Pattern of the messages of compilers and linkers about a source.
 DIAGNOSTIC = re.compile(
     r"(?i)\b(?:error|fatal)\s*(?::|#\d)|undefined reference|(?:out of memory|exhausted)\b"
@@ -86,10 +96,13 @@ class BuildResult:
 def is_compiler_error(result: subprocess.CompletedProcess[str]) -> bool:
     """Return whether a failed build ended with diagnostics of the compiler or linker about the sources.
 
-    Otherwise the sandbox could not be made, a process could not be started, or the machine ended it.
+    Otherwise the sandbox could not be made, a process could not be started, or the machine ended it. A
+    compiler that printed more than is read, or that crashed, counts as one with diagnostics: only the sources
+    can cause that.
     """
     lines = [line for line in result.stderr.splitlines() if not MACHINE_FAULT.fullmatch(line.strip())]
-    return result.returncode == COMPILER_FAILED and any(map(DIAGNOSTIC.search, lines))
+    has_diagnostics = any(map(DIAGNOSTIC.search, lines)) or len(result.stderr.encode()) >= MAX_OUTPUT_BYTES
+    return result.returncode in COMPILER_CRASHED or (result.returncode == COMPILER_FAILED and has_diagnostics)
 
 
 def compile_own(source: Path, target: Path, flags: Sequence[str]) -> None:

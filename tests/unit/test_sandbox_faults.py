@@ -1,5 +1,6 @@
 """Faults of the machine are not charged to candidates, and a judge finds its own GPU."""
 
+import signal
 import threading
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -10,7 +11,11 @@ import pytest
 from components.core.errors import InfrastructureError, IsolationUnavailable
 from components.judge.pool.ray_pool import RayBackend
 from components.sandbox import isolation
-from components.sandbox.build import COMPILER_FAILED, is_compiler_error
+from components.sandbox.build import (
+    COMPILER_FAILED,
+    MAX_OUTPUT_BYTES,
+    is_compiler_error,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,13 @@ def test_a_fault_of_the_machine_is_no_error_of_the_compiler(code: int, errors: s
 )
 def test_diagnostics_of_a_compiler_are_the_candidates_fault(errors: str) -> None:
     assert is_compiler_error(CompletedProcess([], COMPILER_FAILED, "", errors))
+
+
+def test_a_compiler_that_its_source_floods_or_crashes_is_the_candidates_fault() -> None:
+    notes = "a.cpp:1:9: note: '#pragma message: 0123456789'\n" * (MAX_OUTPUT_BYTES // 40)
+    assert is_compiler_error(CompletedProcess([], COMPILER_FAILED, "", notes[:MAX_OUTPUT_BYTES]))
+    for number in (signal.SIGXFSZ, signal.SIGXCPU, signal.SIGSEGV):
+        assert is_compiler_error(CompletedProcess([], 128 + number, "", ""))
 
 
 def machine(root: Path, devices: list[int], gpus: dict[str, tuple[str, int]]) -> Path:
