@@ -74,12 +74,12 @@ class RowOperator:
 
 
 def _maximum(name: str) -> Sweep:
-    """Return a sweep that computes in the variable `name` the maximum of the elements."""
+    """Return the code of a loop that computes the maximum of a row in the C++ variable `name`."""
     return Sweep((f"float {name} = -INFINITY;",), f"max : {name}", (f"{name} = vmax({name}, v);",))
 
 
 def _sum(name: str, term: str, *finish: str) -> Sweep:
-    """Return a sweep that computes in `name` the sum of the expression `term` over the elements.
+    """Return the code of a loop that computes the sum of the C++ expression `term` over a row in `name`.
 
     `finish` are the lines after the loop.
     """

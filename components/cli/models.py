@@ -96,8 +96,9 @@ def models_show(options: CommonOptions, version: Version) -> Output:
 def models_gate(options: CommonOptions, version: Version) -> Output:
     """Apply the gates to a version again, with the current thresholds and the current champion.
 
-    The judge tries the exploits again. A version that passes waits for approval by a person. The exit code is
-    4 if the gates refuse the version.
+    The sample of kernels that try to deceive the judge is judged again, and the version is refused if the
+    judge believes one of them. A version that passes waits for approval by a person. The exit code is 4 if
+    the gates refuse the version.
     """
     from components.registry import models
     from components.registry.gate_runner import gate_again

@@ -1,4 +1,8 @@
-"""Text: sources of Python, output of untrusted programs, and figures of a run as people read them."""
+"""Functions on text.
+
+They parse sources of Python, remove control characters from the output of untrusted programs, and format the
+figures of a run for people.
+"""
 
 import ast
 import contextlib

@@ -304,11 +304,11 @@ def first_mismatch(
     errors are multiplied by `multiple`. `loose`, which is meant for baselines, allows errors up to the
     absolute tolerance.
 
-    If the error of the task's own output is above the absolute tolerance, some outputs can be called neither
-    right nor wrong, and TaskError is raised for them. These are a baseline's outputs (`loose`) that repeat
-    the task's own output, and a candidate's outputs that are wrong by its limits but right by those of
-    `loose`. A baseline's output that does not repeat the task's own output is wrong, because the task is not
-    deterministic.
+    If the error of the task's own output against float64 is above the absolute tolerance, the criterion
+    cannot decide on every output. In this case alone, a baseline's output (`loose`) raises TaskError if it
+    equals the task's own output within the limits, and is wrong otherwise, because then the task is not
+    deterministic. A candidate's output raises TaskError if it is wrong by the candidate's limits but right by
+    those of `loose`.
     """
     for output, reference in zip(outputs, references, strict=True):
         shaped = output.view(reference.shape)

@@ -161,9 +161,10 @@ class Float64Check:
         self.deferred, self.deferrable = [], 0
 
     def wrong_deferred_call(self) -> str | None:
-        """Compare the deferred calls, and return the reason why one is wrong, or None if all are right.
+        """Compare the outputs of deferred calls with float64 outputs, and return why one is wrong, or None.
 
-        The timed runners of the task must have ended, and their memory must be free. The reason ends with the
+        A deferred call is a timed call whose output departed from eager's, and whose comparison waits until
+        the device's memory is free. The timed runners of the task must have ended. The reason ends with the
         name of the input distribution. Raises TaskError if eager is too inexact to tell, and
         InfrastructureError if the float64 outputs cannot be computed.
         """

@@ -181,8 +181,8 @@ def bubblewrap(
 def _privileges(keep_capabilities: bool) -> list[str]:
     """Return bwrap's options for the user namespace and the capabilities.
 
-    With `keep_capabilities` all capabilities are kept. Otherwise all are dropped, except for root those with
-    which `setpriv` drops the rest.
+    With `keep_capabilities` all capabilities are kept. Otherwise an ordinary account's sandbox has none, and
+    root's has only those that `setpriv` needs to change the user and to drop them.
     """
     options = []
     if not can_change_uid():

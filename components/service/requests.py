@@ -1,4 +1,4 @@
-"""Requests and answers of the service, as they appear in JSON, and the error that is a sentence."""
+"""The service's requests and answers in JSON, and the exception whose message a caller gets as the answer."""
 
 from typing import Annotated
 
@@ -69,9 +69,10 @@ Measurement = Annotated[
 
 
 class Body(FrozenModel):
-    """What all requests have: the settings of the judge that they choose.
+    """Base class of the requests to judge, with the settings of the judge that a caller may choose.
 
-    `params` has all parameters. Only the account that runs the service may send it, by the Unix socket.
+    `params` replaces all parameters of the service for this request. It is accepted only over the Unix
+    socket, from the account that runs the service.
     """
 
     precision: Precision | None = Field(None, description="by default the service's")

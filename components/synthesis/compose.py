@@ -181,9 +181,10 @@ _probe = functools.cache(probe)
 
 
 def every_operator_matters(steps: Steps) -> bool:
-    """Return whether the output varies and leaving out any operator changes it by at least 1 % (RMS).
+    """Return whether every operator of a chain changes the output.
 
-    A reduction always matters, because it changes the shape of the output.
+    Leaving out any operator must change the output by at least 1 % of its root mean square, and the output
+    must not be the same for all elements. A reduction always matters, because it changes the shape.
     """
 
     def run(chain: Sequence[Step], dtype: torch.dtype) -> Tensor:

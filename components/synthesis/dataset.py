@@ -120,9 +120,10 @@ PUBLIC = ("ops", "data_source", "code")
 
 
 def read_public(path: Path, seed: int) -> list[KernelTask]:
-    """Return every row of a parquet file as a task without evidence, whose name is the number of the row.
+    """Return every row of a parquet file as a task that no judge has admitted yet.
 
-    `seed` is data.held_out_seed, which determines the tasks that are held out. Raises UserError if the file
+    The name of a task is the number of its row. `seed` is data.held_out_seed, by which some tasks are marked
+    as held out. Raises UserError if the file
     is not a parquet file or lacks one of the columns of the public data set, which are `ops`, `data_source`
     and `code`.
     """

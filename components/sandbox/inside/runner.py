@@ -58,7 +58,9 @@ def main(
     message: RoleHeader,
     descriptors: list[int],
 ) -> None:
-    """Take roles until the judge closes the connection, then end the process.
+    """Serve the judge's messages until it closes the connection, then end the process.
+
+    The header of a message names the role for which it is: candidate, baseline or reference.
 
     `message` is the first header and `descriptors` came with it; `receive` reads further messages. An error
     is sent to the judge as a message.
