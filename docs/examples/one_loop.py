@@ -78,7 +78,7 @@ class Answer:
 def admitted_tasks(params: Params, judge: Judge) -> Iterator[KernelTask]:
     """Yield tasks that the judge can measure, with the evidence that the first files of a workspace need."""
     for task in compose_training_tasks(params.seed, params.data, params.device):
-        admission = judge.admit(task.code)
+        admission = judge.admit(task.code, params.data.eager_seconds)
         if admission.admitted:
             yield task.model_copy(update={"evidence": admission.evidence})
 

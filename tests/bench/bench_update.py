@@ -73,11 +73,9 @@ def make_rows(vocabulary: int, rows: int, longest: int) -> tuple[Rollout, Experi
     experience = Experience(
         old_logprob=logprob,
         reference_logprob=zeros,
-        old_values=zeros,
         advantages=torch.randn(batch.tokens, generator=noise),
         returns=zeros,
         importance=torch.ones(batch.tokens),
-        best=torch.zeros(batch.tokens, dtype=torch.bool),
     )
     return Rollout(**vars(batch), sampler_logprob=logprob, rewards=torch.zeros(rows)), experience
 

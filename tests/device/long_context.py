@@ -53,7 +53,6 @@ from components.training.batches import Rollout, make_batch
 from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.networks import Actor, Critic
 from components.training.ppo import Experience, update_actor, update_critic
-from components.training.ranks import sharded_loading
 
 RESULT = "RESULT "
 # Least seconds that are left when a case is started.
@@ -123,11 +122,9 @@ def rows(vocabulary: int, length: int, count: int) -> tuple[Rollout, Experience]
     experience = Experience(
         old_logprob=logprob,
         reference_logprob=zeros,
-        old_values=zeros,
         advantages=torch.randn(batch.tokens, generator=noise),
         returns=1 + torch.randn(batch.tokens, generator=noise),
         importance=torch.ones(batch.tokens),
-        best=torch.zeros(batch.tokens, dtype=torch.bool),
     )
     return Rollout(**vars(batch), sampler_logprob=logprob, rewards=torch.zeros(count)), experience
 
@@ -151,8 +148,7 @@ def work(case: Case, model: str, params: Params, lengths: list[int]) -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    with sharded_loading(settings, device):
-        loaded = random_network(factory, config, settings, params.policy.adapter, dtype, device)
+    loaded = random_network(factory, config, params)
     network: Actor | Critic
     if case.network == "actor":
         network = Actor(loaded, 1.0)
