@@ -12,6 +12,7 @@ from typing import Any
 
 from components.agent.rewards import load_reward
 from components.core.config import result_values
+from components.core.errors import UserError
 from components.core.files import digest_json, read_json
 from components.core.params import Params
 from components.core.records import FrozenModel
@@ -148,13 +149,17 @@ def reward_digests(reward: str) -> dict[str, str]:
     """Return the digests of the sources of the reward function whose import path is `reward`.
 
     They are the closure of a module of the project, by path, or else the function's module alone, by its
-    name. Raises UserError if the function cannot be imported.
+    name. Raises UserError if the function cannot be imported or has no source file.
     """
-    load_reward(reward)
-    module = reward.rpartition(".")[0]
+    module = load_reward(reward).__module__
     if module.startswith("components."):
         return closure_digests(module)
-    return {module: source_digest(Path(str(sys.modules[module].__file__)))}
+    source = getattr(sys.modules[module], "__file__", None)
+    if source is None:
+        raise UserError(
+            f"params.yaml: reward: the module {module} has no source file; put the function into one."
+        )
+    return {module: source_digest(Path(source))}
 
 
 def changes_since_last(parts: KeyParts, home: Path) -> list[str]:

@@ -10,7 +10,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 from torch.multiprocessing import get_context
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
@@ -74,7 +74,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         """Update the matrices with their gradients. `closure` must be None."""
         assert closure is None
         for group in self.param_groups:
@@ -278,7 +278,7 @@ def _reduce(
     gradients = [parameter.grad.reshape(-1) for parameter in parameters if parameter.grad is not None]
     total = torch.cat([*gradients, gradients[0].new_tensor([own_loss, own_tokens])])
     if group.size() > 1:
-        group.allreduce([total]).wait()  # type: ignore[attr-defined]
+        group.allreduce([total]).wait()  # type: ignore[attr-defined]  # not in torch's stubs
     total[:-2] /= total[-1]
     total[:-2] *= (1.0 / (total[:-2].norm() + 1e-6)).clamp(max=1.0)
     parts = total[:-2].split([parameter.numel() for parameter in parameters])

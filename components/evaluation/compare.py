@@ -18,10 +18,10 @@ from scipy import stats
 from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel
+from components.evaluation.intervals import Estimate
 from components.evaluation.metrics import (
     BASELINES,
     RESULTS,
-    Estimate,
     Evaluation,
     TaskResult,
     changes,

@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel
+from components.evaluation.intervals import (
+    COVERAGE,
+    Array,
+    Estimate,
+    Interval,
+    bootstrap_counts,
+    percentile_interval,
+    quotients,
+)
 from components.judge.verdict import MARGIN, Labels, Ratio, Seconds, Speedup, Status, Verdict, milestone
-
-# Number of bootstrap samples, and share of them that an interval covers.
-RESAMPLES = 2000
-COVERAGE = 0.95
-
-Array = NDArray[np.float64]
 
 Baseline = Literal["eager", "compile"]
 BASELINES: tuple[Baseline, ...] = ("eager", "compile")
@@ -117,16 +119,6 @@ class TaskResult(FrozenModel):
         if not self.correct or ratio is None or not math.isfinite(ratio.estimate) or ratio.estimate <= 0:
             return None
         return ratio.estimate
-
-
-class Interval(FrozenModel):
-    """A 95 % interval from bootstrap samples of the tasks, or an exact binomial one for shares of 0 and 1.
-
-    Both ends are None if there is no task on which the figure is defined.
-    """
-
-    low: float | None
-    high: float | None
 
 
 class Pair(FrozenModel):
@@ -293,39 +285,6 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
     )
 
 
-def bootstrap_counts(tasks: int) -> Array:
-    """Return how often each task occurs in each bootstrap sample, with shape [RESAMPLES, tasks]."""
-    if tasks == 0:
-        return np.zeros((RESAMPLES, 0))
-    shares = np.full(tasks, 1 / tasks)
-    return np.random.default_rng(0).multinomial(tasks, shares, size=RESAMPLES).astype(float)
-
-
-def quotients(figure: tuple[Array, Array], counts: Array) -> Array:
-    """Return the value of a figure for each of several samples of the tasks, with shape [samples].
-
-    `figure` has the numerator and the denominator of each task, both [tasks], and `counts` says how often
-    each sample has each task, [samples, tasks]. The value is NaN if the sum of the denominators is 0.
-    """
-    numerator, denominator = counts @ figure[0], counts @ figure[1]
-    quotient: Array = np.divide(
-        numerator, denominator, out=np.full(len(counts), math.nan), where=denominator > 0
-    )
-    return quotient
-
-
-def percentile_interval(samples: Array) -> Interval:
-    """Return the percentile interval of a figure from its values for all bootstrap samples.
-
-    Samples that are NaN are left out. Both ends are None if all samples are NaN.
-    """
-    samples = samples[~np.isnan(samples)]
-    if len(samples) == 0:
-        return Interval(low=None, high=None)
-    low, high = np.quantile(samples, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
-    return Interval(low=float(low), high=float(high))
-
-
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -334,12 +293,6 @@ def by_level(results: Sequence[TaskResult]) -> dict[str, Summary]:
     """Return one summary for each level. The result is empty if no task has a level."""
     levels = sorted({row.level for row in results if row.level is not None})
     return {str(level): summarise([row for row in results if row.level == level]) for level in levels}
-
-
-class Estimate(Interval):
-    """The value of a figure, or of its paired change, with its 95 % interval."""
-
-    value: float | None
 
 
 def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[str, Estimate]:

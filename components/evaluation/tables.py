@@ -15,7 +15,8 @@ from pydantic import Field
 
 from components.core.files import read_json
 from components.core.records import FrozenModel
-from components.evaluation.metrics import SHARES, Evaluation, Interval, Summary, TaskResult, summarise
+from components.evaluation.intervals import Interval
+from components.evaluation.metrics import SHARES, Evaluation, Summary, TaskResult, summarise
 
 FIGURES = ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile")
 NOTE = "reported, not measured here"

@@ -219,12 +219,16 @@ def _refuse_run_time_compilers(tree: ast.Module) -> None:
                     f"{name} compiles kernels while the candidate runs; only kernels that the judge itself "
                     "builds, from load_inline, load or kernels/, are judged.",
                 )
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.compile":
+        if isinstance(node, ast.Attribute) and _is_torch_compile(node):
             raise Rejected(
                 "load_failed",
                 "unsupported:torch.compile",
                 "torch.compile starts compilers while the candidate runs, which may start no process.",
             )
+
+
+def _is_torch_compile(node: ast.Attribute) -> bool:
+    return node.attr == "compile" and isinstance(node.value, ast.Name) and node.value.id == "torch"
 
 
 def _validated(requested: bytes) -> list[CheckedExtension]:

@@ -2,8 +2,8 @@
 
 A request is repeated with growing pauses and another seed if the server answers with status 429 or 5xx or
 cannot be reached. The repetitions of the openai package are not used, because they keep the seed. A request
-is not repeated after another error status, after an answer that is not valid, or if the server does not
-answer within `REQUEST_SECONDS`. The API key is read from the environment variable OPENAI_API_KEY and not
+is not repeated after another error status, after an answer that is not valid, or if a connected server sends
+nothing for `REQUEST_SECONDS`. The API key is read from the environment variable OPENAI_API_KEY and not
 written to any file.
 """
 
@@ -29,7 +29,8 @@ MODEL_LIST_TRIES = 2
 # The pause before attempt n + 1 is at most FIRST_PAUSE_SECONDS * 2^n, and at most LONGEST_PAUSE_SECONDS.
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 30.0
-REQUEST_SECONDS = 600.0
+# Longest time for which a connected server may send nothing, and longest time to connect.
+REQUEST_SECONDS, CONNECT_SECONDS = 600.0, 10.0
 Message = dict[str, Any]
 
 
@@ -127,7 +128,7 @@ class ChatClient:
             base_url=self.url,
             # The openai package needs a key; servers that need none ignore it.
             api_key=os.environ.get("OPENAI_API_KEY") or "none",
-            timeout=openai.Timeout(REQUEST_SECONDS, connect=10.0),
+            timeout=openai.Timeout(REQUEST_SECONDS, connect=CONNECT_SECONDS),
             max_retries=0,
         )
 
@@ -212,8 +213,6 @@ class ChatClient:
                 fault = error.errors()[0]
                 problem = ": ".join([*filter(None, [".".join(map(str, fault["loc"]))]), fault["msg"]])
                 raise ServerFailed(f"the server's answer is no chat completion ({problem})") from error
-            except openai.APITimeoutError as error:
-                raise ServerFailed(f"the server has not answered within {REQUEST_SECONDS:g} s") from error
             except openai.APIStatusError as error:
                 status, text = error.status_code, " ".join(error.response.text.split())[:200]
                 failure = f"the server answers {status}: {text}"
@@ -223,6 +222,9 @@ class ChatClient:
                 wait = max(wait, min(LONGEST_PAUSE_SECONDS, float(after) if after.isdigit() else 0.0))
             except openai.APIConnectionError as error:
                 cause = error.__cause__ or error
+                # By its name, because the openai package has an HTTP client of its own (httpx2).
+                if type(cause).__name__ == "ReadTimeout":
+                    raise ServerFailed(f"the server has not answered within {REQUEST_SECONDS:g} s") from error
                 failure = f"no answer ({type(cause).__name__}: {str(cause)[:200]})"
             if attempt + 1 < tries:
                 self.pause(wait)

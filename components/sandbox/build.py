@@ -287,7 +287,11 @@ class Builder:
         flags += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
         compile_own(TEMPLATE / "binding.cpp", self.binding, flags)
         nm = ["nm", "--undefined-only", "--format=posix", str(self.binding)]
-        return frozenset(symbol_names(subprocess.run(nm, capture_output=True, text=True, check=True).stdout))
+        try:
+            listed = subprocess.run(nm, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise InfrastructureError(f"nm failed on {self.binding}: {error}") from error
+        return frozenset(symbol_names(listed.stdout))
 
     def _precompile_header(self) -> Path:
         """Return a folder with binding_registry.h and its precompiled form, made if the cache has none.
@@ -298,8 +302,10 @@ class Builder:
         headers = self.user_folder / f"headers-{self.toolchain_digest[:32]}"
         headers.mkdir(exist_ok=True)
         headers.chmod(0o755)
-        atomic_write(headers / source.name, source.read_text())
-        compile_own(source, headers / f"{source.name}.gch", [*self.flags, "-x", "c++-header"])
+        precompiled = headers / f"{source.name}.gch"
+        if not precompiled.exists():
+            atomic_write(headers / source.name, source.read_text())
+            compile_own(source, precompiled, [*self.flags, "-x", "c++-header"])
         return headers
 
     @contextlib.contextmanager
@@ -327,8 +333,9 @@ class Builder:
         output = "/out/library.so" if self.is_isolated else f"{folder}/out/library.so"
         file = shlex.quote(output)
         nm = f"nm --undefined-only --format=posix -D {file}"
-        # 126 and 127 mean a program that could not be started, and larger codes a signal.
-        failed = f"code=$?; test $code -lt 126 && exit {COMPILER_FAILED}; exit $code"
+        # 126 and 127 mean a program that could not be started, and larger codes a signal, but 255 is the code
+        # of nvcc if ptxas reports an error.
+        failed = f"code=$?; test $code -lt 126 -o $code -eq 255 && exit {COMPILER_FAILED}; exit $code"
         script = f'"$@" >&2 || {{ {failed}; }}; test -f {file} && test ! -L {file} && exec {nm}'
         command = ["/bin/sh", "-c", script, "sh", *command, "-o", output]
         environment: Mapping[str, str] = os.environ | {"TMPDIR": f"{folder}/out"}
@@ -357,6 +364,7 @@ class Builder:
                 stderr=files[1],
                 env=environment,
                 pass_fds=pass_fds,
+                start_new_session=True,  # a signal to this process's group is not for the compiler
             )
             code = wait_for_exit(process, self.sandbox.build_seconds)
             out, errors = (

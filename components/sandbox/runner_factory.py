@@ -244,6 +244,8 @@ class RunnerFactory:
                 stderr=log,
                 env=environment,
                 pass_fds=(theirs.fileno(),),
+                # A signal to this process's group, such as torchrun's SIGTERM to a rank, is not for runners.
+                start_new_session=True,
             )
         return Zygote(process, ours)
 

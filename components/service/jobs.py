@@ -22,6 +22,7 @@ from components.core.files import digest_json, read_json, write_json
 from components.core.params import Params
 from components.core.task import KernelTask, check_contract
 from components.judge.pool.local_pool import (
+    TASK_FAULTS,
     Candidate,
     Job,
     admission_key,
@@ -30,6 +31,7 @@ from components.judge.pool.local_pool import (
     judge_with_retries,
     verdict_key,
 )
+from components.judge.pool.service_client import JUDGE_FAILED, TASK_FAILED
 from components.judge.verdict import Admission, Verdict, protocol_digest
 from components.service.job_store import JobStore, State, StoredJob
 from components.service.judges import WarmJudges
@@ -49,8 +51,6 @@ RETRY_SECONDS = 1.0
 CAPACITY = 20_000
 # Seconds after which a caller is asked to try again if its own jobs, or those of all, fill the queue.
 OWN_QUEUE_SECONDS, QUEUE_SECONDS = 2.0, 20.0
-# Reasons of verdicts `infrastructure` that the task's own source causes; another attempt would not help.
-TASK_FAULTS = ("task", "too_large")
 
 T = TypeVar("T")
 
@@ -271,8 +271,10 @@ class JobService:
         while (job := self._stored(self._next)) is not None:
             try:
                 state, error, status = self._judge(job)
+            except UserError as failure:  # the settings of the request
+                state, error, status = "failed", str(failure), 400
             except Exception as failure:
-                state, error, status = "failed", f"the judge failed: {str(failure)[:300]}", 503
+                state, error, status = "failed", f"the judge failed: {str(failure)[:300]}", JUDGE_FAILED
             with self.condition:
                 self.running[job.token] -= 1
                 self.condition.notify_all()
@@ -341,7 +343,8 @@ class JobService:
                     params, lambda: self.judges.admit(params, request.code, headroom=request.headroom)
                 )
                 if admission.reason == "infrastructure":
-                    return "failed", f"the judge failed: {admission.evidence.get('detail', '')}", 503
+                    error = f"the judge failed: {admission.evidence.get('detail', '')}"
+                    return "failed", error, JUDGE_FAILED
                 write_json(path, asdict(admission))
                 return "done", "", 200
             body = JudgementBody.model_validate_json(job.body)
@@ -356,7 +359,7 @@ class JobService:
                     ),
                 )
         if verdict.status == "infrastructure":
-            return "failed", verdict.log, 422 if verdict.reason in TASK_FAULTS else 503
+            return "failed", verdict.log, TASK_FAILED if verdict.reason in TASK_FAULTS else JUDGE_FAILED
         write_json(path, verdict.model_dump())
         return "done", "", 200
 

@@ -8,7 +8,7 @@ from pydantic.json_schema import SkipJsonSchema
 from components.core.params import Params
 from components.core.records import FrozenModel, Precision
 from components.core.task import KernelTask
-from components.judge.pool.open_pool import MOST_MEASUREMENTS
+from components.judge.pool.service_client import MOST_MEASUREMENTS
 from components.judge.verdict import Admission, Labels, Verdict
 from components.service.job_store import Kind, State
 

@@ -18,7 +18,7 @@ from components.core.errors import UserError
 from components.core.files import user_cache
 from components.core.params import Params
 from components.core.task import KernelTask
-from components.judge.pool.open_pool import socket_address, socket_path
+from components.judge.pool.service_client import socket_address, socket_path
 from components.service.app import make_app
 from components.service.jobs import DAY, JobService
 from components.service.judges import WarmJudges

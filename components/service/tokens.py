@@ -15,7 +15,7 @@ from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 from components.core.errors import UserError
 from components.core.files import digest_bytes, write_json
 from components.core.records import Count, Device, FrozenModel
-from components.judge.pool.open_pool import MOST_MEASUREMENTS
+from components.judge.pool.service_client import MOST_MEASUREMENTS
 from components.service.requests import ServiceError
 
 
@@ -38,6 +38,7 @@ LOCAL = Token(name="local", digest="", queued=10_000, per_day=1_000_000, measure
 # Caller by the Unix socket, which only the account that runs the service can connect to. It alone may send
 # all parameters of a judgement, and occupy all workers.
 OWNER = LOCAL.model_copy(update={"name": "owner", "measurements": MOST_MEASUREMENTS})
+RESERVED = {LOCAL.name, OWNER.name}
 RECORDS = TypeAdapter(list[Token])
 
 
@@ -50,6 +51,8 @@ def read_tokens(path: Path) -> list[Token]:
         raise UserError(
             f"{path}: not a readable token file ({reason}); make one with cuda-agent token create."
         ) from error
+    if RESERVED & {token.name for token in tokens}:
+        raise UserError(f"{path}: {' and '.join(sorted(RESERVED))} name callers without a token; rename it.")
     if len({token.name for token in tokens}) < len(tokens):
         raise UserError(f"{path}: two tokens have the same name; remove one of them.")
     return tokens
@@ -66,7 +69,7 @@ def create_token(path: Path, token: Token, days: float | None) -> str:
     None. Raises UserError if the file has a token of this name, or if the name is that of callers without a
     token.
     """
-    if token.name in (LOCAL.name, OWNER.name):
+    if token.name in RESERVED:
         raise UserError(f"{path}: {token.name} names callers without a token; choose another name.")
     tokens = read_tokens(path) if path.exists() else []
     if token.name in {other.name for other in tokens}:

@@ -153,7 +153,7 @@ def pack(
     `part` is the index of the slice. Before it is cut, the sequence is extended to a multiple of `parts`
     tokens with a row of zeros that has no own tokens.
     """
-    lengths = [len(batch.ids[row]) for row in rows]
+    lengths = [batch.lengths[row] for row in rows]
     if spare := -sum(lengths) % parts:
         lengths.append(spare)
     documents = tuple(itertools.accumulate(lengths, initial=0))

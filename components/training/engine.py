@@ -27,6 +27,8 @@ from components.training.ranks import World, deepspeed_config, import_deepspeed,
 # Betas of AdamW.
 BETAS = (0.9, 0.95)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Least size of a tensor that engine.activation_offload moves to host memory.
+OFFLOADED_BYTES = 2**20
 
 # Folder of the shards of a state, which all ranks write.
 SHARDS = "state"
@@ -168,10 +170,8 @@ class DeepSpeedEngine:
         # DeepSpeed averages gradients over ranks, but the shares of all ranks must be summed. With sequence
         # parallelism, ZeRO 3 divides by the number of ranks, ZeRO 1 and 2 by the number of groups.
         divisor = self.world.size if self.settings.zero_stage == 3 else self.world.groups
-        # With activation checkpointing, most of the tensors that are moved are the inputs of the layers.
-        is_offloaded = self.settings.activation_offload and self.world.device.type == "cuda"
         for microbatch in microbatches:
-            with save_on_cpu(pin_memory=True) if is_offloaded else contextlib.nullcontext():
+            with self._offloaded_activations():
                 share = loss(self.engine, microbatch)
             self.engine.backward(share * (divisor if microbatch.counted else 0))
         norm, is_known = self._local_norm(), self.settings.zero_stage > 0 or self.world.size == 1
@@ -182,6 +182,24 @@ class DeepSpeedEngine:
         if is_known and not (math.isfinite(norm) and norm >= 0):
             raise NotFinite(f"the gradient is not a number (norm {norm})")
         return norm
+
+    def _offloaded_activations(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context that keeps large tensors for the backward pass in host memory.
+
+        With activation checkpointing these are mostly the inputs of the layers. Parameters stay on the
+        device. Nothing is moved on cpu or without engine.activation_offload.
+        """
+        if not self.settings.activation_offload or self.world.device.type == "cpu":
+            return contextlib.nullcontext()
+        hooks = save_on_cpu(pin_memory=True)
+        move = hooks.pack_hook
+
+        def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+            is_kept = isinstance(tensor, nn.Parameter) or tensor.nbytes < OFFLOADED_BYTES
+            return (tensor.device, tensor) if is_kept else move(tensor)
+
+        hooks.pack_hook = pack
+        return hooks
 
     def _local_norm(self) -> float:
         """Return the norm of the gradients if this process has all of them, and NaN otherwise.

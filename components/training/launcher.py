@@ -75,6 +75,9 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
         max_restarts=0,
+        # SIGINT stays KeyboardInterrupt, after which the agent ends the ranks like after SIGTERM. If another
+        # SIGINT ends the wait for them, they end with this process (`end_with_launcher`).
+        signals_to_handle="SIGTERM",
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
     )
     try:

@@ -86,8 +86,11 @@ class StateStore:
             sync_tree(temporary)
             shutil.rmtree(folder, ignore_errors=True)
             temporary.rename(folder)
-            for _, old in self.complete()[: -self.kept]:
-                shutil.rmtree(old)
+            kept = {path for _, path in self.complete()[-self.kept :]}
+            # States of other numbers of ranks are not read any more either.
+            for old in folder.parent.glob("step-*"):
+                if old not in kept and int(old.name.split("-")[1]) <= steps:
+                    shutil.rmtree(old)
             for earlier in self.stage.earlier:
                 shutil.rmtree(earlier / "state", ignore_errors=True)
         self.world.barrier()

@@ -93,7 +93,7 @@ class TrajectoryQueue:
         self.running: dict[Attempt, _Running] = {}
         self.finished: dict[Attempt, _Finished] = {}
         self.dropped_groups: set[Attempt] = set()
-        self.taken = {_attempt(place) for place in out.glob("trajectories/step-*/*")}
+        self.taken = {_attempt(place) for place in out.glob("trajectories/step-*/[0-9]*-[0-9]*")}
         # All requests share this event and these two meters.
         self.stopped, self.sampling, self.judging = threading.Event(), BusyMeter(), BusyMeter()
         self.loop: asyncio.AbstractEventLoop | None = None

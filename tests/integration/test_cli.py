@@ -1,6 +1,5 @@
 """Claims about the command: what it prints where, how it ends, and that a mistake is one sentence."""
 
-import errno
 import json
 import os
 import subprocess
@@ -15,11 +14,9 @@ from components.agent import utilities
 from components.agent.utilities import Utility
 from components.cli.common import CommonOptions
 from components.cli.doctor import Finding, examine
-from components.cli.progress_view import ProgressView, duration
 from components.core import config
 from components.core.config import resolve
 from components.core.errors import InfrastructureError, IsolationUnavailable, UserError
-from components.core.files import environment_fault
 from flows.processes import prefect_server
 from flows.run_context import home_lock
 
@@ -316,55 +313,6 @@ def test_comparing_with_a_run_that_is_not_there_is_one_sentence(tmp_path: Path) 
     assert "no such finished run or evaluation" in one_sentence(
         command("runs", "compare", "a", "b", "--home", str(tmp_path))
     )
-
-
-def test_a_full_disk_is_recognised_however_a_library_wraps_it() -> None:
-    plain = OSError(errno.ENOSPC, "No space left on device", "/somewhere/file")
-    assert "/somewhere/file: the disk is full" in environment_fault(plain)
-    wrapped = RuntimeError("could not save")
-    wrapped.__cause__ = plain
-    assert "disk is full" in environment_fault(wrapped)
-    assert "disk is full" in environment_fault(
-        RuntimeError("I/O error: No space left on device (os error 28)")
-    )
-    assert "disk is full" in environment_fault(
-        RuntimeError("(sqlite3.OperationalError) database or disk is full")
-    )
-    assert environment_fault(RuntimeError("a bug")) == ""
-
-
-def test_a_write_to_a_full_device_is_a_full_disk() -> None:
-    with pytest.raises(OSError) as caught, Path("/dev/full").open("w") as file:
-        file.write("x" * 100_000)
-    assert "disk is full" in environment_fault(caught.value)
-
-
-class Lines:
-    """A console that keeps its lines."""
-
-    is_terminal = False
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def print(self, text: str, **_: object) -> None:
-        self.lines.append(text)
-
-
-def test_plain_progress_is_rate_limited_and_always_shows_the_end() -> None:
-    now = [0.0]
-    lines = Lines()
-    with ProgressView(lines, clock=lambda: now[0]) as view:  # a console of its own kind
-        for step in range(1, 101):
-            now[0] += 1.0
-            view.update("warmup", step, 100, reward=step / 100, m_3=0.5)
-    assert 15 <= len(lines.lines) <= 22
-    assert lines.lines[-1].startswith("warmup       100/100") and "m_3 50%" in lines.lines[-1]
-    assert "left" in lines.lines[5]
-
-
-def test_durations_read_like_a_clock() -> None:
-    assert [duration(seconds) for seconds in (None, 5.4, 65)] == ["", "5s", "1m05s"]
 
 
 RUN = """

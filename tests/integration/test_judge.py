@@ -32,7 +32,7 @@ from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.verdict import MARGIN, Verdict
-from components.sandbox.build import COMPILER_FAILED, Builder, build_result_channel
+from components.sandbox.build import build_result_channel
 from components.sandbox.inside import shared_memory
 from components.sandbox.runner_factory import RunnerFactory
 
@@ -138,11 +138,6 @@ def test_missing_files_are_named(judge: Judge) -> None:
     assert judge.verdict(corpus.TASK, {"model_new.py": corpus.MODEL_NEW}).status == "build_failed"
 
 
-def test_build_failure_quotes_the_compiler(judge: Judge) -> None:
-    verdict = judge.verdict(corpus.TASK, SIMD | {KERNEL: SIMD[KERNEL].replace("vsigmoid(", "vsigmoit(")})
-    assert "vsigmoit" in verdict.log and f"{KERNEL}:" in verdict.log
-
-
 def test_where_an_input_is_marked_is_neither_foretold_by_torchs_seed_nor_felt_by_it() -> None:
     def places() -> list[int]:
         memory = torch.zeros(64 * shared_memory.PAGE_BYTES, dtype=torch.uint8)
@@ -154,50 +149,6 @@ def test_where_an_input_is_marked_is_neither_foretold_by_torchs_seed_nor_felt_by
         return found
 
     assert places() != places()
-
-
-def test_builds_that_nobody_asks_for_are_forgotten_and_those_in_use_are_kept(
-    judge: Judge, tmp_path: Path
-) -> None:
-    cache = tmp_path / "builds"
-
-    def builder() -> Builder:
-        return Builder(judge.params.sandbox, judge.params.device, cache)
-
-    def aged() -> None:
-        for path in cache.iterdir():
-            os.utime(path, (0, 0))
-
-    used, unused = corpus.files("honest", "simd"), {"kernels/forward.cpp": "no C++"}
-    first = builder()
-    built = first.build(used)
-    assert built.library is not None and first.build(unused).library is None
-    (cache / "build-of-a-killed-judge").mkdir()
-    aged()
-    assert first.build(used).library == built.library
-    builder()
-    assert sorted(path.suffix for path in cache.iterdir()) == [".so", ".symbols"] and built.library.is_file()
-    aged()
-    again = builder()
-    assert list(cache.iterdir()) == []
-    assert again.build(used).library == built.library and built.library.is_file()
-
-
-def test_a_build_that_the_machine_ends_is_not_cached(
-    judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    builder, files = (
-        Builder(judge.params.sandbox, judge.params.device, tmp_path),
-        corpus.files("honest", "simd"),
-    )
-    killed = subprocess.CompletedProcess(
-        [], COMPILER_FAILED, "", "g++: fatal error: Killed signal terminated program cc1plus"
-    )
-    with monkeypatch.context() as patched:
-        patched.setattr(builder, "_compile", lambda folder, command: (killed, ()))
-        with pytest.raises(InfrastructureError, match="Killed signal"):
-            builder.build(files)
-    assert builder.build(files).library is not None
 
 
 def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path) -> None:
@@ -240,7 +191,7 @@ def test_zygote_outlives_the_thread_that_asked_for_it(ci_params: Params, tmp_pat
     runner_factory.close()
 
 
-def test_a_closed_nursery_has_no_process_left(ci_params: Params, tmp_path: Path) -> None:
+def test_a_closed_runner_factory_has_no_process_left(ci_params: Params, tmp_path: Path) -> None:
     runner_factory = RunnerFactory(ci_params.sandbox, "cpu", tmp_path, build_result_channel())
     lingers = subprocess.Popen(["sleep", "1"])
     runner_factory.pidfds.append(os.pidfd_open(lingers.pid))

@@ -12,14 +12,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from judge_fixtures import CODE, HERE, MODEL_NEW, TASK
 
 from components.core.config import resolve
 from components.core.errors import InfrastructureError, UserError
-from components.judge.pool import open_pool
+from components.judge.pool import service_client
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
-from components.judge.pool.open_pool import ServiceClient, connect, socket_path
+from components.judge.pool.service_client import ServiceClient, connect, socket_path
 
 SETTINGS = ("--profile", "ci", "--device", "cpu")
 PARAMS = resolve("ci").params
@@ -112,6 +113,40 @@ def test_callers_with_other_settings_are_served_with_their_own(home: Path) -> No
     assert len(verdict.evidence["raw_seconds"]["candidate"]) == 7
 
 
+@pytest.mark.parametrize(
+    ("status", "answer", "outcome"),
+    [
+        (422, {"state": "failed", "status": 422, "error": "1 / 0"}, "task"),
+        (503, {"state": "failed", "status": 503, "error": "fell off"}, "judge"),
+        (422, {"error": "files: Field required"}, UserError),
+        (401, {"error": "unknown token"}, UserError),
+        (400, {"state": "failed", "status": 400, "error": "precision: tf32 needs cuda"}, UserError),
+        (503, {"error": "the file with the tokens is damaged"}, InfrastructureError),
+        (500, {}, UserError),
+    ],
+)
+def test_failed_jobs_and_refused_requests_are_told_apart(
+    tmp_path: Path, status: int, answer: dict[str, object], outcome: str | type[Exception]
+) -> None:
+    client = ServiceClient(PARAMS, socket=socket_path(tmp_path, "cpu"))
+    client.client.close()
+    transport = httpx.MockTransport(lambda request: httpx.Response(status, json=answer))
+    client.client = httpx.Client(transport=transport, base_url="http://localhost")
+    try:
+        if isinstance(outcome, str):
+            verdict = client.verdict(TASK, {})
+            assert (verdict.status, verdict.reason, verdict.log) == (
+                "infrastructure",
+                outcome,
+                answer["error"],
+            )
+        else:
+            with pytest.raises(outcome, match=str(answer.get("error", "HTTP status 500"))):
+                client.verdict(TASK, {})
+    finally:
+        client.close()
+
+
 def test_only_the_own_account_can_connect(home: Path) -> None:
     assert stat.S_IMODE((home / "judge").stat().st_mode) == 0o700
 
@@ -121,7 +156,7 @@ def test_a_second_one_and_another_version_are_refused(home: Path, monkeypatch: p
         command("serve", "--home", str(home)), capture_output=True, text=True, check=False, timeout=100
     )
     assert done.returncode == 2 and "already runs" in done.stderr and len(done.stderr.splitlines()) == 1
-    monkeypatch.setattr(open_pool, "VERSION", "0123456789abcdef")
+    monkeypatch.setattr(service_client, "VERSION", "0123456789abcdef")
     with pytest.raises(UserError, match=r"other sources .* start it again"):
         connect(PARAMS, home / "judge")
 
@@ -136,7 +171,7 @@ def test_a_socket_without_a_server_does_no_harm(tmp_path: Path) -> None:
 def test_a_judge_that_is_killed_is_a_fault_of_the_infrastructure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_pool, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(service_client, "RESTART_SECONDS", 0.0)
     process = start(tmp_path)
     service = connect(PARAMS, tmp_path / "judge")
     assert service is not None

@@ -147,6 +147,11 @@ def test_tokens_are_told_apart_by_their_digest_and_expire(tmp_path: Path, judges
     assert all(secret not in path.read_text() for secret in secrets.values())
     with pytest.raises(UserError, match="exists"):
         create_token(path, BOB, None)
+    with pytest.raises(UserError, match="choose another name"):
+        create_token(path, OWNER, None)
+    write_tokens(tmp_path / "owner.json", [OWNER])
+    with pytest.raises(UserError, match="rename it"):
+        read_tokens(tmp_path / "owner.json")
     with service(tmp_path, judges) as jobs, TestClient(make_app(jobs, TokenFile(path))) as client:
 
         def get(place: str, secret: str) -> tuple[int, str]:

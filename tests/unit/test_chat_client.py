@@ -1,5 +1,6 @@
 """The client of a chat server: what it asks again, and what it says of answers that it cannot use."""
 
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -100,6 +101,24 @@ def test_a_server_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch)
         ChatClient(url, "tiny", pause=lambda seconds: pytest.fail("asked again")).turn(
             [], tools=(), max_new_tokens=9, temperature=1.0, seed=1
         )
+
+
+def test_a_connection_that_is_not_made_in_time_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_client, "CONNECT_SECONDS", 0.05)
+    pauses: list[float] = []
+    with socket.socket() as full:  # a listener whose queue of connections is full does not answer
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        held = [socket.socket() for _ in range(3)]
+        for waiting in held:
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        client = ChatClient(f"http://127.0.0.1:{full.getsockname()[1]}", "tiny", pause=pauses.append)
+        with pytest.raises(ServerFailed, match=r"no answer .*, 6 times"):
+            client.turn([], tools=(), max_new_tokens=9, temperature=1.0, seed=1)
+        for waiting in held:
+            waiting.close()
+    assert len(pauses) == 5
 
 
 def test_a_refusal_of_tools_is_told_apart() -> None:

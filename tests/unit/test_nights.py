@@ -66,7 +66,7 @@ def test_a_scheduled_night_continues_what_the_newest_one_left_and_else_has_a_see
         return found
 
     def end(run: PipelineRun, unfinished: dict[str, Any] | None, age: float) -> None:
-        rest: dict[str, Any] = {"stages": [], "evaluation": {}, "dataset": {"version": ""}}
+        rest: dict[str, Any] = {"stages": [], "evaluation": {"results": ""}, "dataset": {"version": ""}}
         write_json(run.folder / "run.json", rest | {"night": {"unfinished": unfinished}})
         os.utime(run.folder / "run.json", (time.time() - age,) * 2)
 

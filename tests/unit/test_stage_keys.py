@@ -12,7 +12,7 @@ from components.core.config import KINDS, KNOWN, PROJECT, resolve, result_values
 from components.core.files import write_json
 from components.core.sources import closure_digests, import_closure, source_digest
 from flows.run_context import PipelineRun
-from flows.stage_keys import KEY_FILE, READS, KeyParts, changes_since_last, key_parts
+from flows.stage_keys import KEY_FILE, READS, KeyParts, changes_since_last, key_parts, reward_digests
 
 THROUGHPUT = (
     "engine.tokens_per_microbatch=77",
@@ -117,3 +117,13 @@ def test_a_stage_that_runs_again_names_what_changed_against_the_newest_stage(tmp
     ]
     changed = made.model_copy(update={"sources": made.sources | {"components/training/ppo.py": "other"}})
     assert changed.changes(made) == ["components/training/ppo.py"]
+
+
+@pytest.mark.parametrize("separator", [".", ":"])
+def test_the_module_of_a_reward_of_ones_own_belongs_to_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_reward.py").write_text("def reward(trajectory):\n    return 0.5\n")
+    digest = source_digest(tmp_path / "own_reward.py")
+    assert reward_digests(f"own_reward{separator}reward") == {"own_reward": digest}

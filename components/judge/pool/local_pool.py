@@ -21,8 +21,12 @@ from components.judge.verdict import Admission, Verdict, protocol_digest
 
 if TYPE_CHECKING:
     from components.judge.judge import Judge
-    from components.judge.pool.open_pool import ServiceClient
     from components.judge.pool.ray_pool import RayBackend
+    from components.judge.pool.service_client import ServiceClient
+
+
+# Reasons of verdicts `infrastructure` that the task's own source causes; another attempt would not help.
+TASK_FAULTS = ("task", "too_large")
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,8 @@ def infrastructure_verdict(params: Params, error: InfrastructureError) -> Verdic
 def judge_with_retries(params: Params, judge: Callable[[], Verdict]) -> Verdict:
     """Return the first verdict of `judge` whose status is not `infrastructure`.
 
-    If all `sandbox.attempts` calls fail by the judge's own fault, the verdict of the last one is returned.
+    If the task's own source fails, or all `sandbox.attempts` calls fail by the judge's own fault, the last
+    verdict is returned.
     """
     with telemetry.judging() as status:
         for _ in range(params.sandbox.attempts):
@@ -115,7 +120,7 @@ def judge_with_retries(params: Params, judge: Callable[[], Verdict]) -> Verdict:
                 verdict = judge()
             except InfrastructureError as error:
                 verdict = infrastructure_verdict(params, error)
-            if verdict.status != "infrastructure":
+            if verdict.status != "infrastructure" or verdict.reason in TASK_FAULTS:
                 break
         status.append(verdict.status)
     return verdict
@@ -195,7 +200,7 @@ class LocalPool:
 
             return RayBackend(self.params)
         if self.use_service:
-            from components.judge.pool.open_pool import connect
+            from components.judge.pool.service_client import connect
 
             if (service := connect(self.params, self.folder)) is not None:
                 return service

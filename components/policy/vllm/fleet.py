@@ -7,17 +7,17 @@ the fleet with an event loop of its own, so that one set of connections serves e
 
 import asyncio
 import logging
-import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import httpx
 
 from components.core.errors import UserError
 from components.policy.sampler import Completion
+from components.policy.vllm.replica import FIRST_PAUSE_SECONDS, IDLE_SECONDS, Replica
 from components.policy.vllm.server import (
     CONNECT_SECONDS,
     TIMEOUT_SECONDS,
@@ -37,96 +37,8 @@ LOYAL_SECONDS = 30.0
 READ_SECONDS = 2.0
 # Longest wait for the answers that show whether a server works and has its weights, in seconds.
 EXAMINATION_SECONDS = 60.0
-# Pause between two attempts of a request, and longest pause after failures of a server, in seconds.
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 20.0
-# A session without a request for this long no longer counts as load of its server, in seconds.
-IDLE_SECONDS = 120.0
-# A server's number of sequences in flight may grow while less than the share ROOM of its key-value cache is
-# in use, and shrinks while more than the share FULL is.
-ROOM, FULL = 0.6, 0.9
-
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(eq=False)
-class Replica:
-    """The state of one server of a fleet, as it was last observed."""
-
-    server: VllmServer
-    # Name of the weights that the server has, and the reports of its workers on them
-    # (`Fingerprint.weight_report`), which are None before the first push.
-    version: str = ""
-    weights: Any = None
-    # Whether the server has failed and was not found to work since. Such a server gets no prompts.
-    doubted: bool = False
-    # Whether the server is known not to have the newest weights.
-    outdated: bool = False
-    # `lost` is set while `doubted` is true. `examining` is held while the server is examined. `examined` is
-    # the time.monotonic() at which `doubted` was last assigned.
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
-    examining: asyncio.Lock = field(default_factory=asyncio.Lock)
-    examined: float = 0.0
-    # Value of `time.monotonic()` before which no request is sent, and number of failures since the last
-    # answer.
-    resting_until: float = 0.0
-    failures: int = 0
-    # Number of sequences that are kept in flight.
-    limit: float = 1.0
-    load: Load | None = None
-    # Number of requests that were completed since the limit last changed.
-    completed: int = 0
-    # The time.monotonic() of the last request of each session, or infinity while a request is in flight.
-    sessions: dict[str, float] = field(default_factory=dict)
-
-    def is_resting(self) -> bool:
-        return time.monotonic() < self.resting_until
-
-    def is_usable(self) -> bool:
-        return not self.doubted and not self.outdated
-
-    def share(self) -> float:
-        """Return the number of recently active sessions, divided by the number that the server can hold."""
-        since = time.monotonic() - IDLE_SECONDS
-        return sum(last >= since for last in self.sessions.values()) / self.limit
-
-    def doubt(self, doubted: bool) -> None:
-        self.doubted, self.examined = doubted, time.monotonic()
-        if doubted:
-            self.lost.set()
-            self.sessions.clear()
-        else:
-            self.lost.clear()
-
-    def failed(self) -> None:
-        """Record a failure, after which no request is sent to the server for a time.
-
-        The time grows with each failure in a row. A failure during this time is not counted.
-        """
-        if self.is_resting():
-            return
-        self.failures += 1
-        longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**self.failures)
-        self.resting_until = time.monotonic() + longest * random.uniform(0.5, 1.0)
-
-    def read(self, load: Load, context: int) -> None:
-        """Adjust the number of sequences in flight (`limit`) to the figures that the server has reported.
-
-        `context` is the largest number of tokens of a sequence. The limit is at least the number of sequences
-        of this size that the cache holds. It shrinks by a fifth if more than the share FULL of the cache is
-        in use or sequences were preempted. It grows by a quarter if the following holds: less than the share
-        ROOM is in use, no sequence waits, at least 90% as many sessions as the limit are active, and at least
-        as many requests as the limit were completed since it last changed.
-        """
-        least = max(1.0, load.cache_tokens // context)
-        preempted = self.load is not None and load.preemptions > self.load.preemptions
-        is_turned = self.completed >= self.limit and self.share() >= 0.9
-        if preempted or load.cache_usage > FULL:
-            self.limit, self.completed = 0.8 * self.limit, 0
-        elif is_turned and load.cache_usage < ROOM and not load.waiting:
-            self.limit, self.completed = 1.25 * self.limit, 0
-        self.limit = max(least, self.limit)
-        self.load = load
 
 
 class Fleet:

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from components.core.errors import UserError
-from components.policy.vllm.fleet import EXAMINATION_SECONDS, Fleet, Replica
+from components.policy.vllm.fleet import EXAMINATION_SECONDS, Fleet
+from components.policy.vllm.replica import Replica
 from components.policy.vllm.server import ServerUnavailable
 from components.policy.vllm.worker import MODULUS, device_name, fingerprint, named_fingerprint
 

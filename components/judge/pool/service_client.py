@@ -1,0 +1,251 @@
+"""Client of the judge's HTTP service (`cuda-agent serve`), over TCP or a Unix socket.
+
+A machine that uses it needs neither a GPU nor a sandbox. This module imports no torch, so that a command that
+uses a running service starts fast.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from components.core.config import result_values
+from components.core.errors import InfrastructureError, UserError
+from components.core.params import Params
+from components.core.progress import Report, ignore
+from components.core.records import Device
+from components.core.task import KernelTask
+from components.judge.verdict import VERSION, Admission, Verdict, protocol_digest
+
+# Seconds that one request waits for a result, and that its transfer may take beyond that.
+WAIT_SECONDS, TRANSFER_SECONDS = 50, 30.0
+# Seconds for which a request is repeated if the service does not answer, for example because it restarts, and
+# seconds between two attempts.
+RESTART_SECONDS, RETRY_SECONDS = 60.0, 1.0
+# Seconds after which a Unix socket that accepts no connection counts as one without a service.
+CONNECT_SECONDS = 5.0
+# Largest number of a measurement of a candidate.
+MOST_MEASUREMENTS = 1_000_000
+# HTTP statuses of jobs that failed because of the task's own source, and because of the judge.
+TASK_FAILED, JUDGE_FAILED = 422, 503
+# HTTP statuses of a service that is busy or restarts, after which a request is repeated.
+UNAVAILABLE = (429, 502, 504)
+
+
+class ServiceClient:
+    """Client of the judge's HTTP service, with the methods of a judge (`judge.Judge`).
+
+    By default, the service is the one at `pool.service`. It has to have the same settings as `params`,
+    because verdicts with other settings must not be mixed. With `socket`, the path of a Unix socket, it is
+    the service of this account there; each request then has all parameters. The constructor raises UserError
+    if there is no service at `pool.service`, if it refuses the token, or if it has other settings.
+    """
+
+    def __init__(self, params: Params, *, socket: Path | None = None):
+        self.params = params
+        self.resources = contextlib.ExitStack()
+        self.is_local = socket is not None
+        self.address = params.pool.service if socket is None else "http://localhost"
+        headers, transport = {}, None
+        if socket is not None:
+            transport = httpx.HTTPTransport(uds=socket_address(socket, self.resources))
+        elif params.pool.service_token:
+            path = Path(params.pool.service_token).expanduser()
+            try:
+                headers["Authorization"] = f"Bearer {path.read_text().strip()}"
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(
+                    f"pool.service_token: {path} cannot be read ({error}); give the file with the token."
+                ) from error
+        self.client = self.resources.enter_context(
+            httpx.Client(
+                transport=transport,
+                base_url=self.address,
+                headers=headers,
+                timeout=WAIT_SECONDS + TRANSFER_SECONDS,
+            )
+        )
+        if not self.is_local:
+            self._check_settings()
+
+    def _check_settings(self) -> None:
+        try:
+            answer = self.client.get("/v1/settings")
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UserError(
+                f"pool.service: no service at {self.address} ({error}); start one with cuda-agent serve "
+                "--http, or leave it empty to judge here."
+            ) from error
+        if answer.status_code != 200:
+            raise UserError(f"pool.service: {self.address} refused: {_error(answer)}")
+        if answer.json()["protocol"] != protocol_digest(self.params):
+            own, there = (
+                result_values(self.params, ("device", "precision", "sandbox")),
+                answer.json()["settings"],
+            )
+            names = [name for name in sorted(own) if own[name] != there.get(name)]
+            values = ", ".join(f"{name} is {there.get(name)} there and {own[name]} here" for name in names)
+            raise UserError(
+                f"pool.service: {self.address} judges with other settings ({values}); use the same."
+            )
+
+    def verdict(
+        self,
+        task: KernelTask,
+        files: dict[str, str],
+        *,
+        compare_compile: bool | None = False,
+        measurement: int = 0,
+        report: Report = ignore,
+    ) -> Verdict:
+        """Return the service's verdict on the candidate with `files` on `task`.
+
+        `files` maps each workspace path to the text of the file. `compare_compile` determines when a correct
+        candidate is also compared with torch.compile: always, with its fastest mode (True), only if it is
+        faster than eager, with the default mode (False), or never (None). The service measures a candidate
+        once for each value of `measurement`; if it is 0, it is the first one, or a new one on a Unix socket.
+        `report` is called with the name of each step of the judge. If the judge or the task fails, the
+        verdict is `infrastructure`. Raises InfrastructureError if the service does not answer, and UserError
+        if it refuses the request.
+        """
+        request = {
+            "code": task.code,
+            "files": files,
+            "compare_compile": compare_compile,
+            "measurement": measurement or (secrets.randbelow(MOST_MEASUREMENTS) + 1 if self.is_local else 1),
+        }
+        job = self._ask("/v1/judgements", request, report)
+        if job["state"] == "done":
+            return Verdict.model_validate(job["verdict"])
+        return Verdict(
+            status="infrastructure",
+            reason="task" if job["status"] == TASK_FAILED else "judge",
+            device=self.params.device,
+            precision=self.params.precision,
+            log=job["error"],
+        )
+
+    def admit(self, code: str, eager_seconds: tuple[float, float], *, headroom: bool = False) -> Admission:
+        """Return the service's admission of the task with source `code`.
+
+        `eager_seconds` is the range in which the time of one call must be. With `headroom`, the task must
+        compile and leave device memory for other tasks, and its time under torch.compile is measured too.
+        Raises InfrastructureError if the service or its judge fails, and UserError if the service refuses
+        the request.
+        """
+        request = {"code": code, "headroom": headroom, "eager_seconds": eager_seconds}
+        job = self._ask("/v1/admissions", request, ignore)
+        if job["state"] != "done":
+            raise InfrastructureError(job["error"])
+        return Admission(**job["admission"])
+
+    def _ask(self, path: str, request: dict[str, Any], report: Report) -> dict[str, Any]:
+        """Post `request` to `path` until its job is done or failed, and return the job's record.
+
+        If `report` is not `ignore`, it is called with the job's progress. The request may be sent several
+        times, also to a service that was restarted, because equal requests have the same job. Raises
+        InfrastructureError if the service does not answer for `RESTART_SECONDS` or cannot serve, and
+        UserError if it refuses the request.
+        """
+        if self.is_local:
+            request["params"] = self.params.model_dump(mode="json")
+        wait = WAIT_SECONDS if report is ignore else 0
+        silent_since: float | None = None
+        while True:
+            try:
+                answer = self.client.post(path, params={"wait": wait}, json=request)
+                if answer.status_code == 202 and report is not ignore:
+                    answer = self._follow(answer.json()["id"], report)
+            except httpx.HTTPError as error:
+                silent_since = silent_since or time.monotonic()
+                if time.monotonic() - silent_since > RESTART_SECONDS:
+                    raise InfrastructureError(f"{self.address} did not answer: {error}") from error
+                time.sleep(RETRY_SECONDS)
+                continue
+            silent_since = None
+            if answer.status_code in UNAVAILABLE:
+                time.sleep(float(answer.headers.get("Retry-After", RETRY_SECONDS)))
+                continue
+            # The answer to a refused request has no state.
+            job = _json(answer)
+            if job.get("state") == "done" or (
+                job.get("state") == "failed" and answer.status_code in (TASK_FAILED, JUDGE_FAILED)
+            ):
+                return job
+            if answer.status_code not in (200, 202):
+                text = _error(answer) if self.is_local else f"pool.service: {self.address}: {_error(answer)}"
+                raise InfrastructureError(text) if answer.status_code == JUDGE_FAILED else UserError(text)
+
+    def _follow(self, job_id: str, report: Report) -> httpx.Response:
+        """Report the progress of a job until its events end, and return the service's answer about it."""
+        with self.client.stream("GET", f"/v1/jobs/{job_id}/events") as events:
+            for line in events.iter_lines():
+                if line.startswith("data: ") and (progress := json.loads(line[6:])["progress"]):
+                    report(progress)
+        return self.client.get(f"/v1/jobs/{job_id}")
+
+    def prepare(self) -> None:
+        """Do nothing, because the service's judge is ready."""
+
+    def close(self) -> None:
+        self.resources.close()
+
+
+def socket_path(folder: Path, device: Device) -> Path:
+    """Return the path of the Unix socket of the service whose judges work in `folder`."""
+    return folder / f"service-{device}.sock"
+
+
+def socket_address(path: Path, resources: contextlib.ExitStack) -> str:
+    """Return a short path of the socket `path`, which is valid until `resources` are closed.
+
+    The path of a Unix socket is limited to 107 bytes, and the path of a folder may be longer. The short path
+    therefore leads through a descriptor of the folder.
+    """
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    resources.callback(os.close, descriptor)
+    return f"/proc/self/fd/{descriptor}/{path.name}"
+
+
+def connect(params: Params, folder: Path) -> ServiceClient | None:
+    """Return a client of the service whose Unix socket is in `folder`, or None if none runs there.
+
+    Raises UserError if one runs whose sources differ from those of the caller. None is not returned in this
+    case, because the caller would start a second judge, and two judges of one device would disturb each
+    other's measurements.
+    """
+    path = socket_path(folder, params.device)
+    if not path.exists():
+        return None
+    client = ServiceClient(params, socket=path)
+    try:
+        # A busy server may answer late, and a second judge would disturb its measurements.
+        limits = httpx.Timeout(WAIT_SECONDS + TRANSFER_SECONDS, connect=CONNECT_SECONDS)
+        version = client.client.get("/health", timeout=limits).raise_for_status().json()["version"]
+    except httpx.HTTPError:
+        client.close()
+        return None
+    if version != VERSION:
+        client.close()
+        raise UserError(
+            f"{path}: the running judge has other sources ({version}) than this command ({VERSION}); end it "
+            "and start it again with cuda-agent serve."
+        )
+    return client
+
+
+def _json(answer: httpx.Response) -> dict[str, Any]:
+    try:
+        content = answer.json()
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _error(answer: httpx.Response) -> str:
+    return str(_json(answer).get("error", f"HTTP status {answer.status_code}"))
