@@ -18,7 +18,6 @@ from prefect.input import RunInput
 from pydantic import Field
 
 from components.core.config import Resolved, resolve
-from components.registry import models
 from components.registry.promotion import Promotion
 from components.registry.tracking import connect
 
@@ -68,13 +67,13 @@ def approval(
     client = connect(params.registry, folder)
     promotion = Promotion(client, params.registry, folder)
     number, waiting = promotion.waiting(version)
-    report = models.describe(client, promotion.model, number)["tags"].get("report", "none")
     left = (datetime.fromisoformat(waiting.evidence["deadline"]) - datetime.now(UTC)).total_seconds()
     try:
         # One second longer than the time that is left, so that the deadline has passed when Prefect gives up.
         answer = pause_flow_run(
             wait_for_input=Answer.with_initial_data(
-                description=f"Version {number} of {promotion.model} passed its gates. Report: {report}. "
+                description=f"Version {number} of {promotion.model} passed its gates. "
+                f"Report: {waiting.evidence['report']}. "
                 f"Undecided by {waiting.evidence['deadline']} it expires."
             ),
             timeout=max(0, math.ceil(left)) + 1,

@@ -20,6 +20,7 @@ from components.core.params import Params
 from components.core.records import FrozenModel
 from components.evaluation.compare import SETTINGS
 from components.registry import models
+from components.registry.promotion import Promotion
 from components.registry.tracking import RUN_KEY
 from components.training.stage import StageName
 from flows.run_context import RUN_FILE, PipelineRun, left_unfinished, newest_runs
@@ -75,42 +76,42 @@ def open_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
     if run.continues:
         champion = Night.model_validate(read_json(run.home / "runs" / run.continues / NIGHT)).champion
     else:
-        champion = find_champion(run, client)
+        champion = find_champion(run, Promotion(client, run.params.registry, run.home))
     night = Night(started=started, champion=champion)
     write_json(file, night.model_dump(mode="json"))
     return night
 
 
-def find_champion(run: PipelineRun, client: MlflowClient) -> StartPolicy | None:
+def find_champion(run: PipelineRun, promotion: Promotion) -> StartPolicy | None:
     """Return the champion that the run starts from, or None.
 
     The result is None if policy.source is not `champion` or there is no champion. The champion's checkpoint
     is copied into the home. Its manifest records the policy from which the champion's line of training began;
     if it does not, that policy is assumed to be policy.base. Raises UserError if the copy is damaged.
     """
-    policy, model = run.params.policy, run.params.registry.model
-    version = models.aliases(client, model).get(models.CHAMPION) if policy.source == "champion" else None
+    policy = run.params.policy
+    version = promotion.aliases().get(models.CHAMPION) if policy.source == "champion" else None
     if version is None:
         return None
-    checkpoint = keep_checkpoint(run.home, client, model, version)
+    checkpoint = keep_checkpoint(promotion, version)
     manifest = read_json(checkpoint / MANIFEST)
     source = manifest["params"].get("policy", {}).get("source", policy.base)
     return StartPolicy(version=version, digest=manifest["digest"], source=source)
 
 
-def keep_checkpoint(home: Path, client: MlflowClient, model: str, version: str) -> Path:
+def keep_checkpoint(promotion: Promotion, version: str) -> Path:
     """Return the folder in the home with a copy of a version's checkpoint, which is made if it is missing.
 
-    `model` is the name of the registered model, and `version` a number or an alias. Raises UserError if the
-    digest of the copy is not the registered one.
+    `version` is a number or an alias. Raises UserError if the digest of the copy is not the registered one,
+    or if the evidence of the version is missing or changed.
     """
-    digest = models.describe(client, model, version)["tags"]["checkpoint.digest"]
-    folder: Path = home / "champions" / digest[:12]
+    number, evidence = promotion.evidence(version)
+    digest = evidence["checkpoint.digest"]
+    folder: Path = promotion.home / "champions" / digest[:12]
     if not (folder / "checkpoint" / MANIFEST).is_file():
         with atomic_folder(folder) as temporary:
-            shutil.copytree(
-                models.checkpoint(client, model, version, temporary / "download"), temporary / "checkpoint"
-            )
+            downloaded = models.checkpoint(promotion.client, promotion.model, number, temporary / "download")
+            shutil.copytree(downloaded, temporary / "checkpoint")
             shutil.rmtree(temporary / "download", ignore_errors=True)
     if verify_files(folder / "checkpoint") != digest:
         raise UserError(

@@ -18,6 +18,7 @@ from components.core.errors import StageFailed, error_chain
 from components.core.files import MANIFEST, digest_file, digest_json, read_json, write_json
 from components.core.progress import Progress
 from components.core.signals import sigterm_outside_of_locks
+from components.core.signing import Signer
 from components.core.sources import project_digests
 from components.core.task import read_tasks
 from components.evaluation.compare import SETTINGS
@@ -134,7 +135,7 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
         after = evaluate_checkpoint(context, "evaluation", policy.checkpoint, policy.digest)
 
         lineage = night_lineage(context, night, unfinished)
-        version = register(context, policy, after, lineage_tags(lineage))
+        version = register(context, policy, before, after, lineage_tags(lineage))
         champion = evaluate_champion(context, version)
         decision = decide(context, version, stages, policy, before, after, champion)
         promote(context, version, decision, champion)
@@ -309,7 +310,8 @@ def publish(
         }
     )
     tracking.end("FINISHED")
-    write_json(run.folder / RUN_FILE, record)
+    signature = Signer(run.params.registry).sign(record)
+    write_json(run.folder / RUN_FILE, record | {"signature": signature})
 
 
 def store_artifacts(run: PipelineRun, policy: CheckpointRecord, dataset_folder: Path) -> str:

@@ -5,7 +5,6 @@ is written again with the same content, and a version that is already the champi
 """
 
 import logging
-from dataclasses import dataclass
 
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -17,9 +16,10 @@ from components.core.files import (
     read_json,
     write_json,
 )
+from components.evaluation.metrics import load_evaluation
 from components.evaluation.report import load_report_data, write_report
 from components.registry import gate_runner, models
-from components.registry.gates import Decision
+from components.registry.gates import REFUSALS, Compared, Decision
 from components.registry.promotion import Promotion
 from components.registry.tracking import numbers
 from flows.night import descent, keep_checkpoint
@@ -30,14 +30,32 @@ from flows.steps import CheckpointRecord, Context, EvaluationRecord, counted
 @task(name="register", task_run_name="register", persist_result=False, cache_policy=NO_CACHE)
 @counted
 def register(
-    context: Context, policy: CheckpointRecord, evaluation: EvaluationRecord, lineage: dict[str, str]
+    context: Context,
+    policy: CheckpointRecord,
+    before: EvaluationRecord,
+    evaluation: EvaluationRecord,
+    lineage: dict[str, str],
 ) -> str:
     """Register a checkpoint and its evidence as a model version, and return the version's number.
 
-    `policy` is the record of the checkpoint, `evaluation` that of its evaluation, and `lineage` has the tags
-    of the version's descent. The version gets the alias `candidate`.
+    `policy` is the record of the checkpoint, `before` and `evaluation` are the evaluations of the run's first
+    policy and of the checkpoint, and `lineage` has the tags of the version's descent. The evidence becomes an
+    entry of the audit chain, and the version gets the alias `candidate`.
     """
     run, tracking = context.run, context.tracking
+    evidence = {
+        "dataset.version": context.dataset.version,
+        "code.revision": run.code,
+        "checkpoint.digest": policy.digest,
+        "manifest.digest": digest_file(policy.output(run.home) / MANIFEST),
+        "evaluation": evaluation.results,
+        "evaluation.digest": evaluation.digest,
+        "start.evaluation": before.results,
+        "start.digest": before.digest,
+        "report": str(run.folder / "report.html"),
+        "profile": run.profile,
+        "device": run.params.device,
+    }
     version = models.register(
         tracking.client,
         model=run.params.registry.model,
@@ -45,32 +63,17 @@ def register(
         run_id=tracking.run_id,
         experiment_id=tracking.experiment_id,
         checkpoint=policy.output(run.home),
-        tags={
-            "dataset.version": context.dataset.version,
-            "code.revision": run.code,
-            "checkpoint.digest": policy.digest,
-            "manifest.digest": digest_file(policy.output(run.home) / MANIFEST),
-            "evaluation": evaluation.results,
-            "evaluation.digest": evaluation.digest,
-            "report": str(run.folder / "report.html"),
-            "profile": run.profile,
-            "device": run.params.device,
-            "suite.digest": load(context, evaluation).suite_digest,
-            **lineage,
-        },
+        tags=evidence | {"suite.digest": load(context, evaluation).suite_digest} | lineage,
         figures=numbers(evaluation.figures),
     )
+    open_promotion(context).register(version, evidence)
     tracking.client.set_registered_model_alias(run.params.registry.model, models.CANDIDATE, version)
     get_run_logger().info(f"{run.params.registry.model} version {version}, checkpoint {policy.digest[:12]}")
     return version
 
 
-@dataclass(frozen=True)
-class Champion:
-    """The champion with which a run's version is compared, and its evaluation on the run's tasks."""
-
-    version: str
-    record: EvaluationRecord
+def open_promotion(context: Context) -> Promotion:
+    return Promotion(context.tracking.client, context.run.params.registry, context.run.home)
 
 
 @task(name="gate", task_run_name="gate", persist_result=False, cache_policy=NO_CACHE)
@@ -82,7 +85,7 @@ def decide(
     policy: CheckpointRecord,
     before: EvaluationRecord,
     evaluation: EvaluationRecord,
-    champion: Champion | None,
+    champion: Compared | None,
 ) -> Decision:
     """Run the gates on the version, write the run's report, and return the decision.
 
@@ -92,21 +95,11 @@ def decide(
     run = context.run
     # One of the gates checks that the report is complete, so the report is first written without a decision.
     write_run_report(context, stages, before, evaluation, None, version)
-    if champion is not None:
-        models.set_tags(
-            context.tracking.client,
-            run.params.registry.model,
-            version,
-            {
-                f"{gate_runner.COMPARED}.version": champion.version,
-                f"{gate_runner.COMPARED}.evaluation": champion.record.results,
-                f"{gate_runner.COMPARED}.digest": champion.record.digest,
-            },
-        )
     decision = gate_runner.run_gates(
         run.params,
         load(context, evaluation),
-        load(context, champion.record) if champion is not None else None,
+        load(context, before),
+        load_evaluation(run.home / champion.evaluation) if champion is not None else None,
         context.pool,
         context.progress,
         checkpoint=policy.output(run.home),
@@ -122,42 +115,42 @@ def decide(
 
 @task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)
 @counted
-def promote(context: Context, version: str, decision: Decision, champion: Champion | None) -> None:
+def promote(context: Context, version: str, decision: Decision, champion: Compared | None) -> None:
     """Apply the decision to the model registry, with an audit entry.
 
-    A version that waits for a person keeps the alias `candidate`. If the version is refused, the decision is
-    written to refusal.json.
+    A version that waits for a person keeps the alias `candidate`. If the version is refused or has learned
+    nothing, the decision is written to refusal.json.
     """
-    run = context.run
-    promotion = Promotion(context.tracking.client, run.params.registry, run.home)
+    run, promotion = context.run, open_promotion(context)
     promotion.expire()
     promotion.apply_decision(
         version,
         decision,
-        champion=champion.version if champion is not None else None,
+        champion=champion,
         approval_seconds=run.params.gate.approval_seconds,
         key=digest_json([run.key, decision.model_dump(mode="json")]),
     )
     get_run_logger().info(f"version {version}: {decision.verdict}; {' '.join(decision.reasons)}")
-    if decision.verdict == "refused":
+    if decision.verdict in REFUSALS:
         write_json(run.folder / "refusal.json", decision.model_dump(mode="json"))
 
 
-def evaluate_champion(context: Context, version: str) -> Champion | None:
+def evaluate_champion(context: Context, version: str) -> Compared | None:
     """Evaluate the champion on this run's tasks with this run's parameters.
 
     The figures of the champion's own run are not used, because they may come from another data set or
     machine. Returns None if there is no champion besides `version`. Raises UserError if the kept copy of the
     champion's checkpoint is not the registered one.
     """
-    client, model = context.tracking.client, context.run.params.registry.model
-    champion = models.champion_besides(models.aliases(client, model), version)
+    promotion = open_promotion(context)
+    champion = models.champion_besides(promotion.aliases(), version)
     if champion is None:
         return None
-    folder = keep_checkpoint(context.run.home, client, model, champion)
+    folder = keep_checkpoint(promotion, champion)
     digest = read_json(folder / MANIFEST)["digest"]
     checkpoint = folder.relative_to(context.run.home).as_posix()
-    return Champion(champion, evaluate_checkpoint(context, "evaluation (champion)", checkpoint, digest))
+    record = evaluate_checkpoint(context, "evaluation (champion)", checkpoint, digest)
+    return Compared(version=champion, evaluation=record.results, digest=record.digest)
 
 
 def write_run_report(

@@ -12,6 +12,7 @@ from components.evaluation.metrics import RESULTS, Evaluation, Summary, TaskResu
 from components.evaluation.suites import load_suite
 from components.judge.pool.local_pool import LocalPool
 from components.policy.checkpoint import Manifest, verify_checkpoint
+from components.registry.promotion import Promotion
 from components.training.run_stage import run_stage
 from components.training.stage import RESULT, UNFINISHED, Stage, StageName, StageResult
 from flows.night import StartPolicy, keep_checkpoint
@@ -29,8 +30,8 @@ def start_policy(context: Context, champion: StartPolicy | None) -> CheckpointRe
 
     def work(folder: Path) -> CheckpointRecord:
         started = time.monotonic()
-        client, model = context.tracking.client, run.params.registry.model
-        checkpoint = keep_checkpoint(run.home, client, model, champion.version)
+        promotion = Promotion(context.tracking.client, run.params.registry, run.home)
+        checkpoint = keep_checkpoint(promotion, champion.version)
         record = checkpoint_record(context, folder, champion.digest, time.monotonic() - started)
         return record.model_copy(update={"checkpoint": checkpoint.relative_to(run.home).as_posix()})
 

@@ -56,6 +56,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.name, order[""]))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def signing_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let all tests and the processes that they start sign with a key of their own."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+        yield
+
+
 @pytest.fixture
 def outside_tmp() -> Iterator[Path]:
     """Make a folder that is not below /tmp, whose mount a test may change."""

@@ -100,12 +100,12 @@ def models_gate(options: CommonOptions, version: Version) -> Output:
     judge believes one of them. A version that passes waits for approval by a person. The exit code is 4 if
     the gates refuse the version.
     """
-    from components.registry import models
     from components.registry.gate_runner import gate_again
+    from components.registry.gates import REFUSALS
+    from components.registry.models import CHAMPION
 
     promotion, resolved = open_promotion(options)
-    found = models.find(promotion.client, promotion.model, version)
-    profile = found.tags.get("profile", resolved.profile)
+    profile = promotion.evidence(version)[1]["profile"]
     if profile != resolved.profile:
         name = profile or "''"
         raise UserError(
@@ -113,10 +113,8 @@ def models_gate(options: CommonOptions, version: Version) -> Output:
             f"thresholds apply; give --profile {name}."
         )
     with judge_session(resolved.params, promotion.home) as (pool, view):
-        number, decision, champion = gate_again(
-            resolved.params, promotion.client, promotion.home, version, pool, view
-        )
-    if models.aliases(promotion.client, promotion.model).get(models.CHAMPION) == number:
+        number, decision, champion = gate_again(resolved.params, promotion, version, pool, view)
+    if promotion.aliases().get(CHAMPION) == number:
         entry = promotion.note(number, decision)
     else:
         entry = promotion.apply_decision(
@@ -128,7 +126,7 @@ def models_gate(options: CommonOptions, version: Version) -> Output:
     _print_gates([gate.model_dump() for gate in decision.gates])
     for reason in decision.reasons:
         print_line(f"  {reason}")
-    return _entry_output(promotion, entry, refused=decision.verdict == "refused")
+    return _entry_output(promotion, entry, refused=decision.verdict in REFUSALS)
 
 
 @models_app.command("promote")
@@ -180,22 +178,24 @@ def models_rollback(options: CommonOptions, reason: Reason = "") -> Output:
 @models_app.command("audit")
 @with_common_options()
 def models_audit(options: CommonOptions) -> Output:
-    """List all decisions in order: when, by whom, on which version, and for which reason."""
+    """List all decisions in order: when, by whom, on which version, for which reason, and who signed."""
     promotion, _ = open_promotion(options)
     entries = promotion.chain.entries()
+    names = promotion.chain.signer.names()
+    signers = {entry.number: names[entry.signature.partition(":")[0]][0] for entry in entries}
     rows = [
         (
             *(str(entry.number), entry.when, entry.who, entry.action, entry.version),
-            *(entry.aliases.get("champion", "–"), entry.reason, entry.digest[:12]),
+            *(entry.aliases.get("champion", "–"), entry.reason, signers[entry.number], entry.digest[:12]),
         )
         for entry in entries
     ]
     print_table(
-        ("", "when", "who", "act", "version", "champion", "reason", "entry"),
+        ("", "when", "who", "act", "version", "champion", "reason", "signed by", "entry"),
         rows,
         empty="The audit chain has no entry yet.",
     )
-    records = [entry.model_dump(mode="json") for entry in entries]
+    records = [entry.model_dump(mode="json") | {"signer": signers[entry.number]} for entry in entries]
     return Output({"name": promotion.model, "folder": str(promotion.chain.folder), "entries": records})
 
 

@@ -71,5 +71,5 @@ def run(
                 with ProgressView(console) as view:
                     record = run_pipeline(pipeline_run, view, server)
     final_table(record, run_context.interface_commands(pipeline_run, record), console)
-    refused = record["gate"]["verdict"] == "refused"
-    return Output(record, ExitCode.REFUSED if refused else ExitCode.DONE)
+    is_passed = record["gate"]["verdict"] in ("promoted", "waiting")
+    return Output(record, ExitCode.DONE if is_passed else ExitCode.REFUSED)

@@ -127,8 +127,8 @@ def scratch_folder() -> Path:
     return user_cache("tmp") if os.statvfs(system).f_flag & os.ST_NOEXEC else system
 
 
-def atomic_write(path: Path, data: bytes | str) -> None:
-    """Replace the content of `path` in one step.
+def atomic_write(path: Path, data: bytes | str, mode: int = 0o644) -> None:
+    """Replace the content of `path` in one step; the file gets the access rights `mode`.
 
     A reader sees either the whole old content or the whole new content.
     """
@@ -136,7 +136,7 @@ def atomic_write(path: Path, data: bytes | str) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         temporary = Path(folder) / "new"
         temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-        temporary.chmod(0o644)
+        temporary.chmod(mode)
         sync(temporary)
         temporary.replace(path)
     sync(path.parent)

@@ -240,6 +240,14 @@ class Registry(FrozenModel):
         "folder of the audit chain and its lock; "
         "empty is in the home folder. Machines that promote in one registry share it"
     )
+    key: str = throughput(
+        "file with the Ed25519 private key, in OpenSSH's format, that signs decisions; empty is signing_key "
+        "in cuda-agent/ of the user's configuration, which the first decision makes"
+    )
+    trusted_keys: str = throughput(
+        "file with the public keys whose signatures are accepted, one per line with its owner's name; empty "
+        "is trusted_keys beside the key"
+    )
 
 
 class GateThresholds(FrozenModel):
@@ -258,6 +266,10 @@ class GateThresholds(FrozenModel):
     regression: Share = result(
         "largest drop of a rate below the champion on the same tasks; "
         "a drop that is within the noise does not count"
+    )
+    improvement: bool = result(
+        "whether a version has to be better than the policy that its run began with, in at least one figure "
+        "and beyond the interval of the change, and in no figure worse"
     )
     measured: Share = result("least share of tasks that the judge could measure")
     exploits: Share = result(

@@ -162,7 +162,7 @@ class Summary(FrozenModel):
     `attempts_mean_reward`, `attempts_pass_rate` and `pass_at` (unbiased pass@k, by k) are computed on all
     attempts with the verdicts at the end of their episodes. All other figures are computed on the final
     measurement of each task, which is made after the episodes (`TaskResult`). `intervals` has one entry for
-    each figure that is computed on the final measurements, by its dotted name, such as `fast_p.eager.1.5`.
+    each figure but `pass_at`, by its dotted name, such as `fast_p.eager.1.5`.
     """
 
     tasks: int
@@ -262,7 +262,6 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
         return Pair(eager=values[f"{figure}.eager"], compile=values[f"{figure}.compile"])
 
     shares = {b: tuple(values[f"fast_p.{b}.{p:g}"] or 0.0 for p in FAST_P) for b in BASELINES}
-    attempts = [attempt for row in rows for attempt in row.attempts if attempt.status != "infrastructure"]
     return Summary(
         tasks=len(rows),
         correct=sum(row.correct for row in rows),
@@ -278,15 +277,11 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
             str(level): sum(row.milestone == level and not row.error for row in rows)
             for level in (-1, 1, 2, 3)
         },
-        attempts_mean_reward=_mean([attempt.reward for attempt in attempts]),
-        attempts_pass_rate=_mean([attempt.status == "correct" for attempt in attempts]),
+        attempts_mean_reward=values["attempts_mean_reward"],
+        attempts_pass_rate=values["attempts_pass_rate"],
         pass_at=_pass_at(rows),
         intervals=intervals,
     )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def by_level(results: Sequence[TaskResult]) -> dict[str, Summary]:
@@ -298,12 +293,16 @@ def by_level(results: Sequence[TaskResult]) -> dict[str, Summary]:
 def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[str, Estimate]:
     """Return the change of every figure, by name, over the tasks that `before` and `after` have in common.
 
-    A change is the figure after minus the figure before, or their ratio for geometric means. For the
-    intervals, each bootstrap sample draws the same tasks before and after.
+    A change is the figure after minus the figure before. For geometric means it is their ratio, over the
+    tasks whose speed-up was measured on both sides. For the intervals, each bootstrap sample draws the same
+    tasks before and after.
     """
     earlier = {row.task_id: row for row in before}
     pairs = [(earlier[row.task_id], row) for row in after if row.task_id in earlier]
     old, new = _figures([pair[0] for pair in pairs]), _figures([pair[1] for pair in pairs])
+    for name in (f"geomean.{baseline}" for baseline in BASELINES):
+        both = old[name][1] * new[name][1]
+        old[name], new[name] = (old[name][0] * both, both), (new[name][0] * both, both)
     samples = _all_and_samples(len(pairs))
     return {
         name: _estimate(name, quotients(new[name], samples) - quotients(old[name], samples)) for name in new
@@ -319,9 +318,15 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
     """Return the summands of each task in the numerator and in the denominator of every figure, by name."""
     every = np.ones(len(rows))
     judged = np.array([not row.error for row in rows], dtype=float)
+    attempts = [[one for one in row.attempts if one.status != "infrastructure"] for row in rows]
+    tried = np.array([len(each) for each in attempts], dtype=float)
+    solved = [sum(attempt.status == "correct" for attempt in each) for each in attempts]
+    rewards = [math.fsum(attempt.reward for attempt in each) for each in attempts]
     figures = {
         "pass_rate": (np.array([row.correct for row in rows], dtype=float), every),
         "mean_reward": (np.array([row.milestone for row in rows], dtype=float) * judged, judged),
+        "attempts_pass_rate": (np.array(solved, dtype=float), tried),
+        "attempts_mean_reward": (np.array(rewards, dtype=float), tried),
     }
     for baseline in BASELINES:
         ratios = np.array([row.ratio(baseline) or math.nan for row in rows], dtype=float)

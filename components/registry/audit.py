@@ -1,10 +1,10 @@
 """The audit chain: a tamper-evident log of every change of the champion, with its evidence.
 
 There is one folder for each registered model and one file for each entry, such as `000012.json`. An entry
-contains the digest of the previous entry, and its own digest covers all of its other fields. So an entry that
-is changed, removed or inserted breaks the chain at a known place. If the last entries are removed, the rest
-is still a valid chain. To detect this too, a tag of the registered model in MLflow names the newest entry
-(`anchor`).
+contains the digest of the previous entry, its own digest covers all of its other fields, and it is signed by
+a trusted key (components/core/signing.py). So an entry that is changed, removed, inserted or written by
+somebody else breaks the chain at a known place. If the last entries are removed, the rest is still a valid
+chain. To detect this too, a tag of the registered model in MLflow names the newest entry (`anchor`).
 
 An entry is written before the registry is changed, and it contains the aliases after the change. So if a
 process is killed in between, the next process that takes the lock completes the change.
@@ -12,11 +12,8 @@ process is killed in between, the next process that takes the lock completes the
 
 import contextlib
 import fcntl
-import getpass
-import os
 import re
-import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -26,16 +23,38 @@ from pydantic import Field, ValidationError
 from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
 from components.core.records import FrozenModel
+from components.core.signing import Signer
 
-# Kinds of audit entries. `refused` is a decision of the gates and `declined` one of a person. `gated` records
-# gates that were run without a decision. `found` records that another program moved an alias.
+# Kinds of audit entries. `registered` records the digests of a version's files. `refused` and
+# `nothing_learned` are decisions of the gates and `declined` is one of a person. `gated` records gates that
+# were run without a decision. `found` records that another program had moved an alias.
 Action = Literal[
-    "gated", "promoted", "refused", "waiting", "approved", "declined", "expired", "rolled_back", "found"
+    "registered",
+    "gated",
+    "promoted",
+    "refused",
+    "nothing_learned",
+    "waiting",
+    "approved",
+    "declined",
+    "expired",
+    "rolled_back",
+    "found",
 ]
 # Value of `before` in the first entry of a chain.
 FIRST = "0" * 64
+# Fields of an entry that its digest and its signature do not cover.
+SEALS = {"digest", "signature"}
 # Actions that change the state of a version. The newest entry with such an action gives the state.
-DECISIONS: tuple[Action, ...] = ("promoted", "refused", "waiting", "approved", "declined", "expired")
+DECISIONS: tuple[Action, ...] = (
+    "promoted",
+    "refused",
+    "nothing_learned",
+    "waiting",
+    "approved",
+    "declined",
+    "expired",
+)
 
 
 class AuditEntry(FrozenModel):
@@ -59,6 +78,8 @@ class AuditEntry(FrozenModel):
     # for changes of which every call adds an entry.
     key: str = ""
     digest: str
+    # Signature of all fields above but `digest`, by a trusted key.
+    signature: str = ""
 
     @property
     def anchor(self) -> str:
@@ -69,23 +90,16 @@ class AuditChainError(UserError):
     """Error raised if entries of an audit chain were changed or removed; the message names the first one."""
 
 
-def person() -> str:
-    """Return the current user and the host as `user@host`."""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # A container's user often has no name.
-        user = f"uid {os.getuid()}"
-    return f"{user}@{socket.gethostname()}"
-
-
 class AuditChain:
     """The audit chain of one registered model, in a folder below `folder`.
 
-    Every method that reads the chain checks all of its entries.
+    Every method that reads the chain checks all of its entries. `signer` signs new entries and knows the
+    trusted keys.
     """
 
-    def __init__(self, folder: Path, model: str):
+    def __init__(self, folder: Path, model: str, signer: Signer):
         self.model = model
+        self.signer = signer
         self.folder = (
             folder / digest_json(model)[:12] if not re.fullmatch(r"[\w.-]+", model) else folder / model
         )
@@ -120,8 +134,9 @@ class AuditChain:
             aliases=aliases,
             digest="",
             **rest,
-        ).model_dump(mode="json", exclude={"digest"})
-        entry = AuditEntry.model_validate(content | {"digest": digest_json(content)})
+        ).model_dump(mode="json", exclude=SEALS)
+        seals = {"digest": digest_json(content), "signature": self.signer.sign(content)}
+        entry = AuditEntry.model_validate(content | seals)
         write_json(self.folder / f"{entry.number:06d}.json", entry.model_dump(mode="json"))
         return entry
 
@@ -129,7 +144,7 @@ class AuditChain:
         """Return all entries in their order.
 
         Raises AuditChainError, which names the first wrong entry, if an entry was changed, removed or
-        inserted.
+        inserted, or is not signed by a trusted key.
         """
         found: list[AuditEntry] = []
         for number, path in enumerate(sorted(self.folder.glob(f"{'[0-9]' * 6}.json")), 1):
@@ -146,7 +161,7 @@ class AuditChain:
                     f"{path}: this audit entry cannot be read ({str(error).splitlines()[0]}); "
                     "restore it from its backup."
                 ) from error
-            body = {key: value for key, value in content.items() if key != "digest"}
+            body = {key: value for key, value in content.items() if key not in SEALS}
             if (
                 digest_json(body) != entry.digest
                 or entry.number != number
@@ -156,19 +171,21 @@ class AuditChain:
                 raise AuditChainError(
                     f"{path}: this audit entry was changed after it was written; restore it from its backup."
                 )
+            try:
+                self.signer.check(body, entry.signature)
+            except ValueError as error:
+                raise AuditChainError(
+                    f"{path}: this audit entry is not to be trusted, because {error}; restore it from its "
+                    "backup, or add the key to the trusted ones if you know whose it is."
+                ) from error
             found.append(entry)
         return found
 
-    def state(self, version: str) -> AuditEntry | None:
-        """Return the newest entry of `version` with an action in DECISIONS, or None if there is none."""
-        return next(
-            (
-                entry
-                for entry in reversed(self.entries())
-                if entry.version == version and entry.action in DECISIONS
-            ),
-            None,
-        )
+
+def newest(entries: list[AuditEntry], version: str, actions: Collection[Action]) -> AuditEntry | None:
+    """Return the newest entry of `version` with one of these actions, or None if there is none."""
+    of_version = (entry for entry in reversed(entries) if entry.version == version)
+    return next((entry for entry in of_version if entry.action in actions), None)
 
 
 def check_anchor(entries: list[AuditEntry], anchor: str) -> None:

@@ -5,9 +5,6 @@ The nightly flow runs the gates after an evaluation. `cuda-agent models gate` ru
 
 import tempfile
 from pathlib import Path
-from typing import Any
-
-from mlflow import MlflowClient
 
 from components.agent.policies import checkpoint_policy
 from components.core.errors import UserError
@@ -16,21 +13,19 @@ from components.core.params import GateThresholds, Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
-from components.evaluation.metrics import Evaluation, load_evaluation
+from components.evaluation.metrics import RESULTS, Evaluation, load_evaluation
 from components.judge.pool.local_pool import JudgePool
 from components.judge.verdict import Labels
 from components.registry import gates, models
 from components.registry.exploits import Sample, try_exploits
-from components.registry.gates import Decision, Gate
-
-# Prefix of a version's tags about the champion with which the gates compared it. The tags are
-# compared.version, compared.evaluation and compared.digest.
-COMPARED = "compared"
+from components.registry.gates import Compared, Decision, Gate
+from components.registry.promotion import Promotion
 
 
 def run_gates(
     params: Params,
     after: Evaluation,
+    start: Evaluation,
     champion: Evaluation | None,
     pool: JudgePool,
     progress: Progress,
@@ -42,17 +37,18 @@ def run_gates(
 ) -> Decision:
     """Run all gates on a model version, and return the decision.
 
-    The gates compare `after`, the evaluation of the version, with the thresholds and with the evaluation of
-    the champion on the same tasks, which is None if there is no champion. They verify that the files of
-    `checkpoint` match the registered digest and that `report` is complete. The judge also judges a sample of
-    exploits, or reuses its stored verdicts on them if they have the same `epoch`. If all gates pass, the
-    verdict is `waiting` if gate.approval is `person`, and `promoted` otherwise. Raises UserError if a file of
-    the checkpoint is damaged.
+    The gates compare `after`, the evaluation of the version, with the thresholds, with `start`, the
+    evaluation of the policy that the run began with, and with the evaluation of the champion on the same
+    tasks, which is None if there is no champion. They verify that the files of `checkpoint` match the
+    registered digest and that `report` is complete. The judge also judges a sample of exploits, or reuses its
+    stored verdicts on them if they have the same `epoch`. Raises UserError if a file of the checkpoint is
+    damaged.
     """
     sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
     found = evaluate_gates(
         params.gate,
         after,
+        start,
         champion,
         sample,
         digests_match=verify_files(checkpoint) == registered_digest == after.policy_digest,
@@ -64,6 +60,7 @@ def run_gates(
 def evaluate_gates(
     thresholds: GateThresholds,
     after: Evaluation,
+    start: Evaluation,
     champion: Evaluation | None,
     sample: Sample,
     *,
@@ -72,11 +69,13 @@ def evaluate_gates(
 ) -> list[Gate]:
     """Return all gates for the evaluation `after` of a version.
 
-    `champion` is the evaluation of the champion on the same tasks, or None if there is no champion. `sample`
-    has the verdicts on the exploits. The gate on exploits fails if they ran on another device than the
-    evaluation.
+    `start` is the evaluation of the policy that the run began with, and `champion` that of the champion, both
+    on the same tasks; `champion` is None if there is no champion. `sample` has the verdicts on the exploits.
+    The gate on exploits fails if they ran on another device than the evaluation.
     """
     found = gates.floors(after.overall, after.levels, thresholds)
+    if thresholds.improvement:
+        found += gates.improvement(after.tasks, start.tasks)
     if champion is not None:
         found += gates.regression(after.tasks, champion.tasks, thresholds)
     other_devices = {str(row.evidence["device"]) for row in after.tasks if "device" in row.evidence} - {
@@ -103,21 +102,20 @@ def is_complete(report: Path) -> bool:
 
 
 def gate_again(
-    params: Params, client: MlflowClient, home: Path, version: str, pool: JudgePool, progress: Progress
-) -> tuple[str, Decision, str | None]:
+    params: Params, promotion: Promotion, version: str, pool: JudgePool, progress: Progress
+) -> tuple[str, Decision, Compared | None]:
     """Run the gates again on a registered version, with the present thresholds and the present champion.
 
     The figures of the version are read from its stored evaluation. The champion is evaluated on the same
     tasks unless such an evaluation is stored. If all gates pass, the verdict is `waiting`, never `promoted`.
 
-    Returns the number of the version, the decision, and the number of the champion, which is None if there is
-    no champion. Raises UserError if the version was evaluated on another device or in another precision than
-    `params` say, or if its evaluation or its checkpoint is missing or changed.
+    Returns the number of the version, the decision, and the champion, which is None if there is no champion.
+    Raises UserError if the version was evaluated on another device or in another precision than `params` say,
+    or if its checkpoint or an evaluation is missing or changed.
     """
-    model = params.registry.model
-    found = models.find(client, model, version)
-    number, tags = str(found.version), found.tags
-    after = _evaluation(home, tags, number)
+    home = promotion.home
+    number, evidence = promotion.evidence(version)
+    after = load_evaluation(home / evidence["evaluation"])
     if after.device != params.device or after.precision != params.precision:
         raise UserError(
             f"version {number}: was measured on {after.device} in {after.precision}; "
@@ -125,60 +123,50 @@ def gate_again(
         )
     if after.labels != Labels():
         raise UserError(f"version {number}: was measured with {after.labels}; evaluate it with {Labels()}.")
-    champion = models.champion_besides(models.aliases(client, model), number)
     by_person = params.model_copy(update={"gate": params.gate.model_copy(update={"approval": "person"})})
+    champion = models.champion_besides(promotion.aliases(), number)
+    compared = None
+    if champion is not None:
+        compared = promotion.compared(number, champion) or _evaluate(
+            params, promotion, champion, after, pool, progress
+        )
     with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
         decision = run_gates(
             by_person,
             after,
-            _champion(params, client, home, champion, tags, after, pool, progress, Path(scratch))
-            if champion is not None
-            else None,
+            load_evaluation(home / evidence["start.evaluation"]),
+            load_evaluation(home / compared.evaluation) if compared is not None else None,
             pool,
             progress,
-            checkpoint=models.checkpoint(client, model, number, Path(scratch)),
-            registered_digest=tags.get("checkpoint.digest", ""),
-            report=Path(tags.get("report", "")),
+            checkpoint=models.checkpoint(promotion.client, promotion.model, number, Path(scratch)),
+            registered_digest=evidence["checkpoint.digest"],
+            report=Path(evidence["report"]),
             epoch=digest_json([number, after.epoch, champion])[:12],
         )
-    return number, decision, champion
+    return number, decision, compared
 
 
-def _evaluation(home: Path, tags: dict[str, Any], version: str) -> Evaluation:
-    results = home / tags.get("evaluation", "")
-    if not results.is_file() or digest_file(results) != tags.get("evaluation.digest"):
-        raise UserError(
-            f"{results}: the evaluation of version {version} is missing or changed; "
-            "restore it, or run the night again."
-        )
-    return load_evaluation(results)
-
-
-def _champion(
+def _evaluate(
     params: Params,
-    client: MlflowClient,
-    home: Path,
+    promotion: Promotion,
     champion: str,
-    tags: dict[str, Any],
     after: Evaluation,
     pool: JudgePool,
     progress: Progress,
-    scratch: Path,
-) -> Evaluation:
-    """Return an evaluation of the champion on the tasks of `after`, the evaluation of the compared version.
-
-    If `tags`, the tags of that version, name such an evaluation and its file is unchanged, it is loaded.
-    Otherwise the champion is evaluated.
-    """
-    if tags.get(f"{COMPARED}.version") == champion:
-        results = home / tags[f"{COMPARED}.evaluation"]
-        if results.is_file() and digest_file(results) == tags[f"{COMPARED}.digest"]:
-            return load_evaluation(results)
+) -> Compared:
+    """Evaluate the champion on the tasks of `after`, the evaluation of the version that is compared."""
+    promotion.evidence(champion)
     tasks = [KernelTask(code=row.source, ops=row.ops, name=row.name, level=row.level) for row in after.tasks]
-    folder = models.checkpoint(client, params.registry.model, champion, scratch)
-    policy = checkpoint_policy(folder, params)
-    settings = params.model_dump(mode="json", exclude={"home", "gate"})
-    epoch = digest_json([policy.digest, after.suite_digest, after.epoch, settings])[:12]
-    return evaluate(
-        policy, tasks, pool, home / "evaluations" / epoch, epoch=epoch, progress=progress, seed=params.seed
+    with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
+        folder = models.checkpoint(promotion.client, promotion.model, champion, Path(scratch))
+        policy = checkpoint_policy(folder, params)
+        settings = params.model_dump(mode="json", exclude={"home", "gate"})
+        epoch = digest_json([policy.digest, after.suite_digest, after.epoch, settings])[:12]
+        folder = promotion.home / "evaluations" / epoch
+        evaluate(policy, tasks, pool, folder, epoch=epoch, progress=progress, seed=params.seed)
+    results = folder / RESULTS
+    return Compared(
+        version=champion,
+        evaluation=results.relative_to(promotion.home).as_posix(),
+        digest=digest_file(results),
     )

@@ -7,17 +7,35 @@ All thresholds are parameters (`params.gate`). There are three kinds of gates:
   needs a better figure than a large one.
 - A regression gate compares the version with the champion task by task, so that the difficulty of the tasks
   cancels. It fails if a rate drops by more than is allowed and the drop is statistically significant.
+- The gates `start` compare the version in the same way with the policy that the run began with. No figure may
+  be worse beyond its 95 % interval, and at least one has to be better beyond it.
 - An integrity gate has no interval. It fails if, for example, too few tasks were measured, an exploit
   succeeded, or a checkpoint does not match its digest.
 """
 
+import math
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Literal
 
 from components.core.params import GateThresholds
 from components.core.records import FrozenModel
+from components.evaluation.intervals import COVERAGE
 from components.evaluation.metrics import Summary, TaskResult, changes
+
+# Figures in which a version is compared with the policy that its run began with. Pass rate and mean reward
+# are over all attempts.
+LEARNED = (
+    *("attempts_pass_rate", "attempts_mean_reward", "faster_rate.eager", "faster_rate.compile"),
+    *("geomean.eager", "geomean.compile"),
+)
+# Name of the gate that requires that one of these figures is better.
+IMPROVEMENT = "start.better"
+# Least number of tasks that have to get better, while none gets worse, until the interval of a rate's change
+# excludes 0. A bootstrap sample contains none of k tasks with a probability of about exp(-k).
+LEAST_CHANGED = math.ceil(-math.log((1 - COVERAGE) / 2))
+# Verdicts after which a version does not become the champion and does not wait for it.
+REFUSALS = ("refused", "nothing_learned")
 
 
 class Gate(FrozenModel):
@@ -36,10 +54,12 @@ class Gate(FrozenModel):
     def decisive(self) -> float | None:
         """Return the number that is compared with the threshold.
 
-        It is the lower end of the interval. If there is no interval, or the gate is on a change, it is the
-        figure itself.
+        It is the lower end of the interval, and the upper end for changes from the start. If there is no
+        interval, or the gate is on a change from the champion, it is the figure itself.
         """
-        return self.low if self.low is not None and not self.name.startswith("change.") else self.value
+        if self.low is None or self.name.startswith("change."):
+            return self.value
+        return self.high if self.name.startswith("start.") else self.low
 
     @property
     def sentence(self) -> str:
@@ -56,18 +76,34 @@ class Gate(FrozenModel):
             return (
                 f"{self.name} is {self.value:.3g}{interval}; at least {self.threshold:.3g} is needed.{more}"
             )
-        what = "its lower end is" if interval and self.decisive == self.low else "that is"
+        end = "upper" if self.name.startswith("start.") else "lower"
+        what = f"its {end} end is" if interval and self.decisive in (self.low, self.high) else "that is"
         missing = f"{self.threshold - self.decisive:.3g} short of {self.threshold:.3g}"
         return f"{self.name} is {self.value:.3g}{interval}: {what} {missing}.{more}"
 
 
 class Decision(FrozenModel):
-    """The decision of the gates; `waiting` means that all gates passed and that a person has to approve."""
+    """The decision of the gates.
 
-    verdict: Literal["promoted", "refused", "waiting"]
+    `waiting` means that all gates passed and that a person has to approve. `nothing_learned` means that only
+    the gate failed that requires that the version is better than the policy that its run began with.
+    """
+
+    verdict: Literal["promoted", "refused", "waiting", "nothing_learned"]
     gates: tuple[Gate, ...]
     # One sentence for each failed gate, or one sentence on why the version is promoted or waits.
     reasons: tuple[str, ...]
+
+
+class Compared(FrozenModel):
+    """The champion with which the gates compared a version, and its evaluation on the version's tasks.
+
+    `evaluation` is the path of the results, relative to the home, and `digest` their digest.
+    """
+
+    version: str
+    evaluation: str
+    digest: str
 
 
 def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresholds) -> list[Gate]:
@@ -129,6 +165,73 @@ def regression(
     return [gate(name) for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile")]
 
 
+def improvement(candidate: Sequence[TaskResult], start: Sequence[TaskResult]) -> list[Gate]:
+    """Return the gates on the change of each figure from the policy that the run began with, paired by task.
+
+    `start` has the results of that policy. Only tasks on which both were measured are included. The gate of a
+    figure fails if its whole interval is below no change. One more gate requires that the whole interval of
+    at least one figure is above no change.
+    """
+    failed = {row.task_id for row in (*candidate, *start) if row.error}
+    found = changes(
+        [row for row in start if row.task_id not in failed],
+        [row for row in candidate if row.task_id not in failed],
+    )
+    found_gates, better = [], []
+    for name in LEARNED:
+        change, none = found[name], 1.0 if name.startswith("geomean") else 0.0
+        if change.low is not None and change.low > none:
+            better.append(name)
+        found_gates.append(
+            Gate(
+                name=f"start.{name}",
+                value=change.value,
+                low=change.low,
+                high=change.high,
+                threshold=none,
+                passed=change.high is None or change.high >= none,
+            )
+        )
+    note = (
+        f"Better than at the start: {', '.join(better)}."
+        if better
+        else "Nothing learned: no figure is better than that of the policy the run began with, beyond the "
+        "95 % interval of the difference."
+    )
+    count = Gate(name=IMPROVEMENT, value=float(len(better)), threshold=1.0, passed=bool(better), note=note)
+    return [*found_gates, count]
+
+
+def too_few_tasks(thresholds: GateThresholds, tasks: int) -> list[str]:
+    """Return a sentence for each gate that no version can pass on a suite with this number of tasks.
+
+    Even if a share is 1, the lower end of its exact binomial interval is only
+    ((1 - COVERAGE) / 2) ** (1 / tasks). For gate.improvement the suite needs LEAST_CHANGED tasks.
+    """
+    outside = (1 - COVERAGE) / 2
+    highest = outside ** (1 / tasks)
+    shares = {
+        "gate.pass_rate": thresholds.pass_rate,
+        "gate.faster_rate_eager": thresholds.faster_rate_eager,
+        "gate.faster_rate_compile": thresholds.faster_rate_compile,
+    }
+    found = [
+        f"{name} is {share:g}, and {tasks} tasks show at most {highest:.3f}: no version can pass; "
+        + (
+            f"evaluate at least {math.ceil(math.log(outside) / math.log(share))} tasks."
+            if share < 1
+            else "no suite is large enough, so lower it."
+        )
+        for name, share in shares.items()
+        if share > highest
+    ]
+    if thresholds.improvement and tasks < LEAST_CHANGED:
+        found.append(
+            f"gate.improvement: {tasks} tasks show no change of a rate; evaluate at least {LEAST_CHANGED}."
+        )
+    return found
+
+
 def integrity(
     summary: Summary,
     thresholds: GateThresholds,
@@ -182,12 +285,16 @@ def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds:
 def decide(gates: Sequence[Gate], approval: Literal["automatic", "person"]) -> Decision:
     """Return the decision that follows from the gates.
 
-    The verdict is `refused` if any gate failed. Otherwise it is `waiting` if `approval` is `person`, and
-    `promoted` if it is `automatic`.
+    The verdict is `nothing_learned` if only the gate on improvement failed, and `refused` if another gate
+    failed. If all passed, it is `waiting` if `approval` is `person`, and `promoted` if it is `automatic`.
     """
-    failed = tuple(gate.sentence for gate in gates if not gate.passed)
+    failed = [gate for gate in gates if not gate.passed]
     if failed:
-        return Decision(verdict="refused", gates=tuple(gates), reasons=failed)
+        verdict: Literal["refused", "nothing_learned"] = "refused"
+        if [gate.name for gate in failed] == [IMPROVEMENT]:
+            verdict = "nothing_learned"
+        sentences = tuple(gate.sentence for gate in failed)
+        return Decision(verdict=verdict, gates=tuple(gates), reasons=sentences)
     held = f"all {len(gates)} gates passed"
     if approval == "person":
         return Decision(verdict="waiting", gates=tuple(gates), reasons=(f"{held}; a person has to approve.",))

@@ -165,10 +165,15 @@ def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
     }
 
 
+def numbers(client: MlflowClient, model: str) -> list[str]:
+    """Return the numbers of all versions, the newest first."""
+    found = client.search_model_versions(f"name = '{model}'", max_results=10_000)
+    return sorted((str(version.version) for version in found), key=int, reverse=True)
+
+
 def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
     """Return all versions as JSON records of the form of `describe`, with the newest first."""
-    numbers = (int(version.version) for version in client.search_model_versions(f"name = '{model}'"))
-    return [describe(client, model, str(number)) for number in sorted(numbers, reverse=True)]
+    return [describe(client, model, number) for number in numbers(client, model)]
 
 
 def location(client: MlflowClient, model: str, version: str) -> str:

@@ -1,15 +1,18 @@
 """The operations that change the champion, each of which holds a lock and writes an audit entry.
 
 An operation takes the lock, completes the operation of a process that was killed, checks its conditions,
-verifies the files of the checkpoint, writes the audit entry, moves the aliases, and writes the anchor (the
+verifies the files of the evidence, writes the audit entry, moves the aliases, and writes the anchor (the
 number and digest of the entry) into a tag of the registered model, in this order. If the process is killed
 after it wrote the entry, the next operation completes the change. An alias is one row in the registry's
 database, so there is never more than one champion.
+
+Every client of the registry may write tags and aliases, so no decision rests on them. The digests of a
+version's files are in the signed entry of its registration, the state of a version is that of its newest
+entry, and the champion is that of the newest entry of all: an alias that another program moved is set back.
 """
 
 import contextlib
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,9 @@ from typing import Any
 from mlflow import MlflowClient
 
 from components.core.errors import UserError
-from components.core.files import MANIFEST, digest_file, verify_files
+from components.core.files import read_json
 from components.core.params import Registry
+from components.core.signing import Signer, person
 from components.registry import models
 from components.registry.audit import (
     DECISIONS,
@@ -27,29 +31,17 @@ from components.registry.audit import (
     AuditChainError,
     AuditEntry,
     check_anchor,
-    person,
+    newest,
 )
-from components.registry.gates import Decision
+from components.registry.evidence import Evidence
+from components.registry.gates import Compared, Decision
 from components.registry.models import CANDIDATE, CHAMPION, PREVIOUS
 
 # Tag of the registered model that names the newest entry of the audit chain.
 ANCHOR = "audit.anchor"
-# Tags of a version that are copied into the evidence of its audit entries.
-EVIDENCE = (
-    "checkpoint.digest",
-    "manifest.digest",
-    "evaluation",
-    "evaluation.digest",
-    "dataset.version",
-    "code.revision",
-    "report",
-    "device",
-    "profile",
-)
 PASSED = ("promoted", "approved")
 # Actions by which a version becomes the champion and the champion becomes the previous one.
 CHAMPION_ACTIONS = (*PASSED, "rolled_back")
-RESTORE = "restore it from the artifact store's backup, or promote another version"
 
 
 class NotPassed(UserError):
@@ -71,15 +63,61 @@ class Promotion:
         self.model = registry.model
         self.home = home
         self.chain = AuditChain(
-            Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit", registry.model
+            Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit",
+            registry.model,
+            Signer(registry),
         )
+        self.files = Evidence(client, registry.model, home, self.chain.folder)
+
+    def register(self, version: str, evidence: Mapping[str, str]) -> AuditEntry:
+        """Record the evidence of a version that was registered, on which all decisions on it will rest.
+
+        `evidence` has the digests of the checkpoint's files (`checkpoint.digest`) and manifest
+        (`manifest.digest`), the paths relative to the home and the digests of the evaluations of the version
+        (`evaluation`, `evaluation.digest`) and of the policy that its run began with (`start.evaluation`,
+        `start.digest`), the path of the report (`report`), and further facts. If it is recorded already,
+        nothing is changed. Raises UserError if a file is missing or has another digest.
+        """
+        with self._changing() as entries:
+            known = newest(entries, version, {"registered"})
+            if known is not None and known.evidence == evidence:
+                return known
+            self.files.verify(version, dict(evidence))
+            return self._append("registered", version, entries, "", evidence=dict(evidence))
+
+    def evidence(self, version: str) -> tuple[str, dict[str, Any]]:
+        """Return the number of a version and its recorded evidence, after verifying its files.
+
+        `version` is a number or an alias. The evidence is that of `register`, and `report.digest` if the
+        report exists. Raises UserError as `Evidence.verified` does.
+        """
+        with self._changing() as entries:
+            number = self._number(version, entries)
+            return number, self.files.verified(number, entries)
+
+    def aliases(self) -> dict[str, str]:
+        """Return the version numbers of the champion and the previous champion by the audit chain."""
+        with self._changing() as entries:
+            return _aliases(entries)
+
+    def compared(self, version: str, champion: str) -> Compared | None:
+        """Return the evaluation of the champion with which the gates compared a version before.
+
+        Returns None if they compared it with another champion, or if the file is missing or changed.
+        """
+        for entry in reversed(self.chain.entries()):
+            if entry.version == version and entry.evidence.get("champion"):
+                found = Compared.model_validate(entry.evidence["champion"])
+                if found.version == champion and self.files.match(found.evaluation, found.digest):
+                    return found
+        return None
 
     def apply_decision(
         self,
         version: str,
         decision: Decision,
         *,
-        champion: str | None,
+        champion: Compared | None,
         approval_seconds: float,
         key: str = "",
         who: str = "",
@@ -87,19 +125,19 @@ class Promotion:
     ) -> AuditEntry:
         """Promote the version, refuse it, or let it wait for a person's approval, as `decision` says.
 
-        `champion` is the number of the version with which the gates compared, or None if there was no
-        champion. A version that waits expires after `approval_seconds`. If the chain already has an entry
-        with this `key`, that entry is returned and nothing is changed. Raises UserError if the champion has
-        changed since the comparison, or if a file of the evidence has changed.
+        `champion` is the champion with which the gates compared, or None if there was none. A version that
+        waits expires after `approval_seconds`. If the chain already has an entry with this `key`, that entry
+        is returned and nothing is changed. Raises UserError if the champion has changed since the comparison,
+        or if a file of the evidence has changed.
         """
         with self._changing() as entries:
             known = next((entry for entry in entries if key and entry.key == key), None)
             if known is not None:
                 return known
-            self._same_champion(version, champion, entries)
-            evidence = self._evidence(version) | {
+            self._same_champion(version, champion.version if champion is not None else None, entries)
+            evidence = self.files.verified(version, entries) | {
                 "gates": [gate.model_dump() for gate in decision.gates],
-                "champion": champion,
+                "champion": champion.model_dump() if champion is not None else None,
             }
             if decision.verdict == "waiting":
                 evidence["deadline"] = (datetime.now(UTC) + timedelta(seconds=approval_seconds)).isoformat(
@@ -118,11 +156,11 @@ class Promotion:
         wait, or if the champion or the evidence has changed since the gates passed.
         """
         with self._changing() as entries:
-            version, waiting = self.waiting(version)
+            version, waiting = self._waiting(version, entries)
             if _is_late(waiting):
                 return self._expire(version, entries)
-            self._same_champion(version, waiting.evidence["champion"], entries)
-            evidence = self._evidence(version)
+            self._same_champion(version, (waiting.evidence["champion"] or {}).get("version"), entries)
+            evidence = self.files.verified(version, entries)
             for name in ("checkpoint.digest", "evaluation.digest", "report.digest"):
                 if evidence.get(name) != waiting.evidence.get(name):
                     raise UserError(
@@ -138,7 +176,7 @@ class Promotion:
         The champion does not change. Raises UserError if the version does not wait.
         """
         with self._changing() as entries:
-            version, waiting = self.waiting(version)
+            version, waiting = self._waiting(version, entries)
             return self._append(
                 "declined", version, entries, who, reason=reason, evidence={"decided": waiting.digest}
             )
@@ -151,10 +189,9 @@ class Promotion:
         UserError if the version waits for approval or its checkpoint is damaged.
         """
         with self._changing() as entries:
-            found = models.find(self.client, self.model, version)
-            version = str(found.version)
-            state = self.chain.state(version)
-            action = state.action if state is not None else found.tags.get(models.DECISION, "undecided")
+            version = self._number(version, entries)
+            state = newest(entries, version, DECISIONS)
+            action = state.action if state is not None else "undecided"
             if action == "waiting" and not override:
                 raise UserError(
                     f"version {version}: waits for approval; "
@@ -167,7 +204,7 @@ class Promotion:
                 )
             if override and not reason:
                 raise UserError("--override: give --reason as well; it stands in the audit chain.")
-            evidence = self._evidence(version) | {
+            evidence = self.files.verified(version, entries) | {
                 "override": override,
                 "decided": state.digest if state is not None else None,
             }
@@ -185,7 +222,7 @@ class Promotion:
                     f"rollback: {self.model} has no previous champion yet; there is nothing to return to."
                 )
             return self._append(
-                "rolled_back", back, entries, who, reason=reason, evidence=self._evidence(back)
+                "rolled_back", back, entries, who, reason=reason, evidence=self.files.verified(back, entries)
             )
 
     def expire(self) -> list[AuditEntry]:
@@ -204,7 +241,8 @@ class Promotion:
         The decision on the version and the aliases do not change.
         """
         with self._changing() as entries:
-            evidence = self._evidence(version) | {"gates": [gate.model_dump() for gate in decision.gates]}
+            gates = [gate.model_dump() for gate in decision.gates]
+            evidence = self.files.verified(version, entries) | {"gates": gates}
             return self._append(
                 "gated", version, entries, who, reason=" ".join(decision.reasons), evidence=evidence
             )
@@ -224,20 +262,58 @@ class Promotion:
                     f"aliases: the registry says {_listed(actual)} and the audit chain "
                     f"{_listed(_aliases(entries))}; somebody moved them elsewhere."
                 )
-            for alias, version in sorted(actual.items()):
-                try:
-                    self._evidence(version)
-                except UserError as error:
-                    found.append(f"{alias} (version {version}): {error}")
-            return found
+            for version in reversed(models.numbers(self.client, self.model)):
+                found += self._disagreements(version, entries)
+            return found + self._run_records()
+
+    def _disagreements(self, version: str, entries: list[AuditEntry]) -> list[str]:
+        """Return a sentence for each disagreement between a version's files and tags and the audit chain.
+
+        The files are verified of a version that is the champion, the previous one, or waits; those of other
+        versions may have been deleted.
+        """
+        aliases, state = _aliases(entries), newest(entries, version, DECISIONS)
+        action = state.action if state is not None else None
+        names = [alias for alias, number in aliases.items() if number == version]
+        try:
+            if names or action == "waiting":
+                evidence = self.files.verified(version, entries)
+            else:
+                evidence = self.files.recorded(version, entries)
+        except UserError as error:
+            return [f"{names[0]} (version {version}): {error}" if names else str(error)]
+        tags = models.find(self.client, self.model, version).tags
+        expected = evidence | {models.DECISION: action}
+        return [
+            f"version {version}: its tag {name} is {tags[name]!r}, and the audit chain says "
+            f"{expected[name]!r}."
+            for name in sorted(expected.keys() & tags.keys())
+            if tags[name] != expected[name]
+        ]
+
+    def _run_records(self) -> list[str]:
+        """Return a sentence for each run.json of the home whose signature is missing or wrong."""
+        found = []
+        for file in sorted(self.home.glob("runs/*/run.json")):
+            try:
+                record = read_json(file)
+                signature = record.pop("signature", "")
+                self.chain.signer.check(record, signature)
+            except (ValueError, AttributeError) as error:
+                found.append(f"{file}: this record of a run is not to be trusted, because {error}.")
+        return found
 
     def waiting(self, version: str) -> tuple[str, AuditEntry]:
         """Return the number of a waiting version, and the audit entry by which it began to wait.
 
         `version` is a number or an alias. Raises UserError if the version does not wait for a decision.
         """
-        version = str(models.find(self.client, self.model, version).version)
-        state = self.chain.state(version)
+        with self._changing() as entries:
+            return self._waiting(version, entries)
+
+    def _waiting(self, version: str, entries: list[AuditEntry]) -> tuple[str, AuditEntry]:
+        version = self._number(version, entries)
+        state = newest(entries, version, DECISIONS)
         if state is None or state.action != "waiting":
             raise UserError(
                 f"version {version}: does not wait for a decision "
@@ -261,39 +337,9 @@ class Promotion:
     def _expire(self, version: str, entries: list[AuditEntry]) -> AuditEntry:
         return self._append("expired", version, entries, "time limit", reason="nobody decided in time")
 
-    def _evidence(self, version: str) -> dict[str, Any]:
-        """Return the evidence of a version for an audit entry, after verifying its files.
-
-        Raises UserError, which names the file, if the checkpoint or the evaluation is missing or has changed
-        since the version was registered. The report is not verified, but the evidence contains its digest.
-        """
-        tags = models.find(self.client, self.model, version).tags
-        with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
-            folder = models.checkpoint(self.client, self.model, version, Path(scratch))
-            digest, manifest = verify_files(folder, RESTORE), digest_file(folder / MANIFEST)
-        if digest != tags.get("checkpoint.digest", digest):
-            raise UserError(
-                f"{folder}: holds another checkpoint than version {version} registered; {RESTORE}."
-            )
-        if manifest != tags.get("manifest.digest", manifest):
-            raise UserError(
-                f"{folder / MANIFEST}: was changed since version {version} was registered; {RESTORE}."
-            )
-        found: dict[str, Any] = {name: tags[name] for name in EVIDENCE if name in tags} | {
-            "checkpoint.digest": digest
-        }
-        results = self.home / tags.get("evaluation", "")
-        if "evaluation" in tags and not (
-            results.is_file() and digest_file(results) == tags.get("evaluation.digest")
-        ):
-            raise UserError(
-                f"{results}: is missing or is not what version {version} was measured with; "
-                "restore it, or evaluate the version again."
-            )
-        report = Path(tags.get("report", ""))
-        if report.is_file():
-            found["report.digest"] = digest_file(report)
-        return found
+    def _number(self, version: str, entries: list[AuditEntry]) -> str:
+        """Return the number of a version; the champion and the previous one are those of the chain."""
+        return str(models.find(self.client, self.model, _aliases(entries).get(version, version)).version)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[list[AuditEntry]]:
@@ -325,7 +371,9 @@ class Promotion:
         actual = self._actual()
         for alias in (PREVIOUS, CHAMPION):
             wanted = entry.aliases.get(alias)
-            if wanted is not None and actual.get(alias) != wanted:
+            if wanted is None and alias in actual:
+                self.client.delete_registered_model_alias(self.model, alias)
+            elif wanted is not None and actual.get(alias) != wanted:
                 self.client.set_registered_model_alias(self.model, alias, wanted)
         if entry.action in DECISIONS:
             tags = {models.DECISION: entry.action, "decided.by": entry.who, "decided.when": entry.when}
@@ -341,22 +389,22 @@ class Promotion:
     def _recover(self) -> list[AuditEntry]:
         """Apply the newest entry if a killed process wrote it without applying it, and return all entries.
 
-        If another program has moved the aliases, append an entry with the action `found`. Raises
-        AuditChainError if the chain was changed.
+        If another program has moved the aliases, set them back and append an entry with the action `found`.
+        Raises AuditChainError if the chain was changed.
         """
         entries = self.chain.entries()
         anchor = self._anchor()
         check_anchor(entries, anchor)
         if entries and anchor != entries[-1].anchor:
             self._apply_entry(entries[-1])
-        actual = self._actual()
-        if actual != _aliases(entries):
+        actual, recorded = self._actual(), _aliases(entries)
+        if actual != recorded:
             found = self.chain.append(
                 "found",
-                actual.get(CHAMPION, ""),
-                actual,
+                recorded.get(CHAMPION, ""),
+                recorded,
                 "unknown",
-                reason="aliases were moved by other means than this program",
+                reason=f"somebody had moved the aliases to {_listed(actual)}; they were set back",
             )
             entries.append(self._apply_entry(found))
         return entries

@@ -1,12 +1,24 @@
 """Claims about gates: each refuses alone and says so, and asking them again needs sound evidence."""
 
+import math
+import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from promotion_fixtures import PARAMS, SOUND, THRESHOLDS, apply_decision, evaluation, promotion_of, task
+from promotion_fixtures import (
+    PARAMS,
+    SOUND,
+    THRESHOLDS,
+    actions,
+    apply_decision,
+    evaluation,
+    promotion_of,
+    task,
+)
 from promotion_fixtures import home as home
 
 from components.core.config import resolve
@@ -19,7 +31,7 @@ from components.judge.pool.local_pool import Candidate, Job
 from components.judge.verdict import Verdict
 from components.registry import gate_runner, gates, models
 from components.registry.exploits import Sample, candidates, try_exploits
-from components.registry.gates import Decision
+from components.registry.gates import Compared, Decision
 from components.registry.promotion import Promotion
 
 
@@ -28,6 +40,7 @@ def verdict(
     champion: list[TaskResult] | None = None,
     sample: Sample = SOUND,
     *,
+    start: list[TaskResult] | None = None,
     digests: bool = True,
     report: bool = True,
     **thresholds: Any,
@@ -36,13 +49,20 @@ def verdict(
     asked = THRESHOLDS.model_copy(update=thresholds)
     return gates.decide(
         gate_runner.evaluate_gates(
-            asked, evaluation(rows), against, sample, digests_match=digests, report_complete=report
+            asked,
+            evaluation(rows),
+            evaluation(start or SLOW),
+            against,
+            sample,
+            digests_match=digests,
+            report_complete=report,
         ),
         "automatic",
     )
 
 
 GOOD = [task(i) for i in range(30)]
+SLOW = [task(i, eager=0.5, compiled=0.5) for i in range(60)]
 FEWER_FAST = [task(i, compiled=2.0 if i % 10 < 8 else 0.9) for i in range(60)]
 # Thirty of thirty: the lower end is 0.884, for each level's fifteen 0.782; the geometric means are 2
 # without a spread.
@@ -86,7 +106,7 @@ def test_every_refusal_stands_in_the_registry_and_the_champion_stays(home: Path)
         found = models.describe(promotion.client, PARAMS.model, "2")
         assert found["decision"] == "refused" and found["reasons"][0].startswith(f"{name} is")
     assert models.aliases(promotion.client, PARAMS.model) == {"champion": "1"} and promotion.verify() == []
-    assert [entry.action for entry in promotion.chain.entries()] == ["promoted"] + ["refused"] * len(REFUSALS)
+    assert actions(promotion) == ["promoted"] + ["refused"] * len(REFUSALS)
 
 
 def test_the_lower_end_of_the_interval_decides_not_the_figure() -> None:
@@ -101,6 +121,74 @@ def test_the_lower_end_of_the_interval_decides_not_the_figure() -> None:
 def test_a_task_that_either_side_could_not_be_measured_on_decides_nothing_about_the_champion() -> None:
     found = gates.regression(GOOD, [task(0, status="infrastructure"), *GOOD[1:]], THRESHOLDS)
     assert {gate.value for gate in found} == {0.0}
+
+
+# Twenty tasks as at the start of a run, each with its speed-up over torch.compile.
+START = [task(i, compiled=0.6 + 0.04 * i, status="correct" if i % 5 else "wrong_output") for i in range(20)]
+SAME = [
+    row.model_copy(update={"speedup": task(i, compiled=(0.6 + 0.04 * i) * (1.02 if i % 2 else 0.99)).speedup})
+    for i, row in enumerate(START)
+]
+FASTER_BUT_FEWER = [
+    task(i, compiled=3.0, status="correct" if i % 4 == 1 else "wrong_output") for i in range(20)
+]
+BETTER = [task(i, compiled=1.5, status="correct" if i % 7 else "wrong_output") for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "outcome", "says"),
+    [
+        (SAME, "nothing_learned", r"Nothing learned: no figure is better than that of the policy"),
+        (
+            FASTER_BUT_FEWER,
+            "refused",
+            r"start\.attempts_pass_rate is -0\.3 .*: its upper end is 0\.1 short of 0",
+        ),
+        (BETTER, "promoted", "gates passed"),
+    ],
+)
+def test_a_version_has_to_be_better_than_the_policy_that_its_run_began_with(
+    rows: list[TaskResult], outcome: str, says: str
+) -> None:
+    lenient = {"pass_rate": 0, "faster_rate_compile": 0, "geomean_eager": 0, "geomean_compile": 0}
+    decision = verdict(rows, start=START, faster_rate_eager=0, faster_rate_compile_by_level={}, **lenient)
+    assert decision.verdict == outcome and len(decision.reasons) >= 1
+    assert re.search(says, decision.reasons[0]), decision.reasons
+
+
+def test_a_policy_that_did_not_change_seldom_counts_as_better() -> None:
+    """Speeds are measured anew with 3 % noise, and one task in twenty has another outcome."""
+    draws = np.random.default_rng(0)
+    verdicts = []
+    for _ in range(60):
+        sides = []
+        for _ in range(2):
+            noise = draws.normal(0, 0.03, 28)
+            flips = draws.random(28) < 0.1
+            sides.append(
+                [
+                    task(
+                        i,
+                        compiled=(0.7 + 0.03 * i) * math.exp(noise[i]),
+                        status="correct" if (i % 6 > 0) != flips[i] else "wrong_output",
+                    )
+                    for i in range(28)
+                ]
+            )
+        better = gates.improvement(*sides)[-1]
+        verdicts.append(better.passed)
+    assert sum(verdicts) <= 12, sum(verdicts)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "names"), [(3, ["gate.pass_rate", "gate.improvement"]), (5, ["gate.pass_rate"]), (6, [])]
+)
+def test_a_suite_that_no_version_can_pass_on_is_named_before_the_run(tasks: int, names: list[str]) -> None:
+    found = gates.too_few_tasks(THRESHOLDS, tasks)
+    assert {line.partition(":")[0].partition(" is ")[0] for line in found} >= set(names)
+    if tasks == 5:
+        assert "evaluate at least 6 tasks" in found[0]
+    assert bool(found) == bool(names)
 
 
 def test_an_exploit_sample_from_another_device_proves_nothing() -> None:
@@ -147,40 +235,48 @@ def with_evaluations(home: Path) -> tuple[Promotion, Params]:
     promotion = promotion_of(home)
     apply_decision(promotion, "1")
     digest = models.find(promotion.client, PARAMS.model, "2").tags["checkpoint.digest"]
-    for name, rows, policy in (("candidate", GOOD, digest), ("champion", GOOD, "0")):
+    for name, rows, policy in (("candidate", GOOD, digest), ("champion", GOOD, "0"), ("start", SLOW, "1")):
         write_json(
             home / f"{name}.json",
             evaluation(rows).model_copy(update={"policy_digest": policy}).model_dump(mode="json"),
         )
-    tags = {"evaluation": "candidate.json", "evaluation.digest": digest_file(home / "candidate.json")}
-    tags |= {
-        "compared.version": "1",
-        "compared.evaluation": "champion.json",
-        "compared.digest": digest_file(home / "champion.json"),
-    }
-    for name, value in tags.items():
-        promotion.client.set_model_version_tag(PARAMS.model, "2", name, value)
+    _, evidence = promotion.evidence("2")
+    evidence.pop("report.digest")
+    for name, file in (("evaluation", "candidate.json"), ("start.evaluation", "start.json")):
+        evidence |= {name: file, f"{name.removesuffix('.evaluation')}.digest": digest_file(home / file)}
+    promotion.register("2", evidence)
+    champion = Compared(version="1", evaluation="champion.json", digest=digest_file(home / "champion.json"))
+    promotion.apply_decision(
+        "2",
+        Decision(verdict="refused", gates=(), reasons=("too slow.",)),
+        champion=champion,
+        approval_seconds=1,
+    )
     return promotion, resolve(
-        "ci", ("registry.model=policy", "registry.experiment=nights", "gate.pass_rate=0.8")
+        "ci",
+        (
+            "registry.model=policy",
+            "registry.experiment=nights",
+            "gate.pass_rate=0.8",
+            "gate.improvement=true",
+        ),
     ).params
 
 
 def test_gates_asked_again_use_todays_thresholds_and_let_a_person_decide(home: Path) -> None:
     promotion, params = with_evaluations(home)
-    number, decision, champion = gate_runner.gate_again(
-        params, promotion.client, home, "2", Credulous(), Quiet()
-    )
-    assert (number, decision.verdict, champion) == ("2", "waiting", "1"), decision.reasons
-    assert {gate.name for gate in decision.gates} >= {"pass_rate", "change.pass_rate", "integrity.exploits"}
-    apply_decision(promotion, number, decision, champion)
+    number, decision, champion = gate_runner.gate_again(params, promotion, "2", Credulous(), Quiet())
+    assert (number, decision.verdict) == ("2", "waiting") and champion is not None, decision.reasons
+    assert (champion.version, champion.evaluation) == ("1", "champion.json")
+    names = {gate.name for gate in decision.gates}
+    assert names >= {"pass_rate", "change.pass_rate", "start.better", "integrity.exploits"}
+    promotion.apply_decision(number, decision, champion=champion, approval_seconds=3600)
     assert promotion.approve("2").aliases == {"champion": "2", "previous": "1"}
 
 
 def test_a_judge_that_believes_an_exploit_refuses_every_version_by_that_name(home: Path) -> None:
     promotion, params = with_evaluations(home)
-    decision = gate_runner.gate_again(
-        params, promotion.client, home, "2", Credulous("zeros", "patched_time"), Quiet()
-    )[1]
+    decision = gate_runner.gate_again(params, promotion, "2", Credulous("zeros", "patched_time"), Quiet())[1]
     assert decision.verdict == "refused" and "zeros (correct), patched_time (correct)" in decision.reasons[0]
 
 
@@ -228,8 +324,8 @@ def test_a_changed_evaluation_is_no_evidence(home: Path) -> None:
     promotion, params = with_evaluations(home)
     write_json(home / "candidate.json", evaluation(GOOD[:5]).model_dump(mode="json"))
     with pytest.raises(
-        UserError, match=r"candidate\.json: the evaluation of version 2 is missing or changed"
+        UserError, match=r"candidate\.json: is missing or is not what version 2 was measured with"
     ):
-        gate_runner.gate_again(params, promotion.client, home, "2", Credulous(), Quiet())
+        gate_runner.gate_again(params, promotion, "2", Credulous(), Quiet())
     with pytest.raises(UserError, match=r"candidate\.json"):
         apply_decision(promotion, "2", champion="1")

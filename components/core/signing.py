@@ -1,0 +1,158 @@
+"""Ed25519 signatures of records, and the public keys whose signatures are trusted.
+
+Keys have OpenSSH's formats, so `ssh-keygen -t ed25519` makes a private key, and the file of trusted keys has
+one public key and a name per line, as ssh's authorized_keys has. Without a key, the first signature makes one
+and trusts it.
+"""
+
+import base64
+import fcntl
+import getpass
+import hashlib
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from components.core.errors import UserError
+from components.core.files import atomic_write, digest_json
+from components.core.params import Registry
+
+KEY, TRUSTED = "signing_key", "trusted_keys"
+
+
+def person() -> str:
+    """Return the current user and the host as `user@host`."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # A container's user often has no name.
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
+class Signer:
+    """Signs records with one private key, and verifies signatures by the trusted keys.
+
+    The paths of both files are the parameters registry.key and registry.trusted_keys. If they are empty, the
+    files are in the folder `cuda-agent` of the user's configuration. Relative paths begin at the working
+    directory.
+    """
+
+    def __init__(self, registry: Registry):
+        place = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config", "cuda-agent").expanduser()
+        self.key = Path(registry.key or place / KEY).expanduser()
+        self.trusted = Path(registry.trusted_keys or self.key.with_name(TRUSTED)).expanduser()
+
+    def sign(self, record: Mapping[str, Any]) -> str:
+        """Return the signature of a JSON record, as `FINGERPRINT:BASE64`.
+
+        Raises UserError if the key cannot be read or made, or is not a trusted one.
+        """
+        private = self._private()
+        public = private.public_key()
+        if _fingerprint(public) not in self.names():
+            raise UserError(
+                f"{self.key}: {self.trusted} does not list this key, so nobody would accept its signatures; "
+                f"append the line: {_line(public)}"
+            )
+        signature = private.sign(digest_json(dict(record)).encode())
+        return f"{_fingerprint(public)}:{base64.b64encode(signature).decode()}"
+
+    def check(self, record: Mapping[str, Any], signature: str) -> str:
+        """Return the name of the trusted key with which a JSON record was signed.
+
+        Raises ValueError, which says what is wrong, if the signature is missing, is by a key that is not
+        trusted, or does not belong to this record.
+        """
+        fingerprint, _, value = signature.partition(":")
+        if not value:
+            raise ValueError("it is not signed")
+        known = self.names().get(fingerprint)
+        if known is None:
+            raise ValueError(f"it is signed with the key {fingerprint}, which {self.trusted} does not list")
+        name, public = known
+        try:
+            public.verify(base64.b64decode(value), digest_json(dict(record)).encode())
+        except (InvalidSignature, ValueError) as error:
+            raise ValueError("it was changed after it was signed") from error
+        return name
+
+    def names(self) -> dict[str, tuple[str, Ed25519PublicKey]]:
+        """Return the name and the key of each trusted key, by fingerprint; without the file there is none.
+
+        Raises UserError if the file cannot be read, or if a line is no Ed25519 key.
+        """
+        try:
+            lines = self.trusted.read_text().splitlines() if self.trusted.exists() else []
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"registry.trusted_keys: {self.trusted} cannot be read ({error}); mend it."
+            ) from error
+        found = {}
+        for number, line in enumerate(lines, 1):
+            if not line.strip() or line.startswith("#"):
+                continue
+            try:
+                public = serialization.load_ssh_public_key(line.encode())
+            except (ValueError, UnsupportedAlgorithm):
+                public = None
+            if not isinstance(public, Ed25519PublicKey):
+                raise UserError(
+                    f"registry.trusted_keys: {self.trusted}, line {number}: not an Ed25519 public key; "
+                    "give ssh-ed25519, the key, and a name."
+                )
+            found[_fingerprint(public)] = (" ".join(line.split()[2:]) or "unnamed", public)
+        return found
+
+    def _private(self) -> Ed25519PrivateKey:
+        """Return the private key; if no key is trusted yet, make it if it is missing, and trust it.
+
+        Raises UserError if it is not a readable Ed25519 key without a passphrase.
+        """
+        try:
+            if not self.trusted.exists():
+                self._make()
+            private = serialization.load_ssh_private_key(self.key.read_bytes(), password=None)
+        except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise UserError(
+                f"registry.key: {self.key} is no readable private key without a passphrase ({error}); make "
+                "one with ssh-keygen -t ed25519, or name another file."
+            ) from error
+        if not isinstance(private, Ed25519PrivateKey):
+            raise UserError(
+                f"registry.key: {self.key} is no Ed25519 key; make one with ssh-keygen -t ed25519."
+            )
+        if not self.trusted.exists():
+            atomic_write(self.trusted, f"{_line(private.public_key())}\n")
+        return private
+
+    def _make(self) -> None:
+        """Write a new private key, unless there is one."""
+        self.key.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self.key.parent / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not self.key.exists():
+                text = Ed25519PrivateKey.generate().private_bytes(
+                    serialization.Encoding.PEM,
+                    serialization.PrivateFormat.OpenSSH,
+                    serialization.NoEncryption(),
+                )
+                atomic_write(self.key, text, mode=0o600)
+
+
+def _line(public: Ed25519PublicKey) -> str:
+    """Return the line of the file of trusted keys for a public key of the current user."""
+    text = public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    return f"{text.decode()} {person()}"
+
+
+def _fingerprint(public: Ed25519PublicKey) -> str:
+    """Return the fingerprint of a key as `ssh-keygen -l` prints it, without the prefix SHA256."""
+    text = public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    digest = hashlib.sha256(base64.b64decode(text.split()[1])).digest()
+    return base64.b64encode(digest).decode().rstrip("=")

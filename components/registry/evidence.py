@@ -1,0 +1,80 @@
+"""The evidence of model versions: the files that decisions rest on, and their recorded digests."""
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+
+from components.core.errors import UserError
+from components.core.files import MANIFEST, digest_file, verify_files
+from components.registry import models
+from components.registry.audit import AuditEntry, newest
+
+RESTORE = "restore it from the artifact store's backup, or promote another version"
+
+
+class Evidence:
+    """Reads the evidence of versions of one registered model from entries of its audit chain.
+
+    `home` contains the evaluations and reports, and `chain` is the folder of the audit chain. The entries
+    that methods take are those of the chain.
+    """
+
+    def __init__(self, client: MlflowClient, model: str, home: Path, chain: Path):
+        self.client = client
+        self.model = model
+        self.home = home
+        self.chain = chain
+
+    def verified(self, version: str, entries: list[AuditEntry]) -> dict[str, Any]:
+        """Return the recorded evidence of a version for an audit entry, after verifying its files.
+
+        Raises UserError, which names the file, if the checkpoint or an evaluation is missing or has changed
+        since the version was registered, or if the chain has no entry of the registration. The report is not
+        verified, but the evidence contains its digest.
+        """
+        evidence = self.recorded(version, entries)
+        self.verify(version, evidence)
+        report = Path(evidence["report"])
+        if report.is_file():
+            evidence["report.digest"] = digest_file(report)
+        return evidence
+
+    def recorded(self, version: str, entries: list[AuditEntry]) -> dict[str, Any]:
+        """Return the evidence that was recorded at the registration of a version.
+
+        Raises UserError if the chain has no entry of the registration.
+        """
+        registered = newest(entries, version, {"registered"})
+        if registered is None:
+            raise UserError(
+                f"version {version}: the audit chain {self.chain} has no entry of its registration, so "
+                "nothing says what it was; decide in the home that registered it."
+            )
+        return dict(registered.evidence)
+
+    def verify(self, version: str, evidence: Mapping[str, Any]) -> None:
+        """Raise UserError unless checkpoint and evaluations of a version have the digests of `evidence`."""
+        with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
+            folder = models.checkpoint(self.client, self.model, version, Path(scratch))
+            digest, manifest = verify_files(folder, RESTORE), digest_file(folder / MANIFEST)
+        if digest != evidence["checkpoint.digest"]:
+            raise UserError(
+                f"{folder}: holds another checkpoint than version {version} registered; {RESTORE}."
+            )
+        if manifest != evidence["manifest.digest"]:
+            raise UserError(
+                f"{folder / MANIFEST}: was changed since version {version} was registered; {RESTORE}."
+            )
+        for name, sealed in (("evaluation", "evaluation.digest"), ("start.evaluation", "start.digest")):
+            if not self.match(evidence[name], evidence[sealed]):
+                raise UserError(
+                    f"{self.home / evidence[name]}: is missing or is not what version {version} was measured "
+                    "with; restore it, or evaluate the version again."
+                )
+
+    def match(self, path: str, digest: str) -> bool:
+        """Return whether a file of the home, by its relative path, exists and has this digest."""
+        return (self.home / path).is_file() and digest_file(self.home / path) == digest
