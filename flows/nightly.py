@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.exceptions import TerminationSignal
 
 from components.core.errors import StageFailed, error_chain
@@ -41,7 +41,7 @@ from flows.night import (
 from flows.processes import Server
 from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
-from flows.run_context import RUN_FILE, PipelineRun, check_training, source_commit
+from flows.run_context import RUN_FILE, PipelineRun, check_training, source_commit, undecidable_gates
 from flows.run_page import PageProgress, verdict
 from flows.stages import evaluate_checkpoint, load, start_policy, table, train
 from flows.steps import (
@@ -113,6 +113,8 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
     page = PageProgress(MetricsProgress(DiskGuard(progress, run.home), run.home))
     mark_crashed_runs("" if owns_server else run.run_id)
     run_page.show_run(run)
+    for line in undecidable_gates(run.params):
+        get_run_logger().warning(line)
     begun = note_start(run)
     context = open_context(run, page, dataset(run, page))
     try:

@@ -20,6 +20,7 @@ import errno
 import fcntl
 import functools
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from components.core.files import (
     DISK_FULL,
     digest_json,
     read_json,
+    sqlalchemy_path,
     verify_files,
     write_json,
 )
@@ -304,6 +306,18 @@ def check_environment(run: PipelineRun) -> None:
     EvaluationPrograms(params.data.against)
 
 
+def undecidable_gates(params: Params) -> list[str]:
+    """Return a sentence for each gate that the suite is too small for (`gates.too_few_tasks`).
+
+    The number of tasks is data.held_out, or that of the suite `evaluation.suite`.
+    """
+    from components.evaluation.suites import HELD_OUT, load_suite  # imports pyarrow
+    from components.registry.gates import too_few_tasks
+
+    held_out = params.evaluation.suite == HELD_OUT
+    return too_few_tasks(params.gate, params.data.held_out if held_out else len(load_suite(params, Path())))
+
+
 def interface_commands(run: PipelineRun, record: Mapping[str, Any]) -> dict[str, str]:
     """Return the commands that serve the web pages of MLflow and Prefect for this home, by program name.
 
@@ -312,14 +326,21 @@ def interface_commands(run: PipelineRun, record: Mapping[str, Any]) -> dict[str,
     shows the traces of applications first.
     """
     programs = Path(sys.executable).parent
-    tracking = run.params.registry.tracking_uri or f"sqlite:///{run.home / 'mlflow' / 'mlflow.db'}"
+    home = f"PREFECT_HOME={shlex.quote(str(run.home / 'prefect'))}"
+    if "?" in home:
+        home += f" PREFECT_SERVER_DATABASE_CONNECTION_URL={shlex.quote(prefect_database(run.home))}"
+    tracking = shlex.quote(run.params.registry.uri(run.home))
     page = f"#/experiments/{record['experiment']}/runs?workflowType=machine_learning&compareRunsMode=CHART"
     return {
         "mlflow": f"{programs / 'mlflow'} ui --backend-store-uri {tracking}   "
         f"then http://127.0.0.1:5000/{page}",
-        "prefect": f"PREFECT_HOME={run.home / 'prefect'} {programs / 'prefect'} server start   "
-        "then http://127.0.0.1:4200",
+        "prefect": f"{home} {programs / 'prefect'} server start   then http://127.0.0.1:4200",
     }
+
+
+def prefect_database(home: Path) -> str:
+    """Return the address of the database of Prefect's server in a home."""
+    return f"sqlite+aiosqlite:///{sqlalchemy_path(home / 'prefect' / 'prefect.db')}"
 
 
 def prepare_environment(home: Path) -> None:
@@ -341,5 +362,6 @@ def prepare_environment(home: Path) -> None:
     if "PREFECT_API_URL" not in os.environ:
         # The run starts its own Prefect server, whose database and settings are stored in this home.
         os.environ["PREFECT_HOME"] = str(home / "prefect")
+        defaults["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = prefect_database(home)
     for name, value in defaults.items():
         os.environ.setdefault(name, value)

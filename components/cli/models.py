@@ -228,10 +228,11 @@ def registry_client(resolved: Resolved) -> Any:
 
     Raises UserError if the home has no registry yet and the parameters name no tracking server.
     """
+    from components.core.params import DATABASE
     from components.registry.tracking import connect
 
     home = home_of(resolved)
-    if not resolved.params.registry.tracking_uri and not (home / "mlflow" / "mlflow.db").is_file():
+    if not resolved.params.registry.tracking_uri and not (home / DATABASE).exists():
         raise UserError(
             f"{home}: no run was registered here yet; run cuda-agent run first, or give its folder with "
             "--home."

@@ -60,6 +60,8 @@ def run(
             if metrics:
                 telemetry.serve(metrics)
             print_line(f"run {pipeline_run.run_id}, profile {resolved.profile}, home {pipeline_run.home}")
+            for line in run_context.undecidable_gates(pipeline_run.params):
+                print_line(f"warning: {line}")
             with prefect_server(pipeline_run.home) as server:
                 from components.registry.tracking import import_store
                 from flows.nightly import run_pipeline

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from components.core.errors import InfrastructureError, UserError, error_chain
 
@@ -125,6 +126,14 @@ def scratch_folder() -> Path:
     """
     system = Path(tempfile.gettempdir())
     return user_cache("tmp") if os.statvfs(system).f_flag & os.ST_NOEXEC else system
+
+
+def sqlalchemy_path(file: Path) -> str:
+    """Return the path of a SQLite database as it stands in an address of SQLAlchemy, after `sqlite:///`.
+
+    In such an address the path ends at a question mark, but in a file URI of SQLite it can be quoted.
+    """
+    return f"file:{quote(str(file))}?uri=true" if "?" in str(file) else str(file)
 
 
 def atomic_write(path: Path, data: bytes | str, mode: int = 0o644) -> None:

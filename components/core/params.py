@@ -4,10 +4,12 @@ The values are read from `params.yaml` by `config.resolve`. No value has a defau
 parameter has the kind `result` or `throughput`, which records.py defines.
 """
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from components.core.files import sqlalchemy_path
 from components.core.records import (
     Count,
     Device,
@@ -230,6 +232,10 @@ class Evaluation(FrozenModel):
     max_new_tokens: Count = result("tokens of one turn")
 
 
+# MLflow's database in the home, if registry.tracking_uri is empty.
+DATABASE = Path("mlflow", "mlflow.db")
+
+
 class Registry(FrozenModel):
     """Parameters of MLflow and the audit chain."""
 
@@ -248,6 +254,10 @@ class Registry(FrozenModel):
         "file with the public keys whose signatures are accepted, one per line with its owner's name; empty "
         "is trusted_keys beside the key"
     )
+
+    def uri(self, home: Path) -> str:
+        """Return `tracking_uri`, or the address of the SQLite database in the home if it is empty."""
+        return self.tracking_uri or f"sqlite:///{sqlalchemy_path(home / DATABASE)}"
 
 
 class GateThresholds(FrozenModel):

@@ -224,7 +224,7 @@ def references(client: MlflowClient, model: str) -> dict[str, str]:
 
 
 def evidence(chain: AuditChain) -> dict[str, str]:
-    """Return every run key and digest that an audit entry contains.
+    """Return every run key and digest that an audit entry contains, except entries of a registration.
 
     The value of each names the entry, such as "audit entry 12". The objects are kept because they are the
     evidence of past decisions.
@@ -232,6 +232,7 @@ def evidence(chain: AuditChain) -> dict[str, str]:
     return {
         word: f"audit entry {entry.number}"
         for entry in chain.entries()
+        if entry.action != "registered"
         for word in words(entry.model_dump_json())
     }
 

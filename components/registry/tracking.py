@@ -17,8 +17,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from alembic.util import CommandError
+from sqlalchemy.exc import SQLAlchemyError
+
 from components.core.errors import UserError
-from components.core.params import Registry
+from components.core.params import DATABASE, Registry
 
 # By default, MLflow sends usage data to its makers, and it logs a line for every table that it creates.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -62,13 +65,24 @@ def import_store(params: Registry) -> None:
 def connect(params: Registry, home: Path) -> MlflowClient:
     """Return a client of the tracking store, which is created if it does not exist.
 
-    It is a SQLite database in the home if `registry.tracking_uri` is empty.
+    Raises UserError if the database in the home is damaged, is no file, or was made by another version of
+    MLflow.
     """
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
-    uri = params.tracking_uri or f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
+    uri = params.uri(home)
     # Some of MLflow's own helpers (artifact resolution of logged models) read the global setting.
     mlflow.set_tracking_uri(uri)
-    return MlflowClient(tracking_uri=uri)
+    if params.tracking_uri:
+        return MlflowClient(tracking_uri=uri)
+    try:
+        (home / DATABASE).open("ab").close()  # MLflow would try for minutes
+        return MlflowClient(tracking_uri=uri)
+    except (OSError, MlflowException, CommandError, SQLAlchemyError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise UserError(
+            f"{home / DATABASE}: MLflow {mlflow.__version__} cannot use this database ({reason}); restore it "
+            f"from its backup, run mlflow db upgrade '{uri}' if it is older, or give another --home."
+        ) from error
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,16 +1,22 @@
 """Claims about the registry, on a real MLflow store in SQLite."""
 
+import contextlib
 import json
+import sqlite3
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import agent_fixtures
 import pytest
 from agent_fixtures import verdict_of
+from promotion_fixtures import empty_store
+from sqlalchemy import create_engine
 
 from components.agent.trajectory import ToolCall, Trajectory, Turn, save_trajectories
 from components.bootstrap.cold_start import new_model
+from components.core.errors import UserError
 from components.core.files import verify_files
 from components.core.params import GateThresholds, Registry
 from components.evaluation.metrics import TaskResult, summarise
@@ -18,8 +24,9 @@ from components.judge.verdict import Ratio, Speedup
 from components.policy.checkpoint import save_checkpoint
 from components.registry import gates, models
 from components.registry.tracking import MlflowRun, connect, flatten, numbers
+from flows.run_context import prefect_database
 
-PARAMS = Registry(tracking_uri="", experiment="nights", model="policy", audit="")
+PARAMS = Registry(tracking_uri="", experiment="nights", model="policy", audit="", key="", trusted_keys="")
 LOW = GateThresholds(
     pass_rate=0.5,
     faster_rate_eager=0.2,
@@ -28,11 +35,51 @@ LOW = GateThresholds(
     geomean_eager=0.5,
     geomean_compile=0.5,
     regression=0.2,
+    improvement=True,
     measured=1.0,
     exploits=1.0,
     approval="automatic",
     approval_seconds=60,
 )
+
+
+def change_version(file: Path) -> None:
+    with contextlib.closing(sqlite3.connect(file)) as database, database:
+        database.execute("update alembic_version set version_num = 'deadbeef1234'")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda file: file.write_bytes(b"no database" * 1000), "file is not a database"),
+        (lambda file: file.write_bytes(file.read_bytes()[: 3 << 14]), "database disk image is malformed"),
+        (change_version, "found version deadbeef1234, but expected"),
+        (lambda file: (file.unlink(), file.mkdir()), "Is a directory"),
+    ],
+    ids=["garbage", "cut_off", "other_version", "folder"],
+)
+def test_a_database_that_mlflow_cannot_use_is_named_in_one_sentence(
+    tmp_path: Path, damage: Callable[[Path], object], reason: str
+) -> None:
+    file = tmp_path / "mlflow" / "mlflow.db"
+    file.parent.mkdir()
+    file.write_bytes(empty_store())
+    damage(file)
+    with pytest.raises(UserError) as raised:
+        connect(PARAMS, tmp_path)
+    text = str(raised.value)
+    assert text.startswith(f"{file}: MLflow ") and reason in text and len(text.splitlines()) == 1
+
+
+def test_a_home_with_a_question_mark_keeps_its_databases(tmp_path: Path) -> None:
+    home = tmp_path / "home?x=1 50%25#a"
+    connect(PARAMS, home).search_experiments()
+    engine = create_engine(prefect_database(home).replace("+aiosqlite", ""))
+    (home / "prefect").mkdir()
+    engine.connect().close()
+    engine.dispose()
+    assert [path.name for path in tmp_path.iterdir()] == [home.name]
+    assert (home / "mlflow" / "mlflow.db").is_file() and (home / "prefect" / "prefect.db").is_file()
 
 
 def result(index: int, speedup: float, status: str = "correct") -> TaskResult:

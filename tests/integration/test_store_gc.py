@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from components.cli.store import store_gc
 from components.core.config import resolve
 from components.core.errors import UserError
-from components.core.files import digest_file, digest_json, write_json
+from components.core.files import MANIFEST, digest_file, digest_json, write_json
 from components.registry import models
-from components.registry.gates import Decision
+from components.registry.gates import Compared, Decision
 from components.registry.promotion import Promotion
 from components.registry.tracking import MlflowRun, connect
 from components.storage import FolderStore
@@ -81,10 +81,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tags=tags,
             figures={},
         )
+        results = tmp_path / f"{name}.json"
+        results.write_text("{}")
+        evidence = tags | {"manifest.digest": digest_file(tmp_path / "made" / name / "agentic" / MANIFEST)}
+        evidence |= {"evaluation": results.name, "evaluation.digest": digest_file(results)}
+        evidence |= {"start.evaluation": results.name, "start.digest": digest_file(results), "report": ""}
+        promotion.register(version, evidence)
         if name in ("predecessor", "champion"):
             promotion.promote(version, override=True, reason="for the test")
         if name == "declined":
-            champion = models.aliases(client, registry.model)[models.CHAMPION]
+            version_now = models.aliases(client, registry.model)[models.CHAMPION]
+            champion = Compared(version=version_now, evaluation="champion.json", digest="0")
             promotion.apply_decision(
                 version, WAITING, champion=champion, approval_seconds=3600, key=key_of(name)
             )
