@@ -189,7 +189,7 @@ def verdict(record: Mapping[str, Any]) -> str:
     evaluations = ((before_name(record), record["cold_start"]), ("after", record["evaluation"]))
     return "\n".join(
         [
-            f"**{model['name']} version {model['version']}: {gate['verdict']}**",
+            f"**{model['name']} version {model['version']}: {gate['verdict'].replace('_', ' ')}**",
             "",
             *(f"- {reason}" for reason in gate["reasons"]),
             "",

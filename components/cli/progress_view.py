@@ -118,7 +118,7 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
 
     gate, model = record["gate"], record["model"]
     console.print(
-        f"\n{model['name']} version {model['version']}: {gate['verdict']}",
+        f"\n{model['name']} version {model['version']}: {gate['verdict'].replace('_', ' ')}",
         style="bold green" if gate["verdict"] == "promoted" else "bold",
         highlight=False,
     )

@@ -69,11 +69,11 @@ class StageFigures(FrozenModel):
 class ReportData(FrozenModel):
     """Everything that the report shows.
 
-    `meta` has the optional keys run_id, profile, device, created (text), verdict (promoted, refused or
-    waiting), reasons (texts), model (name and version), title and environment. `dataset` is the contents of
-    the data set's metrics.json. Each of `gates` has the keys name, value, low, high, threshold and passed.
-    `cost` gives the device-seconds of each part of the run. `before` and `after` are the evaluations before
-    and after training.
+    `meta` has the optional keys run_id, profile, device, created (text), verdict (promoted, refused, waiting
+    or nothing_learned), reasons (texts), model (name and version), title and environment. `dataset` is the
+    contents of the data set's metrics.json. Each of `gates` has the keys name, value, low, high, threshold
+    and passed. `cost` gives the device-seconds of each part of the run. `before` and `after` are the
+    evaluations before and after training.
     """
 
     meta: dict[str, Any]

@@ -164,7 +164,8 @@ def test_mlflow_shows_one_finished_run_with_the_same_figures(first: Done, home: 
 def test_the_promotion_stands_in_the_audit_chain_once_with_its_evidence(first: Done, home: Path) -> None:
     params = resolve("ci").params.registry
     promotion = Promotion(connect(params, home), params, home)
-    entries = promotion.chain.entries()
+    registered, *entries = promotion.chain.entries()
+    assert registered.action == "registered"
     assert [(entry.action, entry.version, entry.aliases) for entry in entries] == [
         ("promoted", "1", {"champion": "1"})
     ]
