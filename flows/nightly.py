@@ -286,8 +286,8 @@ def publish(
     """Log the record to MLflow, upload the results to the store, and write run.json.
 
     `policy` is the record of the last trained policy, and `evaluations` has the evaluations by the names of
-    their MLflow tables. The file run.json is written last, because its presence means that the run is
-    finished.
+    their MLflow tables. The file run.json is signed and written last, because its presence means that the
+    run is finished.
     """
     run, tracking = context.run, context.tracking
     tracking.figures({key: value for key, value in record.items() if key != "gate"})
@@ -312,8 +312,8 @@ def publish(
         }
     )
     tracking.end("FINISHED")
-    signature = Signer(run.params.registry).sign(record)
-    write_json(run.folder / RUN_FILE, record | {"signature": signature})
+    record["signature"] = Signer(run.params.registry).sign(record)
+    write_json(run.folder / RUN_FILE, record)
 
 
 def store_artifacts(run: PipelineRun, policy: CheckpointRecord, dataset_folder: Path) -> str:
