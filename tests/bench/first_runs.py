@@ -31,6 +31,7 @@ from components.evaluation.metrics import Evaluation, changes, load_evaluation
 from components.judge.pool.open_pool import open_pool
 
 REFUSED = 4
+AT_ONE = ("--attempts", "2", "--set", "evaluation.temperature=1.0")
 # Row of a table: the figure's name in `changes`, the column's title, and whether the figure is a share.
 FIGURES = (
     ("pass_rate", "pass rate", True),
@@ -76,28 +77,18 @@ def run(out: Path, name: str, profile: str, sets: list[str], *, is_busy: bool) -
     checkpoints = {"before": record["stages"][0]["checkpoint"], "after": record["stages"][-1]["checkpoint"]}
     sampled = {}
     for when, checkpoint in checkpoints.items():
-        words = (
-            "evaluate",
-            "--policy",
-            checkpoint,
-            "--profile",
-            profile,
-            "--home",
-            str(home),
-            "--attempts",
-            "2",
-        )
-        sampled[when] = cuda_agent(*words, *sets, "--set", "evaluation.temperature=1.0")
+        words = ("evaluate", "--policy", checkpoint, "--profile", profile, "--home", str(home))
+        sampled[when] = cuda_agent(*words, *sets, *AT_ONE)["report"]
     write_json(file, record | {"sampled": sampled})
 
 
 def evaluations(record: dict[str, Any], home: Path) -> dict[str, tuple[Evaluation, Evaluation]]:
     """Return the evaluations before and after training by their temperature."""
-    _, after = record["evaluation"], load_evaluation(home / record["evaluation"]["results"])
+    after = load_evaluation(home / record["evaluation"]["results"])
     digest = record["stages"][0]["digest"]
     found = [load_evaluation(path) for path in sorted(home.glob("stages/evaluation-*/results.json"))]
     (before,) = [one for one in found if one.policy_digest == digest]
-    sampled = [load_evaluation(Path(record["sampled"][when]["out"])) for when in ("before", "after")]
+    sampled = [load_evaluation(Path(record["sampled"][when]).parent) for when in ("before", "after")]
     return {"0": (before, after), "1": (sampled[0], sampled[1])}
 
 
@@ -130,7 +121,8 @@ def print_tables(out: Path) -> None:
     if (out / "schedules" / FOUND).is_file():
         attainable = Attainable.model_validate(read_json(out / "schedules" / FOUND))
         print(
-            "\n| first answer of | geometric mean over eager, wrong ones count 1 | tasks |\n| --- | --- | --- |"
+            "\n| first answer of | geometric mean over eager, a wrong one counts 1 | tasks |"
+            "\n| --- | --- | --- |"
         )
         for found in share_rows(finals, attainable):
             print(f"| {found.name} | {found.geomean:.2f} | {found.tasks} |")
@@ -141,13 +133,10 @@ def measure_schedules(out: Path, profile: str, sets: list[str], schedules: int) 
     params = resolve(profile, tuple(word for word in sets if word != "--set")).params
     file = next(out.glob("*/datasets/*/tasks.parquet"))
     suite = [task for task in read_tasks(file) if task.split == "held_out"]
-    pool = open_pool(
-        params.model_copy(update={"home": str(out / "schedules")}), out / "schedules" / "verdicts"
-    )
+    place = out / "schedules"
+    pool = open_pool(params.model_copy(update={"home": str(place)}), place / "verdicts")
     try:
-        search(
-            suite, params, pool, out / "schedules", schedules=schedules, epoch="schedules", progress=Lines()
-        )
+        search(suite, params, pool, place, schedules=schedules, epoch="schedules", progress=Lines())
     finally:
         pool.close()
 
