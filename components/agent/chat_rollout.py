@@ -13,7 +13,6 @@ from components.agent.episode import SHORTENED, Episode, RolloutRequest, run_all
 from components.agent.tool_parser import native_calls, parse_calls
 from components.agent.tool_schemas import descriptions
 from components.agent.trajectory import Trajectory
-from components.core.task import KernelTask
 from components.policy.chat_client import ChatClient, ChatTurn, ServerFailed, ToolsUnsupported
 
 # Low estimate of the characters that one token of source text has. The length of a history in tokens is
@@ -31,40 +30,25 @@ You get what the tools say as the next message. An answer without a call ends yo
 class ChatEpisode(Episode):
     """Episode whose policy is a chat server, with which it exchanges messages."""
 
-    def __init__(self, task: KernelTask, request: RolloutRequest, chat: ChatClient):
-        super().__init__(task, request)
+    def __init__(self, request: RolloutRequest, index: int, chat: ChatClient):
+        super().__init__(request, index, chat)
         self.chat = chat
         self.native = True
         self.messages: list[dict[str, Any]] = [self.first_message()]
-        # Indices of the observations in `messages`.
-        self.observed: list[int] = []
 
-    def run(self, seed: int) -> Trajectory:
-        """Sample turns until the episode ends, judge the final files and return the trajectory.
+    async def take_turn(self) -> None:
+        """Sample a turn in a thread and run its calls; if the server fails, the episode ends."""
+        await asyncio.to_thread(self._take_turn)
 
-        The seed of each turn is derived from `seed`. If the server fails, the trajectory ends there and keeps
-        the turns that were sampled before.
-        """
-        for turn in range(self.request.max_turns):
-            if self.request.is_out_of_time():
-                self.finish_reason = "time"
-            else:
-                self._turn(seed * 1_000_003 + turn, last=turn + 1 == self.request.max_turns)
-            if self.finish_reason:
-                break
-        return self.finish(self.chat.version)
-
-    def _turn(self, seed: int, *, last: bool) -> None:
-        history, shortened = self._history()
+    def _take_turn(self) -> None:
+        history = self._history()
         try:
-            reply = self._ask(history, seed)
+            reply = self._ask(history)
         except ServerFailed as error:
             self.finish_reason, self.error = "server", str(error)
             return
         requests = native_calls(reply.calls) if reply.calls else parse_calls(reply.content)
-        calls = self.perform(
-            reply.content, requests, cut=reply.finish_reason == "length", last=last, shortened=shortened
-        )
+        calls = self.perform(reply.content, requests, cut=reply.finish_reason == "length")
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.calls:
             message["tool_calls"] = [
@@ -85,17 +69,15 @@ class ChatEpisode(Episode):
         else:
             text = "\n".join(f"<tool_response>\n{call.observation}\n</tool_response>" for call in calls)
             observations = [{"role": "user", "content": text}] if calls else []
-        first = len(self.messages) + 1
-        self.observed += range(first, first + len(observations))
         self.messages += [message, *observations]
 
-    def _ask(self, history: list[dict[str, Any]], seed: int) -> ChatTurn:
+    def _ask(self, history: list[dict[str, Any]]) -> ChatTurn:
         ask = functools.partial(
             self.chat.turn,
             history,
             max_new_tokens=self.request.max_new_tokens,
             temperature=self.request.temperature,
-            seed=seed,
+            seed=self.request.turn_seed(self.index, len(self.turns)),
         )
         if self.native:
             try:
@@ -107,8 +89,8 @@ class ChatEpisode(Episode):
                 )
         return ask(tools=())
 
-    def _history(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the messages to send to the server, and how many observations in them were shortened.
+    def _history(self) -> list[dict[str, Any]]:
+        """Return the messages to send to the server, and count in `shortened` the shortened observations.
 
         The oldest observations are shortened until the messages and a turn of `max_new_tokens` fit into the
         context window, by an estimate from the number of characters. The latest observation is never
@@ -116,34 +98,30 @@ class ChatEpisode(Episode):
         """
         capacity = (self.params.policy.context - self.request.max_new_tokens) * CHARACTERS_PER_TOKEN
         size = sum(len(json.dumps(message, ensure_ascii=False)) for message in self.messages)
-        history, shortened = list(self.messages), 0
-        for index in self.observed[:-1]:
+        history, self.shortened = list(self.messages), 0
+        # All messages after the first are turns of the assistant or observations.
+        observed = [index for index, message in enumerate(history) if message["role"] != "assistant"][1:]
+        for index in observed[:-1]:
             if size <= capacity:
                 break
             size -= max(0, len(str(history[index]["content"])) - len(SHORTENED))
             history[index] = history[index] | {"content": SHORTENED}
-            shortened += 1
-        return history, shortened
+            self.shortened += 1
+        return history
 
 
 def run_chats(request: RolloutRequest, chat: ChatClient) -> list[Trajectory]:
     """Sample one trajectory for each task of `request` from the server of `chat`, and return them in order.
 
-    A trajectory during which the server failed has the `finish_reason` server.
+    A trajectory during which the server failed has the `finish_reason` server and keeps its earlier turns.
     """
 
-    def run(index: int) -> Trajectory:
-        episode = ChatEpisode(request.tasks[index], request, chat)
+    async def run(index: int) -> Trajectory:
         try:
-            return episode.run(request.seed * 1_000_003 + request.first + index)
-        finally:
-            episode.tools.close()
-
-    async def run_in_thread(index: int) -> Trajectory:
-        try:
-            return await asyncio.to_thread(run, index)
+            episode = await asyncio.to_thread(ChatEpisode, request, index, chat)
+            return await episode.run()
         except BaseException:
             chat.close()  # ends the requests that threads wait for
             raise
 
-    return run_all(request, run_in_thread, capacity=lambda: len(request.tasks))
+    return run_all(request, run, capacity=lambda: len(request.tasks))

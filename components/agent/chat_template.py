@@ -11,7 +11,7 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -51,12 +51,13 @@ class ChatTemplate:
         self.special = frozenset(index for index, token in added.items() if token.special)
         # In some families of models, tags such as those of a call are not special tokens. Other added tokens,
         # such as runs of spaces, have no meaning for the structure of a conversation.
-        reserved = sorted(
-            (token.content for token in added.values() if token.special or token.content.startswith("<")),
-            key=len,
-            reverse=True,
-        )
-        self.reserved = re.compile(f"(?=(?:{'|'.join(map(re.escape, reserved))}))" if reserved else r"(?!)")
+        reserved = [
+            re.escape(token.content)
+            for token in added.values()
+            if token.special or token.content.startswith("<")
+        ]
+        # Matches the first character of each reserved token.
+        self.reserved = re.compile(f"(?={'|'.join(reserved)})." if reserved else r"(?!)", re.DOTALL)
 
     def first_ids(self, content: str) -> list[int]:
         """Return the ids of a user message with the text `content` and of the generation prompt."""
@@ -148,7 +149,7 @@ class ChatTemplate:
         Reserved are the tokenizer's special tokens and its added tokens that begin with "<". `_encode`
         encodes the pieces between the marks separately, so the text is never encoded as a reserved token.
         """
-        return "".join(_interrupted(text, [match.start() + 1 for match in self.reserved.finditer(text)]))
+        return self.reserved.sub(rf"\g<0>{BREAK}", text)
 
     def _encode(self, text: str) -> list[int]:
         return [
@@ -162,11 +163,3 @@ class ChatTemplate:
             f"{self.tokenizer.name_or_path}: the chat template {problem}; "
             "give the folder another chat_template.jinja."
         )
-
-
-def _interrupted(text: str, places: Sequence[int]) -> Iterator[str]:
-    start = 0
-    for place in places:
-        yield text[start:place] + BREAK
-        start = place
-    yield text[start:]

@@ -10,7 +10,9 @@ verdict, independently of the others. In chat_rollout.py is the episode of a cha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -35,6 +37,8 @@ from components.policy.sampler import Completion, Sampler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from components.policy.chat_client import ChatClient
 
 SHORTENED = "[an older observation, shortened]"
 # Number of tokens that must be left in the context window; with fewer, an episode ends.
@@ -106,11 +110,14 @@ class RolloutRequest:
 class Episode:
     """One attempt of a policy at one task, which is returned as a trajectory when it ends."""
 
-    def __init__(self, task: KernelTask, request: RolloutRequest):
-        self.task = task
+    def __init__(self, request: RolloutRequest, index: int, policy: Sampler | ChatClient):
+        """Prepare the attempt of `policy` at the task `request.tasks[index]`."""
+        self.task = request.tasks[index]
         self.request = request
+        self.index = index
+        self.policy = policy
         self.params = request.params
-        self.workspace = Workspace(task)
+        self.workspace = Workspace(self.task)
         self.start = dict(self.workspace.files)
         self.tools = Tools(
             self.workspace,
@@ -122,6 +129,28 @@ class Episode:
         self.turns: list[Turn] = []
         self.finish_reason = ""
         self.error = ""
+        # Number of observations that are shortened in the history from which the present turn is sampled.
+        self.shortened = 0
+        # The token ids so far, with the mask of those that were sampled and their log-probabilities, and the
+        # name of the weights that sampled each of them. They stay empty if the policy is a chat server.
+        self.ids: list[int] = []
+        self.mask: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[str] = []
+
+    async def run(self) -> Trajectory:
+        """Sample turns until the episode ends, judge the final files and return the trajectory."""
+        with contextlib.closing(self.tools):
+            while not self.finish_reason:
+                if self.request.is_out_of_time():
+                    self.finish_reason = "time"
+                else:
+                    await self.take_turn()
+            return await asyncio.to_thread(self.finish)
+
+    async def take_turn(self) -> None:
+        """Sample one turn and run its tool calls, or set `finish_reason`; each subclass implements it."""
+        raise NotImplementedError
 
     def first_message(self) -> dict[str, str]:
         """Return the user message that states the task.
@@ -153,53 +182,37 @@ class Episode:
         self.request.on_verdict(candidate, verdict)
         return verdict
 
-    def perform(
-        self, text: str, requests: Sequence[Request], *, cut: bool, last: bool, shortened: int = 0
-    ) -> tuple[ToolCall, ...]:
+    def perform(self, text: str, requests: Sequence[Request], *, cut: bool) -> tuple[ToolCall, ...]:
         """Run the tool calls of a sampled turn, record the turn, and return the calls with observations.
 
         `text` is the turn as text, and `requests` are the calls in it. Sets `finish_reason` if the turn ends
-        the trajectory. `cut` says whether the turn reached its token limit, and `last` whether no further
-        turn is allowed. `shortened` is the number of observations that were shortened in the history from
-        which the turn was sampled.
+        the trajectory. `cut` says whether the turn reached its token limit.
         """
         calls = tuple(self.tools.run(request) for request in requests)
-        self.turns.append(Turn(text, calls, shortened))
+        self.turns.append(Turn(text, calls, self.shortened))
         if cut:
             self.finish_reason = "length"
         elif not calls:
             self.finish_reason = "stop"
-        elif last:
+        elif len(self.turns) == self.request.max_turns:
             self.finish_reason = "turns"
         return calls
 
-    def finish(
-        self,
-        version: str,
-        ids: Sequence[int] = (),
-        mask: Sequence[int] = (),
-        logprobs: Sequence[float] = (),
-        versions: tuple[tuple[str, int], ...] = (),
-    ) -> Trajectory:
-        """End the episode, judge the final files, and return the trajectory.
-
-        `version` is the name of the policy's weights. `ids`, `mask`, `logprobs` and `versions` become the
-        fields `ids`, `action_mask`, `sampler_logprob` and `versions` of the trajectory; only token rollouts
-        give them.
-        """
+    def finish(self) -> Trajectory:
+        """End the episode, judge the final files, and return the trajectory."""
         self.tools.close()
         final = self.judge()
         trajectory = Trajectory(
             task_id=self.task.task_id,
-            ids=tuple(ids),
-            action_mask=tuple(mask),
-            sampler_logprob=tuple(logprobs),
+            ids=self.ids,
+            action_mask=self.mask,
+            sampler_logprob=self.logprobs,
             turns=tuple(self.turns),
             verdicts=(*self.tools.verdicts, final),
             reward=0.0,
             finish_reason=self.finish_reason,
-            policy_version=version,
-            versions=versions,
+            policy_version=self.versions[-1] if self.versions else self.policy.version,
+            versions=tuple((name, len(list(same))) for name, same in itertools.groupby(self.versions)),
             files=dict(self.workspace.files),
             error=self.error,
             task=self.task.code,
@@ -245,29 +258,37 @@ def run_all(
 class TokenEpisode(Episode):
     """Episode whose policy is sampled as token ids, all of which are recorded."""
 
-    def __init__(self, task: KernelTask, request: RolloutRequest, tokenizer: PreTrainedTokenizerBase):
-        super().__init__(task, request)
+    def __init__(
+        self, request: RolloutRequest, index: int, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
+    ):
+        super().__init__(request, index, sampler)
+        self.sampler = sampler
         # Policies with the compact prompt are trained without descriptions of the tools. For others, the chat
         # template describes the tools.
         self.template = ChatTemplate(tokenizer, described=self.params.policy.prompt == "full")
-        self.ids = self.template.first_ids(self.first_message()["content"])
-        self.mask = [0] * len(self.ids)
-        self.logprobs = [0.0] * len(self.ids)
-        # Names of the weights that sampled the own tokens, in order, each with its number of tokens.
-        self.versions: list[tuple[str, int]] = []
+        self._append(self.template.first_ids(self.first_message()["content"]))
         # Begin and end of the observations in `ids` and the name of the first call, for each turn.
         self.observed: list[tuple[int, int, str]] = []
-        self.shortened = 0
 
-    def prompt(self, *, shorten: bool) -> list[int]:
+    def _append(
+        self, ids: Sequence[int], logprobs: Sequence[float] = (), versions: Sequence[str] = ()
+    ) -> None:
+        """Append token ids to the history; sampled ones have log-probabilities and names of weights."""
+        self.ids += ids
+        self.mask += [1 if versions else 0] * len(ids)
+        self.logprobs += logprobs or [0.0] * len(ids)
+        self.versions += versions
+
+    def prompt(self) -> list[int]:
         """Return the token ids of the history from which the next turn is sampled.
 
-        With `shorten`, the oldest observations are shortened until an eighth of the context window, or 4096
-        tokens if that is less, is free for the turn. The observations of the latest turn are never shortened.
+        If the request asks to shorten the history, the oldest observations are shortened until an eighth of
+        the context window, or 4096 tokens if that is less, is free for the turn. The observations of the
+        latest turn are never shortened.
         """
         ids, self.shortened = self.ids, 0
         capacity = self.params.policy.context - min(self.params.policy.context // 8, 4096)
-        if not shorten or len(ids) <= capacity:
+        if not self.request.shorten_history or len(ids) <= capacity:
             return ids
         short = {
             call: self.template.suffix_ids([SHORTENED], call)
@@ -282,37 +303,36 @@ class TokenEpisode(Episode):
             ids = [*pieces, *self.ids[end:]]
         return ids
 
-    def act(self, completion: Completion, last: bool) -> None:
+    async def take_turn(self) -> None:
+        """Sample a turn and act on it; the episode ends if the context window has no room for a turn."""
+        prompt = self.prompt()
+        room = self.params.policy.context - len(prompt)
+        if room < MIN_TURN_TOKENS:
+            self.finish_reason = "length"
+            return
+        with self.request.sampling.busy():
+            completion = await self.sampler.complete(
+                prompt,
+                max_new_tokens=min(self.request.max_new_tokens, room),
+                temperature=self.request.temperature,
+                seed=self.request.turn_seed(self.index, len(self.turns)),
+                session=self.request.session(self.index),
+            )
+        await asyncio.to_thread(self._act, completion)
+
+    def _act(self, completion: Completion) -> None:
         """Append a sampled turn to the history and run its tool calls.
 
-        Unless the turn ends the episode, the observations of the calls are appended as well. `last` says
-        whether no further turn is allowed.
+        Unless the turn ends the episode, the observations of the calls are appended as well.
         """
         text, requests = self.template.read(self.ids, completion.ids)
-        self.ids += completion.ids
-        self.mask += [1] * len(completion.ids)
-        self.logprobs += completion.logprobs
-        versions = completion.versions
-        for version in [versions] * len(completion.ids) if isinstance(versions, str) else versions:
-            if self.versions and self.versions[-1][0] == version:
-                self.versions[-1] = (version, self.versions[-1][1] + 1)
-            else:
-                self.versions.append((version, 1))
-        calls = self.perform(
-            text,
-            requests,
-            cut=completion.finish_reason == "length",
-            last=last,
-            shortened=self.shortened,
-        )
+        self._append(completion.ids, completion.logprobs, completion.versions)
+        calls = self.perform(text, requests, cut=completion.finish_reason == "length")
         if not self.finish_reason:
-            observations = [call.observation for call in calls]
             name = calls[0].name
-            suffix = self.template.suffix_ids(observations, name)
+            suffix = self.template.suffix_ids([call.observation for call in calls], name)
             self.observed.append((len(self.ids), len(self.ids) + len(suffix), name))
-            self.ids += suffix
-            self.mask += [0] * len(suffix)
-            self.logprobs += [0.0] * len(suffix)
+            self._append(suffix)
 
 
 async def run_episode(
@@ -324,35 +344,8 @@ async def run_episode(
     a wrong tool call, raises no exception. If the final verdict has the status `infrastructure`, the judge
     failed, so the trajectory must not be used to assess the policy.
     """
-    episode = await asyncio.to_thread(TokenEpisode, request.tasks[index], request, tokenizer)
-    context = request.params.policy.context
-    try:
-        for turn in range(request.max_turns):
-            prompt = episode.prompt(shorten=request.shorten_history)
-            room = context - len(prompt)
-            if room < MIN_TURN_TOKENS:
-                episode.finish_reason = "length"
-            elif request.is_out_of_time():
-                episode.finish_reason = "time"
-            if episode.finish_reason:
-                break
-            with request.sampling.busy():
-                completion = await sampler.complete(
-                    prompt,
-                    max_new_tokens=min(request.max_new_tokens, room),
-                    temperature=request.temperature,
-                    seed=request.turn_seed(index, turn),
-                    session=request.session(index),
-                )
-            await asyncio.to_thread(episode.act, completion, turn + 1 == request.max_turns)
-            if episode.finish_reason:
-                break
-        version = episode.versions[-1][0] if episode.versions else sampler.version
-        return await asyncio.to_thread(
-            episode.finish, version, episode.ids, episode.mask, episode.logprobs, tuple(episode.versions)
-        )
-    finally:
-        episode.tools.close()
+    episode = await asyncio.to_thread(TokenEpisode, request, index, sampler, tokenizer)
+    return await episode.run()
 
 
 def run_episodes(

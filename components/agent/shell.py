@@ -244,7 +244,7 @@ class Shell:
         this case, and if the shell has ended by itself, a sentence that says so is returned instead.
         """
         assert process.stdout is not None
-        spent, judge_seconds, reply = 0.0, self.socket.busy_seconds(), b""
+        spent, judge_seconds, reply = 0.0, self.socket.judging.seconds(), b""
         output = select.poll()  # select() would refuse descriptors above 1023
         output.register(process.stdout, select.POLLIN)
         while not reply.endswith(b"\n"):
@@ -263,7 +263,7 @@ class Shell:
                     f"that is closed "
                     "to its owner; remove some in the next command, which starts a new shell"
                 )
-            elif spent - (self.socket.busy_seconds() - judge_seconds) > seconds:
+            elif spent - (self.socket.judging.seconds() - judge_seconds) > seconds:
                 self._end()
                 return (
                     f"took longer than {seconds:g} s and was ended, with everything it had started; "

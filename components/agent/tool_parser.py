@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def parse_calls(text: str, *, in_thought: bool = False) -> list[Request]:
     if blocks := DEEPSEEK.findall(text):
         return [_limited(_deepseek_call(block)) for block in blocks[:MAX_CALLS]]
     if blocks := BLOCK.findall(text) or BARE_FUNCTION.findall(text):
-        return [_limited(_tagged(block)) for block in blocks[:MAX_CALLS]]
+        return [_limited(request) for block in blocks for request in _tagged(block)][:MAX_CALLS]
     text = text.strip().removeprefix(LLAMA_START)
     fenced = [block for block in FENCE.findall(text) if LOOKS_LIKE_A_CALL.match(block)]
     if not fenced and LOOKS_LIKE_A_CALL.match(text):
@@ -87,27 +87,19 @@ def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
     """Return requests for the first `MAX_CALLS` of the tool calls that a chat server has parsed itself."""
     requests = []
     for index, call in enumerate(calls[:MAX_CALLS]):
-        arguments: Any = call.function.arguments or {}
-        problem = ""
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError) as error:
-            arguments, problem = {}, f"its arguments are no JSON ({error})"
-        if not isinstance(arguments, dict):
-            arguments, problem = {}, "its arguments must be one JSON object"
-        call_id = call.id or f"call_{index}"
-        requests.append(_limited(Request(call.function.name, arguments, problem, call_id)))
+        arguments = call.function.arguments or {}
+        request = _named_call(
+            call.function.name, arguments if isinstance(arguments, str) else json.dumps(arguments)
+        )
+        requests.append(_limited(replace(request, call_id=call.id or f"call_{index}")))
     return requests
 
 
-def _tagged(block: str) -> Request:
-    function = FUNCTION.search(block)
-    if function is not None:
-        return Request(function.group(1).strip(), dict(PARAMETER.findall(function.group(2))))
-    try:
-        return _call(json.loads(block))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return Request("", {}, FORM)
+def _tagged(block: str) -> list[Request]:
+    """Return the calls between two tags, which are one function with parameters, or JSON."""
+    if function := FUNCTION.search(block):
+        return [Request(function.group(1).strip(), dict(PARAMETER.findall(function.group(2))))]
+    return _json_calls(block) or [Request("", {}, FORM)]
 
 
 def _deepseek_call(block: str) -> Request:

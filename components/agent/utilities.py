@@ -12,12 +12,12 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
 from components.agent import untrusted_folder
+from components.agent.in_flight import BusyMeter
 from components.core.config import default_device, resolve
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import atomic_write
@@ -84,8 +84,8 @@ class JudgeSocket:
         self.requests = 0
         # Exception that `handle` raised, which the thread that runs the shell command raises again.
         self.failure: Exception | None = None
-        self._busy_seconds = 0.0
-        self._busy_since: float | None = None
+        # Meter of the time that `handle` takes.
+        self.judging = BusyMeter()
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # The path of a socket is limited to 107 bytes, so it is given relative to a descriptor of its folder.
         with untrusted_folder.opened(path.parent, os.O_RDONLY | os.O_DIRECTORY) as folder:
@@ -93,11 +93,6 @@ class JudgeSocket:
         os.chmod(path, 0o666)
         self.socket.listen(8)
         threading.Thread(target=self._serve, name="judge-socket", daemon=True).start()
-
-    def busy_seconds(self) -> float:
-        """Return the seconds spent in `handle` so far, including those of a running request."""
-        since = self._busy_since
-        return self._busy_seconds + (time.monotonic() - since if since is not None else 0.0)
 
     def _serve(self) -> None:
         while True:
@@ -118,14 +113,12 @@ class JudgeSocket:
             return "ask for compile, verification or profiling", 2
         if self.requests > MAX_REQUESTS:
             return f"no more than {MAX_REQUESTS} questions in one trajectory", 2
-        self._busy_since = time.monotonic()
         try:
-            return self.handle(utility)
+            with self.judging.busy():
+                return self.handle(utility)
         except Exception as error:
             self.failure = error
             return "the judge could not answer", 2
-        finally:
-            self._busy_seconds, self._busy_since = self.busy_seconds(), None
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -27,8 +27,8 @@ def add_adapter(model: PreTrainedModel, settings: Adapter) -> None:
     Does nothing if `settings.rank` is 0. Otherwise it must be called before a DeepSpeed engine is made for
     the model. `settings.targets` has the names of the layers, or the ends of their dotted names; if it is
     empty, every linear layer that can have an adapter gets one. A new adapter does not change what the model
-    computes. Its values are equal in every call, so also on all ranks. They have the dtype of their layer,
-    because DeepSpeed requires one dtype and keeps the trained values in float32 itself.
+    computes. Its values are equal in every call, so also on all ranks. peft gives them the dtype
+    of their layer, as DeepSpeed requires, which keeps the trained values in float32 itself.
 
     In a mixture of experts, only the linear layers of the attention get an adapter. transformers 5 fuses the
     experts of a layer into two parameters, which are no linear layers, and neither is the router. Raises
@@ -37,7 +37,6 @@ def add_adapter(model: PreTrainedModel, settings: Adapter) -> None:
     if settings.rank == 0:
         return
     from peft import LoraConfig
-    from peft.tuners.lora import LoraLayer
 
     layers = _linear_layers(model)
     for target in settings.targets:
@@ -60,12 +59,6 @@ def add_adapter(model: PreTrainedModel, settings: Adapter) -> None:
         # Not torch.manual_seed, which would also change the random state of GPUs.
         torch.default_generator.manual_seed(0)
         model.add_adapter(config)
-    for layer in model.modules():
-        if isinstance(layer, LoraLayer):
-            base = layer.get_base_layer()
-            assert isinstance(base, nn.Linear)
-            for matrix in (*layer.lora_A.parameters(), *layer.lora_B.parameters()):
-                matrix.data = matrix.data.to(base.weight.dtype)
 
 
 @contextlib.contextmanager

@@ -23,8 +23,8 @@ class Completion:
     logprobs: tuple[float, ...]
     # Reason of the end: `stop` after an end-of-turn token, or `length` if a limit was reached.
     finish_reason: str
-    # Name of the weights that sampled each token, or one name if they are the same for all tokens.
-    versions: str | tuple[str, ...]
+    # Name of the weights that sampled each token.
+    versions: tuple[str, ...]
 
 
 class Sampler(Protocol):

@@ -18,6 +18,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +51,10 @@ class _Sequence:
     # the limit of the number of tokens.
     uniforms: list[float]
     temperature: float
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Completion]
+    # Result, which the caller may cancel while the sequence is waiting or sampled.
+    future: Future[Completion] = field(default_factory=Future)
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
-    is_cancelled: bool = False
 
     def append(self, token: int, logprob: float, version: str, stop: tuple[int, ...]) -> str:
         """Add a sampled token, and return why the sequence ends: "stop", "length", or "" if it goes on.
@@ -68,22 +68,9 @@ class _Sequence:
 
     def completion(self, finish_reason: str) -> Completion:
         """Return the sampled part of the sequence, which ended for the reason `finish_reason`."""
-        versions = self.versions[0] if len(set(self.versions)) == 1 else tuple(self.versions)
-        return Completion(tuple(self.ids[self.prompt :]), tuple(self.logprobs), finish_reason, versions)
-
-    def resolve(self, result: Completion | BaseException) -> None:
-        """Give the waiting coroutine its result, unless it has been cancelled."""
-
-        def set_result() -> None:
-            if self.future.done():
-                return
-            if isinstance(result, BaseException):
-                self.future.set_exception(result)
-            else:
-                self.future.set_result(result)
-
-        with contextlib.suppress(RuntimeError):  # The event loop was closed.
-            self.loop.call_soon_threadsafe(set_result)
+        return Completion(
+            tuple(self.ids[self.prompt :]), tuple(self.logprobs), finish_reason, tuple(self.versions)
+        )
 
 
 class TransformersSampler:
@@ -131,26 +118,20 @@ class TransformersSampler:
         """
         limit = min(max_new_tokens, self.context - len(prompt))
         if limit <= 0:
-            return Completion((), (), "length", self.version)
+            return Completion((), (), "length", ())
         noise = torch.Generator().manual_seed(seed)
-        loop = asyncio.get_running_loop()
         sequence = _Sequence(
             list(prompt),
             len(prompt),
             torch.rand(limit, generator=noise, dtype=torch.float64).tolist(),
             temperature,
-            loop,
-            loop.create_future(),
         )
         with self.lock:
             self.waiting.append(sequence)
             if not self.is_running:
                 self.is_running = True
                 threading.Thread(target=self._run, name="sampler", daemon=True).start()
-        try:
-            return await sequence.future
-        finally:
-            sequence.is_cancelled = True
+        return await asyncio.wrap_future(sequence.future)
 
     def pause(self) -> None:
         """Wait for the end of the running forward pass, and begin no other one until `resume` is called."""
@@ -169,7 +150,7 @@ class TransformersSampler:
                 joining = [
                     self.waiting.popleft() for _ in range(min(len(self.waiting), self.batch - len(running)))
                 ]
-                joining = [sequence for sequence in joining if not sequence.is_cancelled]
+                joining = [sequence for sequence in joining if not sequence.future.cancelled()]
                 if not running and not joining:
                     self.is_running = False
                     return
@@ -187,10 +168,12 @@ class TransformersSampler:
                         cache.move(len(running) - 1, row)
                     ended, running[row] = running[row], running[-1]
                     running.pop()
-                    ended.resolve(ended.completion(ends[row]))
+                    with contextlib.suppress(InvalidStateError):  # The caller has cancelled it.
+                        ended.future.set_result(ended.completion(ends[row]))
             except Exception as error:
                 for sequence in {*running, *joining}:
-                    sequence.resolve(error)
+                    with contextlib.suppress(InvalidStateError):
+                        sequence.future.set_exception(error)
                 running = []
 
     def _rows(self, running: int) -> int:
@@ -238,7 +221,7 @@ class TransformersSampler:
             zip(running, tokens.tolist(), logprobs.tolist(), strict=False)
         ):
             reason = one.append(token, logprob, self.version, self.stop)
-            if reason or one.is_cancelled:
+            if reason or one.future.cancelled():
                 ends[row] = reason
         return ends
 

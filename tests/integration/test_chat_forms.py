@@ -79,7 +79,7 @@ class Script:
     async def complete(self, prompt: list[int], **_: Any) -> Completion:
         self.prompts.append(list(prompt))
         ids = self.said[len(self.prompts) - 1]
-        return Completion(tuple(ids), (-0.5,) * len(ids), "stop", self.version)
+        return Completion(tuple(ids), (-0.5,) * len(ids), "stop", (self.version,) * len(ids))
 
 
 def run(form: str, sampler: Sampler, prompt: str) -> Trajectory:

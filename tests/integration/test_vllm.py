@@ -88,7 +88,7 @@ def test_a_push_replaces_every_weight(transfer: str, url: str, engine: Engine, t
     trained.save_pretrained(tmp_path / "new")
     one = sampler(url, f"policy.weight_transfer={transfer}")
     one.push(weight_buckets(trained, BUCKET), version="v1", folder=tmp_path / "new")
-    assert one.version == "v1" and one.push_seconds > 0
+    assert one.version == "v1"
     for name, parameter in engine.model.named_parameters():
         assert torch.equal(parameter, dict(trained.named_parameters())[name]), name
     assert engine.calls.index("/reset_prefix_cache") > engine.calls.index("/collective_rpc")

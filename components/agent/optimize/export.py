@@ -52,28 +52,22 @@ _sys.modules["cuda_extension"] = _load(_pathlib.Path(__file__).resolve().parent 
 def drop_in(model_new: str) -> str:
     """Return the text of model_new.py with `LOADER` inserted, which loads the library of the kernels.
 
-    `LOADER` is inserted before the first statement other than docstrings and imports from `__future__`.
+    `LOADER` is inserted before the first statement other than constants, such as docstrings, and imports
+    from `__future__`.
     """
     tree = parse_python(model_new)
     first = next(
         (
             node
             for node in tree.body
-            if not (isinstance(node, ast.ImportFrom) and node.module == "__future__") and not _docstring(node)
+            if not (isinstance(node, ast.ImportFrom) and node.module == "__future__")
+            and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         ),
         None,
     )
     lines = model_new.splitlines(keepends=True)
     index = first.lineno - 1 if first is not None else len(lines)
     return "".join([*lines[:index], LOADER, "\n", *lines[index:]])
-
-
-def _docstring(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
 
 
 def write_workspace(folder: Path, code: str, files: dict[str, str], library: Path | None) -> None:

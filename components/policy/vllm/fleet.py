@@ -202,7 +202,12 @@ class Fleet:
             if part is None or not part.ids:
                 await asyncio.sleep(FIRST_PAUSE_SECONDS)
             if part is not None:
-                found = _joined(found, part)
+                found = Completion(
+                    found.ids + part.ids,
+                    found.logprobs + part.logprobs,
+                    part.finish_reason,
+                    found.versions + part.versions,
+                )
                 answered = time.monotonic() if part.ids else answered
         return found if found.finish_reason != "abort" else replace(found, finish_reason="length")
 
@@ -303,21 +308,3 @@ class Fleet:
         except ServerUnavailable as error:
             if error.status == 0:
                 await self._examine(replica, time.monotonic())
-
-
-def _joined(first: Completion, rest: Completion) -> Completion:
-    """Return the completion that consists of `first` and its continuation `rest`."""
-    if not first.ids:
-        return rest
-    names = (
-        [completion.versions] * len(completion.ids)
-        if isinstance(completion.versions, str)
-        else completion.versions
-        for completion in (first, rest)
-    )
-    return Completion(
-        first.ids + rest.ids,
-        first.logprobs + rest.logprobs,
-        rest.finish_reason,
-        tuple(name for versions in names for name in versions),
-    )

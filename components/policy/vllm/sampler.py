@@ -4,7 +4,6 @@ The log-probabilities are those of the distribution after temperature (the serve
 is processed_logprobs). New weights are sent with vLLM's weight transfer, or loaded by the servers from disk.
 """
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -35,7 +34,6 @@ class VllmSampler:
         self.version = version
         self.settings = settings
         self.stop = stop
-        self.push_seconds = 0.0
         self.asleep = False
 
     def capacity(self) -> int:
@@ -48,7 +46,7 @@ class VllmSampler:
         """Sample one completion of `prompt`, as specified by `Sampler.complete`."""
         limit = min(max_new_tokens, self.settings.context - len(prompt))
         if limit <= 0:
-            return Completion((), (), "length", self.version)
+            return Completion((), (), "length", ())
         request = Request(tuple(prompt), limit, temperature, seed, self.stop)
         return await self.fleet.complete(request, session)
 
@@ -65,7 +63,6 @@ class VllmSampler:
         weights are transferred by disk, `folder` is a checkpoint with the same weights. Running completions
         are treated as `policy.push_pause` says. Raises UserError if a worker does not have the new weights.
         """
-        started = time.monotonic()
         self.wake_up()
         is_ipc = self.settings.weight_transfer == "ipc"
         assert is_ipc or folder is not None, "a transfer by disk needs the folder"
@@ -73,7 +70,6 @@ class VllmSampler:
             buckets, version=version, folder=None if is_ipc else folder, pause=self.settings.push_pause
         )
         self.version = version
-        self.push_seconds = time.monotonic() - started
 
     def sleep(self) -> None:
         """Release vLLM's GPU memory until the next `wake_up` or `push`, if `policy.sleep` is set."""

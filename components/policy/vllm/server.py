@@ -226,15 +226,15 @@ class VllmProtocol:
         )
         ids = choice["token_ids"] or ()
         spans = choice.get("weight_versions") or ()
-        versions = tuple(span["version"] for span in spans for _ in range(span["start"], span["end"]))
+        named = tuple(span["version"] for span in spans for _ in range(span["start"], span["end"]))
+        versions = named or (version,) * len(ids)
         finish_reason = choice["finish_reason"]
-        named = len(versions or ids)
-        if len(ids) != len(values) or named != len(ids) or finish_reason not in ENDS:
+        if len(ids) != len(values) or len(versions) != len(ids) or finish_reason not in ENDS:
             raise UserError(
                 f"policy.backend: vLLM returned {len(ids)} tokens with {len(values)} log-probabilities and "
-                f"{named} versions, ended by {finish_reason}; run the same command again."
+                f"{len(versions)} versions, ended by {finish_reason}; run the same command again."
             )
-        return Completion(tuple(ids), tuple(values), finish_reason, versions or version)
+        return Completion(tuple(ids), tuple(values), finish_reason, versions)
 
 
 def read_load(text: str) -> Load:
