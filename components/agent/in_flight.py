@@ -64,26 +64,28 @@ async def keep_in_flight(
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="trajectory")
     )
-    running: set[asyncio.Task[Any]] = set()
-    signal: asyncio.Task[Any] | None = asyncio.create_task(changed.wait()) if changed is not None else None
+    running: set[asyncio.Task[None]] = set()
+    signal: asyncio.Task[None] | None = None
     try:
         while True:
-            while len(running) < max(1, capacity()) and (coroutine := start()) is not None:
+            if changed is not None and (signal is None or signal.done()):
+                signal = asyncio.create_task(_wait_and_clear(changed))
+                running.add(signal)
+            while len(running - {signal}) < max(1, capacity()) and (coroutine := start()) is not None:
                 running.add(asyncio.create_task(coroutine))
-            if not running and signal is None:
+            if not running:
                 return
-            waited = running | {signal} if signal is not None else running
-            done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            running -= done
-            if changed is not None and signal in done:
-                changed.clear()
-                signal = asyncio.create_task(changed.wait())
-                done.discard(signal)
+            done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 if task.cancelled():
                     raise StageFailed("rollout: a trajectory was cancelled before its end; run again.")
                 task.result()
     finally:
-        for task in running if signal is None else {*running, signal}:
+        for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+async def _wait_and_clear(event: asyncio.Event) -> None:
+    await event.wait()
+    event.clear()

@@ -21,13 +21,12 @@ from pathlib import Path
 
 from components.agent import untrusted_folder
 from components.agent.utilities import JudgeSocket, Utility
-from components.agent.workspace import TEMPLATE
+from components.agent.workspace import TEMPLATE, TEMPLATE_FILES
 from components.core.files import remove_tree, scratch_folder
 from components.core.params import Sandbox
 from components.sandbox import isolation
 from components.sandbox.runner_process import charged_seconds
 
-TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "vec.h")
 # Capacity of the shell's /tmp, in bytes.
 TEMPORARY_BYTES = 1 << 28
 # Limit of the shell's memory, in bytes.
@@ -160,8 +159,7 @@ class Shell:
         with COMMAND_PLACES:
             line = self._send(f"run {number}", seconds)
         code = int(line) if line.lstrip("-").isdigit() else None
-        note = "" if code is not None else line
-        return CommandResult(self._read(number)[0], code, note)
+        return CommandResult(self._read(number)[0], code, line if code is None else "")
 
     def start(self, command: str) -> str:
         """Start `command` in the background and return the name that `new_output` and `kill` expect."""
@@ -279,48 +277,47 @@ class Shell:
         return f"the shell ended with exit code {process.returncode}; a new one starts with the next command"
 
     def _start(self) -> subprocess.Popen[bytes]:
+        is_isolated = self.sandbox.isolation != "none"
+        control, output = ("/control", "/output") if is_isolated else (self.control, self.output)
+        variables = {"CONTROL": f"{control}", "OUTPUT": f"{output}", "JUDGE_SOCKET": f"{control}/judge.sock"}
         command = ["bash", "--noprofile", "--norc", "-c", DRIVER]
-        if self.sandbox.isolation == "none":
-            command[-1] = DRIVER.replace("/workspace", str(self.workspace))
-            environment = _environment(str(self.control), str(self.output))
-            return self._popen(command, (), os.environ | environment | {"HOME": str(self.workspace)})
-        interpreter = Path(sys.base_prefix).resolve() / "bin"
-        environment = _environment("/control", "/output") | {
-            "PATH": f"/usr/local/bin:/usr/bin:/bin:{interpreter}",
-            "TMPDIR": "/tmp",
-        }
-        folders = {
-            self.control: "/control",
-            self.base / "model.py": "/workspace/model.py",
-            TEMPLATE / "utils": "/workspace/utils",
-        } | {TEMPLATE / name: f"/workspace/{name}" for name in TEMPLATE_FILES}
-        with isolation.confined(
-            command,
-            paths=isolation.interpreter_paths() | folders,
-            writable={"/workspace": self.workspace, "/output": self.output},
-            variables=environment,
-            temporary_bytes=TEMPORARY_BYTES,
-            memory_bytes=MEMORY_BYTES,
-            file_bytes=MAX_FILE_BYTES,
-            seconds=CPU_SECONDS,
-            uid=isolation.SHELL,
-        ) as (confined, filter_fd):
-            return self._popen(confined, (filter_fd,), isolation.BUBBLEWRAP_ENVIRONMENT)
-
-    def _popen(
-        self, command: list[str], pass_fds: tuple[int, ...], environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            pass_fds=pass_fds,
-            env=environment,
-            cwd=self.workspace,
-            bufsize=0,
-            start_new_session=True,
-        )
+        with contextlib.ExitStack() as stack:
+            if is_isolated:
+                folders = {
+                    self.control: "/control",
+                    self.base / "model.py": "/workspace/model.py",
+                    TEMPLATE / "utils": "/workspace/utils",
+                } | {TEMPLATE / name: f"/workspace/{name}" for name in TEMPLATE_FILES}
+                interpreter = Path(sys.base_prefix).resolve() / "bin"
+                search_path = f"/usr/local/bin:/usr/bin:/bin:{interpreter}"
+                command, filter_fd = stack.enter_context(
+                    isolation.confined(
+                        command,
+                        paths=isolation.interpreter_paths() | folders,
+                        writable={"/workspace": self.workspace, "/output": self.output},
+                        variables=variables | {"PATH": search_path, "TMPDIR": "/tmp"},
+                        temporary_bytes=TEMPORARY_BYTES,
+                        memory_bytes=MEMORY_BYTES,
+                        file_bytes=MAX_FILE_BYTES,
+                        seconds=CPU_SECONDS,
+                        uid=isolation.SHELL,
+                    )
+                )
+                pass_fds, environment = [filter_fd], isolation.BUBBLEWRAP_ENVIRONMENT
+            else:
+                command[-1] = DRIVER.replace("/workspace", str(self.workspace))
+                pass_fds, environment = [], os.environ | variables | {"HOME": str(self.workspace)}
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=pass_fds,
+                env=environment,
+                cwd=self.workspace,
+                bufsize=0,
+                start_new_session=True,
+            )
 
     def _end(self) -> None:
         """Kill the shell.
@@ -331,12 +328,8 @@ class Shell:
         process, self.process = self.process, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError):
+        with process, contextlib.suppress(ProcessLookupError):  # closes the pipes and waits
             os.killpg(process.pid, 9)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
 
     def _read(self, number: str, start: int = 0) -> tuple[str, int]:
         """Return the output of command `number` from byte `start` on, and the offset of its end in bytes.
@@ -351,23 +344,9 @@ class Shell:
                 if end - start <= 2 * KEPT_BYTES:
                     return os.pread(descriptor, max(0, end - start), start).decode(errors="replace"), end
                 head, tail = (
-                    os.pread(descriptor, KEPT_BYTES, start),
-                    os.pread(descriptor, KEPT_BYTES, end - KEPT_BYTES),
+                    os.pread(descriptor, KEPT_BYTES, place).decode(errors="replace")
+                    for place in (start, end - KEPT_BYTES)
                 )
-                cut = end - start - 2 * KEPT_BYTES
-                return (
-                    f"{head.decode(errors='replace')}\n[... {cut} bytes cut "
-                    f"...]\n{tail.decode(errors='replace')}",
-                    end,
-                )
+                return f"{head}\n[... {end - start - 2 * KEPT_BYTES} bytes cut ...]\n{tail}", end
         except OSError:
             return "", start
-
-
-def _environment(control: str, output: str) -> dict[str, str]:
-    """Return the environment variables of the shell: two folders, and the path of the judge's socket.
-
-    `control` is the folder from which the script `DRIVER` reads commands, and `output` the folder to which it
-    writes their output.
-    """
-    return {"CONTROL": control, "OUTPUT": output, "JUDGE_SOCKET": f"{control}/judge.sock"}

@@ -87,10 +87,8 @@ def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
     """Return requests for the first `MAX_CALLS` of the tool calls that a chat server has parsed itself."""
     requests = []
     for index, call in enumerate(calls[:MAX_CALLS]):
-        arguments = call.function.arguments or {}
-        request = _named_call(
-            call.function.name, arguments if isinstance(arguments, str) else json.dumps(arguments)
-        )
+        arguments = call.arguments or {}
+        request = _named_call(call.name, arguments if isinstance(arguments, str) else json.dumps(arguments))
         requests.append(_limited(replace(request, call_id=call.id or f"call_{index}")))
     return requests
 

@@ -16,7 +16,7 @@ from components.agent.tool_parser import Request
 from components.agent.tool_schemas import Arguments, validated
 from components.agent.trajectory import ToolCall
 from components.agent.utilities import BUILD_SUCCEEDED, COMMANDS, Utility, utility_output
-from components.agent.workspace import Workspace, matches_glob, plain_path
+from components.agent.workspace import TEMPLATE_FILES, Workspace, matches_glob, plain_path
 from components.core.params import Sandbox
 from components.core.text import readable
 from components.judge.verdict import Verdict
@@ -33,17 +33,6 @@ MIN_OBSERVATION, MAX_OBSERVATION = 2000, 30_000
 # Largest number of lines, and of characters in each line, that one Read call shows.
 MAX_LINES, MAX_LINE_CHARACTERS = 2000, 2000
 FAILURE = "invalid tool call"
-# Files and folders that a Grep call without a path searches.
-SEARCHED = (
-    "SKILL.md",
-    "model.py",
-    "model_new.py",
-    "binding.cpp",
-    "binding_registry.h",
-    "vec.h",
-    "kernels",
-    "utils",
-)
 
 
 class Tools:
@@ -132,13 +121,8 @@ class Tools:
             return f"{path[:80]}: not writable; write model_new.py or kernels/NAME."
         if plain in self.workspace.files and (problem := self._unread(plain)):
             return problem
-        limit = untrusted_folder.MAX_FILE_BYTES
-        if len(content) > limit:
-            return (
-                f"{plain}: {len(content)} characters are more than the {limit} that a source file may have."
-            )
-        self._keep(plain, content if content.endswith("\n") else content + "\n")
-        return f"Written {plain}."
+        problem = self._keep(plain, content if content.endswith("\n") else content + "\n")
+        return problem or f"Written {plain}."
 
     def edit(self, path: str, edits: Sequence[tool_schemas.OneEdit | tool_schemas.Edit]) -> str:
         """Apply all edits to the file `path` in order, or none if one fails, and return the observation."""
@@ -154,12 +138,16 @@ class Tools:
                 return f"{plain}: edit {number} of {len(edits)}: {problem} No edit was made."
             if problem:
                 return f"{plain}: {problem}"
-        self._keep(plain, text)
-        return f"Edited {plain}."
+        return self._keep(plain, text) or f"Edited {plain}."
 
-    def _keep(self, path: str, text: str) -> None:
+    def _keep(self, path: str, text: str) -> str:
+        """Store the text of a file, and return an empty string, or why the text is refused."""
+        limit = untrusted_folder.MAX_FILE_BYTES
+        if len(text) > limit:
+            return f"{path}: {len(text)} characters are more than the {limit} that a source file may have."
         with self.lock:
             self.workspace.files[path] = self.last_seen[path] = text
+        return ""
 
     def _unread(self, path: str) -> str:
         """Return the reason why the policy may not overwrite an existing file, or an empty string."""
@@ -221,9 +209,9 @@ class Tools:
         start = plain_path(arguments.path or ".")
         if start is None:
             return f"{(arguments.path or '')[:80]}: outside the workspace."
+        searched = [start] if start else [*TEMPLATE_FILES, "model.py", "model_new.py", "kernels", "utils"]
         command = shlex.join(
-            ["grep", *_grep_options(arguments), "-s", "-e", arguments.pattern, "--"]
-            + ([start] if start else list(SEARCHED))
+            ["grep", *_grep_options(arguments), "-s", "-e", arguments.pattern, "--", *searched]
         )
         result = self._in_shell(f"(cd /workspace && {command})", SEARCH_SECONDS)
         if result.code is None or result.code > 1 or (result.code == 1 and not result.output):
@@ -341,9 +329,7 @@ def _edited(text: str, edit: tool_schemas.OneEdit | tool_schemas.Edit) -> tuple[
         return text, f"old_string occurs {count} times; it must occur {needed}."
     if edit.old_string == edit.new_string:
         return text, "old_string and new_string are the same."
-    text = text.replace(edit.old_string, edit.new_string)
-    limit = untrusted_folder.MAX_FILE_BYTES
-    return text, f"the file would have more than {limit} characters." if len(text) > limit else ""
+    return text.replace(edit.old_string, edit.new_string), ""
 
 
 def _grep_options(arguments: tool_schemas.Grep) -> list[str]:

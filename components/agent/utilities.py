@@ -21,7 +21,6 @@ from components.agent.in_flight import BusyMeter
 from components.core.config import default_device, resolve
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import atomic_write
-from components.core.params import Params
 from components.judge.candidate import read_workspace
 from components.judge.pool.open_pool import judge_workdir
 from components.judge.verdict import Verdict
@@ -137,7 +136,15 @@ def run_utility(utility: Utility) -> None:
         check_isolation(params.sandbox, params.device)
         folder = Path(params.home).resolve() / "judge"
         if utility == "compile":
-            text, code = _compile(params, folder / "builds")
+            # The library makes it possible to import model_new.py in this folder.
+            built = Builder(params.sandbox, params.device, folder / "builds").build(
+                read_workspace(Path.cwd())
+            )
+            text, code = BUILD_SUCCEEDED, 0
+            if built.library is not None:
+                atomic_write(Path("cuda_extension.so"), built.library.read_bytes())
+            else:
+                text, code = f"Build failed: {built.log}", 1
         else:
             verdict = judge_workdir(params, Path.cwd(), None, folder)
             if verdict.status == "infrastructure":
@@ -148,15 +155,3 @@ def run_utility(utility: Utility) -> None:
         sys.exit(error.exit_code if isinstance(error, UserError) else 2)
     print(text)
     sys.exit(code)
-
-
-def _compile(params: Params, builds: Path) -> tuple[str, int]:
-    """Build kernels/, write the library to cuda_extension.so in the current folder, and return text and code.
-
-    The library makes it possible to import model_new.py in this folder.
-    """
-    built = Builder(params.sandbox, params.device, builds).build(read_workspace(Path.cwd()))
-    if built.library is None:
-        return f"Build failed: {built.log}", 1
-    atomic_write(Path("cuda_extension.so"), built.library.read_bytes())
-    return BUILD_SUCCEEDED, 0

@@ -12,12 +12,10 @@ from components.core.task import KernelTask
 from components.core.text import parse_python
 
 TEMPLATE = PROJECT / "agent_workdir"
-# Files of the template, which the policy may read but not write.
+# Files of the template, which the policy may read but not write; the first are those outside utils/.
+TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "vec.h")
 READ_ONLY = (
-    "SKILL.md",
-    "binding.cpp",
-    "binding_registry.h",
-    "vec.h",
+    *TEMPLATE_FILES,
     "utils/compile.sh",
     "utils/compile.py",
     "utils/verification.py",

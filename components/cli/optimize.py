@@ -62,7 +62,7 @@ def optimize(
     """
     resolved = options.resolve_for_judging(device=device)
     from components.agent.optimize.export import check_output_folder, export, headline
-    from components.agent.optimize.search import find_kernel, search_budget
+    from components.agent.optimize.search import find_kernel
     from components.agent.optimize.user_module import user_task
     from components.cli.models import find_policy
     from components.judge.pool.local_pool import with_any_duration
@@ -74,8 +74,16 @@ def optimize(
     params, home = with_any_duration(chosen.params), home_of(resolved)
     with judge_session(params, home, use_service=True) as (pool, view):
         pool.prepare()
-        limits = search_budget(params, attempts, turns, budget)
-        outcome = find_kernel(chosen, task, pool, limits, origin=str(module), progress=view)
+        outcome = find_kernel(
+            chosen,
+            task,
+            pool,
+            attempts=attempts,
+            turns=turns,
+            seconds=budget,
+            origin=str(module),
+            progress=view,
+        )
     record = export(outcome, params, folder, home / "judge" / "builds", f"{policy} ({chosen.version})")
     for line in (headline(outcome), *(f"  {note}" for note in outcome.notes), f"{folder}/report.md"):
         print_line(line)

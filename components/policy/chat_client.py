@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import httpx
 import openai
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 
 from components.core.errors import UserError
 
@@ -48,16 +48,14 @@ class _ServerRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class _Function(_ServerRecord):
-    name: str = ""
-    arguments: str | dict[str, Any] | None = None
-
-
 class NativeCall(_ServerRecord):
-    """A tool call that the server has parsed. `function.arguments` is JSON text or an object."""
+    """A tool call that the server has parsed. `arguments` is JSON text or an object."""
 
     id: str = ""
-    function: _Function = _Function()
+    name: str = Field(default="", validation_alias=AliasPath("function", "name"))
+    arguments: str | dict[str, Any] | None = Field(
+        default=None, validation_alias=AliasPath("function", "arguments")
+    )
 
 
 class _Message(_ServerRecord):
@@ -65,29 +63,27 @@ class _Message(_ServerRecord):
     tool_calls: tuple[NativeCall, ...] | None = None
 
 
-class _Choice(_ServerRecord):
+class ChatTurn(_ServerRecord):
+    """One turn of the assistant: its message, and the reason why it ended, such as "stop"."""
+
     message: _Message
     finish_reason: str | None = None
 
+    @property
+    def content(self) -> str:
+        return self.message.content or ""
+
+    @property
+    def calls(self) -> tuple[NativeCall, ...]:
+        return self.message.tool_calls or ()
+
 
 class _Reply(_ServerRecord):
-    choices: tuple[_Choice, ...] = Field(min_length=1)
-
-
-class _Model(_ServerRecord):
-    id: str
+    choices: tuple[ChatTurn, ...] = Field(min_length=1)
 
 
 class _Models(_ServerRecord):
-    data: tuple[_Model, ...] = ()
-
-
-class ChatTurn(_ServerRecord):
-    """One turn of the assistant: its text, its tool calls and the reason why it ended, such as "stop"."""
-
-    content: str
-    calls: tuple[NativeCall, ...]
-    finish_reason: str
+    first: str = Field(default="", validation_alias=AliasPath("data", 0, "id"))
 
 
 R = TypeVar("R", bound=_ServerRecord)
@@ -151,11 +147,11 @@ class ChatClient:
                     raise UserError(
                         f"{self.option} {self.url}: {error}; start the server or fix the address."
                     ) from error
-                if not models.data:
+                if not models.first:
                     raise UserError(
                         f"{self.option} {self.url}: the server names no model; give one with --model."
                     )
-                self.model = models.data[0].id
+                self.model = models.first
             return self.model
 
     def turn(
@@ -186,17 +182,12 @@ class ChatClient:
             # `transformers serve` answers 500 if a sampled tool call is incomplete. The same seed would
             # sample the same call again, so each attempt has another one.
             reply = self._request(lambda attempt: create(**body, seed=seed + attempt), _Reply, TRIES)
+            return reply.choices[0]
         except ServerFailed as error:
             refusal = (openai.BadRequestError, openai.UnprocessableEntityError)
             if tools and isinstance(error.__cause__, refusal):
                 raise ToolsUnsupported(str(error)) from error
             raise
-        choice = reply.choices[0]
-        return ChatTurn(
-            content=choice.message.content or "",
-            calls=choice.message.tool_calls or (),
-            finish_reason=choice.finish_reason or "stop",
-        )
 
     def _request(self, send: Callable[[int], Any], form: type[R], tries: int) -> R:
         """Return the answer to a request, which `send` sends, in the form `form`.

@@ -134,18 +134,16 @@ def write_model(folder: Path, model: PreTrainedModel, bucket_bytes: int = BUCKET
         shards.append(list(tensors))
         total += sum(tensor.nbytes for tensor in tensors.values())
         save_file(tensors, folder / f"{len(shards)}.safetensors", metadata={"format": "pt"})
-    if len(shards) == 1:
-        (folder / "1.safetensors").rename(folder / "model.safetensors")
-        return
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    count = len(shards)
+    files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    if count == 1:
+        files = ["model.safetensors"]
+    else:
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(folder / "model.safetensors.index.json", index)
+    for number, file in enumerate(files, 1):
         (folder / f"{number}.safetensors").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    write_json(
-        folder / "model.safetensors.index.json",
-        {"metadata": {"total_size": total}, "weight_map": weight_map},
-    )
 
 
 def _write_adapter(folder: Path, model: PreTrainedModel, bucket_bytes: int) -> None:

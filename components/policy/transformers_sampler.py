@@ -53,24 +53,9 @@ class _Sequence:
     temperature: float
     # Result, which the caller may cancel while the sequence is waiting or sampled.
     future: Future[Completion] = field(default_factory=Future)
+    # Log-probabilities in nats, and names of the weights, of the tokens that were sampled so far.
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
-
-    def append(self, token: int, logprob: float, version: str, stop: tuple[int, ...]) -> str:
-        """Add a sampled token, and return why the sequence ends: "stop", "length", or "" if it goes on.
-
-        `logprob` is in nats. `version` is the name of the weights, and `stop` has the tokens that end a turn.
-        """
-        self.ids.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
-        return "stop" if token in stop else "length" if len(self.logprobs) == len(self.uniforms) else ""
-
-    def completion(self, finish_reason: str) -> Completion:
-        """Return the sampled part of the sequence, which ended for the reason `finish_reason`."""
-        return Completion(
-            tuple(self.ids[self.prompt :]), tuple(self.logprobs), finish_reason, tuple(self.versions)
-        )
 
 
 class TransformersSampler:
@@ -168,8 +153,14 @@ class TransformersSampler:
                         cache.move(len(running) - 1, row)
                     ended, running[row] = running[row], running[-1]
                     running.pop()
+                    completion = Completion(
+                        tuple(ended.ids[ended.prompt :]),
+                        tuple(ended.logprobs),
+                        ends[row],
+                        tuple(ended.versions),
+                    )
                     with contextlib.suppress(InvalidStateError):  # The caller has cancelled it.
-                        ended.future.set_result(ended.completion(ends[row]))
+                        ended.future.set_result(completion)
             except Exception as error:
                 for sequence in {*running, *joining}:
                     with contextlib.suppress(InvalidStateError):
@@ -220,7 +211,11 @@ class TransformersSampler:
         for row, (one, token, logprob) in enumerate(
             zip(running, tokens.tolist(), logprobs.tolist(), strict=False)
         ):
-            reason = one.append(token, logprob, self.version, self.stop)
+            one.ids.append(token)
+            one.logprobs.append(logprob)
+            one.versions.append(self.version)
+            is_full = len(one.logprobs) == len(one.uniforms)
+            reason = "stop" if token in self.stop else "length" if is_full else ""
             if reason or one.future.cancelled():
                 ends[row] = reason
         return ends

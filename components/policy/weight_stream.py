@@ -154,16 +154,14 @@ def _gathered(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[No
 
     Every rank must enter it, because the shards are gathered then.
     """
-    sharded = [tensor for tensor in tensors if _is_sharded(tensor)]
+    sharded = [
+        tensor
+        for tensor in tensors
+        if hasattr(tensor, "ds_status") and tensor.ds_status.name != "AVAILABLE"  # not gathered at present
+    ]
     if not sharded:
         return contextlib.nullcontext()
     import deepspeed
 
     context: contextlib.AbstractContextManager[None] = deepspeed.zero.GatheredParameters(sharded)
     return context
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    """Return whether ZeRO 3 has sharded a parameter and it is not gathered at present."""
-    status = getattr(tensor, "ds_status", None)
-    return status is not None and status.name != "AVAILABLE"

@@ -25,7 +25,7 @@ from schedules import SEPARATE, VECTORISED
 
 from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.optimize.export import check_output_folder, drop_in, export, headline
-from components.agent.optimize.search import NOT_LEARNED, Outcome, SearchBudget, find_kernel, search_budget
+from components.agent.optimize.search import NOT_LEARNED, Outcome, find_kernel
 from components.agent.optimize.user_module import user_task
 from components.agent.policies import folder_policy, with_policy_settings
 from components.agent.trajectory import Trajectory
@@ -68,7 +68,8 @@ def search(
         policy,
         task,
         pool or ScriptedPool(),
-        SearchBudget(attempts, turns=3),
+        attempts=attempts,
+        turns=3,
         origin="my.py",
         progress=Quiet(),
     )
@@ -296,9 +297,23 @@ def cuda_agent(
 
 
 def test_a_search_takes_as_long_as_suits_the_prompt_unless_a_person_says_otherwise() -> None:
-    compact = params(prompt="compact")
-    assert search_budget(compact) == SearchBudget(24, compact.evaluation.max_turns, None)
-    assert search_budget(params(prompt="full"), turns=7, seconds=60) == SearchBudget(4, 7, 60)
+    requests: list[RolloutRequest] = []
+
+    class Silent(Scripted):
+        """A policy that keeps each request and samples nothing."""
+
+        def sample(self, request: RolloutRequest) -> list[Trajectory]:
+            requests.append(request)
+            return []
+
+    policy: Any = Silent(lambda attempt, turn: "")
+    for prompt, limits in (("compact", {}), ("full", {"turns": 7, "seconds": 60.0})):
+        policy.params = params(prompt=prompt)
+        find_kernel(policy, TASK, ScriptedPool(), origin="my.py", progress=Quiet(), **limits)
+    compact, full = requests
+    assert (len(compact.tasks), compact.max_turns) == (24, policy.params.evaluation.max_turns)
+    assert (len(full.tasks), full.max_turns) == (4, 7)
+    assert compact.deadline is None and full.deadline is not None
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_a_server_of_the_openai_protocol_answers_with_native_calls() -> None:
         return 200, completion("hello", [("Read", '{"file_path": "model.py"}')], finish="tool_calls"), {}
 
     turn = ask(answers)
-    assert (turn.content, turn.calls[0].function.name, turn.finish_reason) == ("hello", "Read", "tool_calls")
+    assert (turn.content, turn.calls[0].name, turn.finish_reason) == ("hello", "Read", "tool_calls")
     assert heard[0]["model"] == "tiny" and heard[0]["max_tokens"] == 9 and heard[0]["tools"]
 
 

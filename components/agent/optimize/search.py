@@ -17,7 +17,6 @@ from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.operator_chain import read_chain
 from components.core.errors import UserError
 from components.core.files import digest_json
-from components.core.params import Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.judge.pool.local_pool import Candidate, Job, JudgePool
@@ -54,32 +53,6 @@ class AdmittingPool(JudgePool, Protocol):
     """Interface of a judge pool that can also admit tasks, such as `LocalPool`."""
 
     def admit(self, code: str) -> Future[Admission]: ...
-
-
-@dataclass(frozen=True)
-class SearchBudget:
-    """Limits of one optimisation."""
-
-    # Number of trajectories.
-    attempts: int
-    # Largest number of turns of one trajectory.
-    turns: int
-    # Seconds after the start of the search after which no turn begins. None means that there is no limit.
-    seconds: float | None = None
-
-
-def search_budget(params: Params, attempts: int = 0, turns: int = 0, seconds: float = 0) -> SearchBudget:
-    """Return the search budget with defaults for the numbers that are 0.
-
-    The defaults of `attempts` and `turns` depend on `policy.prompt` (compact or full). If `seconds` is 0,
-    there is no time limit.
-    """
-    compact = params.policy.prompt == "compact"
-    return SearchBudget(
-        attempts or (COMPACT_ATTEMPTS if compact else FULL_ATTEMPTS),
-        turns or (params.evaluation.max_turns if compact else FULL_TURNS),
-        seconds or None,
-    )
 
 
 @dataclass(frozen=True)
@@ -148,34 +121,41 @@ def find_kernel(
     policy: Policy,
     task: KernelTask,
     pool: AdmittingPool,
-    budget: SearchBudget,
     *,
+    attempts: int = 0,
+    turns: int = 0,
+    seconds: float = 0,
     origin: str,
     progress: Progress,
 ) -> Outcome:
-    """Sample `policy` for kernels for `task` within `budget`, and return the fastest correct one found.
+    """Sample `policy` for kernels for `task`, and return the fastest correct one found.
 
-    `origin` names the module in messages. If an interrupted search is repeated, the judge takes the verdicts
-    that it has already reached from its journal. Raises UserError if the task cannot be judged, or if the
-    policy's server never answers.
+    `attempts` trajectories are sampled, each with at most `turns` turns, none of which begins later than
+    `seconds` after the start of the search. The defaults of `attempts` and `turns` depend on `policy.prompt`
+    (compact or full), and without `seconds` there is no limit of time. `origin` names the module in messages.
+    If an interrupted search is repeated, the judge takes the verdicts that it has already reached from its
+    journal. Raises UserError if the task cannot be judged, or if the policy's server never answers.
     """
     begun, params = time.monotonic(), policy.params
     task, notes = admitted_task(task, origin, pool)
-    if params.policy.prompt == "compact" and read_chain(canonicalize(task.code) or "") is None:
+    compact = params.policy.prompt == "compact"
+    if compact and read_chain(canonicalize(task.code) or "") is None:
         notes.append(NOT_LEARNED)
-    epoch = digest_json([task.task_id, policy.version, str(budget.turns), str(params.seed)])[:16]
+    attempts = attempts or (COMPACT_ATTEMPTS if compact else FULL_ATTEMPTS)
+    turns = turns or (params.evaluation.max_turns if compact else FULL_TURNS)
+    epoch = digest_json([task.task_id, policy.version, str(turns), str(params.seed)])[:16]
     judged: dict[Candidate, Verdict] = {}
     trajectories = policy.sample(
         RolloutRequest(
-            tasks=[task] * budget.attempts,
+            tasks=[task] * attempts,
             params=params,
             pool=pool,
             epoch=f"optimize/{epoch}",
             seed=params.seed,
-            max_turns=budget.turns,
+            max_turns=turns,
             max_new_tokens=params.evaluation.max_new_tokens,
             temperature=TEMPERATURE,
-            deadline=None if budget.seconds is None else begun + budget.seconds,
+            deadline=begun + seconds if seconds else None,
             shorten_history=True,
             on_progress=lambda done, total: progress.update(
                 "attempts", done, total, correct=float(len(_correct(judged)))

@@ -55,14 +55,10 @@ def user_task(path: Path, class_name: str, inputs: str, init: str) -> KernelTask
         if not (isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"))
     ]
     functions = (
-        f"def get_inputs():\n    return {_list(inputs, '--inputs')}\n\n"
+        f"import torch\n\ndef get_inputs():\n    return {_list(inputs, '--inputs')}\n\n"
         f"def get_init_inputs():\n    return {_list(init or '[]', '--init')}\n"
     )
-    code = f"import torch\n{ast.unparse(ast.fix_missing_locations(tree))}\n\n{functions}"
-    if any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body):
-        code = (
-            f"from __future__ import annotations\n{code.replace('from __future__ import annotations', '', 1)}"
-        )
+    code = f"{ast.unparse(ast.fix_missing_locations(tree))}\n\n{functions}"
     check_contract(code, str(path))
     return KernelTask(code=code, name=path.stem)
 

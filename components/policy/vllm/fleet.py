@@ -21,7 +21,6 @@ from components.policy.vllm.replica import FIRST_PAUSE_SECONDS, IDLE_SECONDS, Re
 from components.policy.vllm.server import (
     CONNECT_SECONDS,
     TIMEOUT_SECONDS,
-    Load,
     Request,
     ServerUnavailable,
     VllmServer,
@@ -90,8 +89,8 @@ class Fleet:
                 "; ".join(map(str, faults)),
             )
         self.reading: asyncio.Task[None] | None = None
-        # Load of each server at the last call of `figures`.
-        self.before: dict[int, Load] = {}
+        # Sums of `Load.prefix_queries` and `Load.prefix_hits` of all servers at the last call of `figures`.
+        self.queries = self.hits = 0
 
     def all(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]]) -> list[T]:
         """Return the results of `call` for all of `replicas`, in their order; the calls run concurrently."""
@@ -125,23 +124,19 @@ class Fleet:
         The share of cache hits, the number of retries and the number of sessions that moved to another server
         are those since the last call of this method.
         """
-        known = [(replica, replica.load) for replica in self.replicas if replica.load is not None]
-        queries = hits = 0
-        for replica, load in known:
-            before = self.before.get(id(replica))
-            queries += load.prefix_queries - (before.prefix_queries if before else 0)
-            hits += load.prefix_hits - (before.prefix_hits if before else 0)
-            self.before[id(replica)] = load
-        usage = [load.cache_usage for _, load in known]
+        loads = [replica.load for replica in self.replicas if replica.load is not None]
+        queries = sum(load.prefix_queries for load in loads)
+        hits = sum(load.prefix_hits for load in loads)
         found = {
             "samplers_up": float(sum(replica.is_usable() for replica in self.replicas)),
-            "sampler_running": float(sum(load.running for _, load in known)),
-            "sampler_waiting": float(sum(load.waiting for _, load in known)),
-            "sampler_cache_usage": sum(usage) / len(usage) if usage else 0.0,
-            "sampler_prefix_hits": hits / queries if queries > 0 else 0.0,
+            "sampler_running": float(sum(load.running for load in loads)),
+            "sampler_waiting": float(sum(load.waiting for load in loads)),
+            "sampler_cache_usage": sum(load.cache_usage for load in loads) / max(1, len(loads)),
+            "sampler_prefix_hits": (hits - self.hits) / max(1, queries - self.queries),
             "sampler_retries": float(self.retries),
             "sampler_moves": float(self.moves),
         }
+        self.queries, self.hits = queries, hits
         self.retries = self.moves = 0
         return found
 

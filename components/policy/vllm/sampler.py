@@ -74,12 +74,12 @@ class VllmSampler:
     def sleep(self) -> None:
         """Release vLLM's GPU memory until the next `wake_up` or `push`, if `policy.sleep` is set."""
         if self.settings.sleep and not self.asleep:
-            self.weights.sleep()
+            self.weights.set_asleep(True)
             self.asleep = True
 
     def wake_up(self) -> None:
         if self.asleep:
-            self.weights.wake_up()
+            self.weights.set_asleep(False)
             self.asleep = False
 
 

@@ -1,4 +1,4 @@
-"""A client of one vLLM server, and the form of the requests and answers by the server's version.
+"""A client of one vLLM server, whose requests and answers have the form of the server's version.
 
 The server runs in a separate Python environment, because vLLM and Prefect need different versions of fastapi.
 It must be started with VLLM_SERVER_DEV_MODE=1, which adds the routes for weights, sleep and workers.
@@ -80,22 +80,32 @@ class ServerUnavailable(ConnectionError):
 class VllmServer:
     """A client of one vLLM server, which samples from the server's model and updates its weights over HTTP.
 
-    `protocol` is that of the server's version once `open` has returned.
+    `names_versions` says whether the server reports which weights sampled each token, once `probe` or `open`
+    has returned.
     """
 
     def __init__(self, url: str, client: httpx.AsyncClient):
         """Use the server with the root address `url`, such as http://127.0.0.1:8000."""
         self.url = url.rstrip("/")
         self.client = client
-        self.protocol = VllmProtocol("0.24")
+        self.names_versions = False
 
     async def probe(self) -> None:
-        """Ask the server for its version and set `protocol` accordingly.
+        """Ask the server for its version and set `names_versions` accordingly.
 
-        Raises ServerUnavailable if the server does not answer, and UserError if its version is too old.
+        A version without numbers, such as that of a development build, is taken for TOKEN_VERSIONS. Raises
+        ServerUnavailable if the server does not answer, and UserError if its version is older than OLDEST.
         """
         await self.call("GET", "/health")
-        self.protocol = VllmProtocol(str((await self.call("GET", "/version")).get("version", "")))
+        version = str((await self.call("GET", "/version")).get("version", ""))
+        numbers = re.match(r"(\d+)\.(\d+)", version)
+        number = tuple(map(int, numbers.groups())) if numbers else TOKEN_VERSIONS
+        if number < OLDEST:
+            raise UserError(
+                f"policy.servers: a server runs vLLM {version}, and 0.24 is the oldest that can be used; "
+                "install a newer one."
+            )
+        self.names_versions = number >= TOKEN_VERSIONS
 
     async def open(self, seconds: float) -> None:
         """Ask the server for its version, and end a sleep or pause that a killed training process has left.
@@ -120,11 +130,11 @@ class VllmServer:
 
         If the coroutine is cancelled, its connection is closed, and the server aborts the request.
         """
-        route, body = self.protocol.completion(request, version)
-        return self.protocol.completed(await self.call("POST", route, body), version)
+        route, body = self._completion_request(request, version)
+        return self._completion(await self.call("POST", route, body), version)
 
     async def load(self) -> Load:
-        return read_load(await self._text("GET", "/metrics"))
+        return read_load((await self._answer("GET", "/metrics")).text)
 
     async def workers(self, method: str, arguments: dict[str, Any] | None = None) -> list[Any]:
         """Call the method `method` of every worker of the server, and return one result for each worker."""
@@ -142,10 +152,7 @@ class VllmServer:
         answer: dict[str, Any] = response.json() if response.content else {}
         return answer
 
-    async def _text(self, method: str, route: str) -> str:
-        return (await self._answer(method, route, None)).text
-
-    async def _answer(self, method: str, route: str, body: dict[str, Any] | None) -> httpx.Response:
+    async def _answer(self, method: str, route: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
             response = await self.client.request(method, f"{self.url}{route}", json=body)
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
@@ -167,26 +174,7 @@ class VllmServer:
             raise UserError(f"policy.servers: {text}; mend the request or the server's options.")
         return response
 
-
-class VllmProtocol:
-    """The form of the requests and answers of one version of vLLM's HTTP server."""
-
-    def __init__(self, version: str):
-        """Create the form for the version of vLLM that the server's route /version returned.
-
-        A `version` without numbers, such as that of a development build, is taken for TOKEN_VERSIONS. Raises
-        UserError if the version is older than `OLDEST`.
-        """
-        numbers = re.match(r"(\d+)\.(\d+)", version)
-        self.number = (int(numbers.group(1)), int(numbers.group(2))) if numbers else TOKEN_VERSIONS
-        if self.number < OLDEST:
-            raise UserError(
-                f"policy.servers: a server runs vLLM {version}, and 0.24 is the oldest that can be used; "
-                "install a newer one."
-            )
-        self.names_versions = self.number >= TOKEN_VERSIONS
-
-    def completion(self, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
+    def _completion_request(self, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
         """Return the route and the JSON body of a request for a completion.
 
         Requests share cached prefixes only if their `salt` is equal.
@@ -211,7 +199,7 @@ class VllmProtocol:
         tokens = {"return_token_ids": True, "return_tokens_as_token_ids": True, "add_special_tokens": False}
         return "/v1/completions", {"prompt": list(request.prompt), **sampling, **tokens, **cache}
 
-    def completed(self, answer: Mapping[str, Any], version: str) -> Completion:
+    def _completion(self, answer: Mapping[str, Any], version: str) -> Completion:
         """Return the completion in an answer; `version` names its weights if the answer does not.
 
         Raises UserError if there is not one log-probability and one name of weights for each token, or if the

@@ -147,7 +147,12 @@ class FleetWeights:
 
         async def update(replica: Replica) -> None:
             # A memory handle can be opened only once, so each server gets its own.
-            info = update_info(weights) | ipc_handles(copies)
+            info = {
+                "names": [name for name, _ in weights],
+                "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
+                "shapes": [list(tensor.shape) for _, tensor in weights],
+                "ipc_handles_pickled": ipc_handles(copies),
+            }
             await replica.server.call("POST", "/update_weights", {"update_info": info})
 
         self._each(update)
@@ -160,7 +165,7 @@ class FleetWeights:
 
         async def load(replica: Replica) -> None:
             await replica.server.workers("reload_weights", {"weights_path": folder})
-            if replica.server.protocol.names_versions:
+            if replica.server.names_versions:
                 await replica.server.call("POST", "/update_weight_version", {"new_version": version})
 
         self._each(load)
@@ -188,11 +193,10 @@ class FleetWeights:
 
         self._each(end)
 
-    def sleep(self) -> None:
-        self._post([replica for replica in self.fleet.replicas if replica.is_usable()], "/sleep?level=1")
-
-    def wake_up(self) -> None:
-        self._post([replica for replica in self.fleet.replicas if replica.is_usable()], "/wake_up")
+    def set_asleep(self, asleep: bool) -> None:
+        """Release the GPU memory of all usable servers, or allocate it again."""
+        usable = [replica for replica in self.fleet.replicas if replica.is_usable()]
+        self._post(usable, "/sleep?level=1" if asleep else "/wake_up")
 
     def _post(self, replicas: Sequence[Replica], route: str) -> None:
         """Make a POST request to the route of each server at the same time.
@@ -275,20 +279,8 @@ class Sent:
         return "" if total % MODULUS == self.values else "its parameters have other values"
 
 
-def update_info(weights: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
-    """Return the names, dtypes and shapes of weights in the form of vLLM's `update_info`.
-
-    All backends of vLLM's weight transfer need this part.
-    """
-    return {
-        "names": [name for name, _ in weights],
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in weights],
-        "shapes": [list(tensor.shape) for _, tensor in weights],
-    }
-
-
-def ipc_handles(copies: Iterable[Sequence[Tensor]]) -> dict[str, str]:
-    """Return the memory handles in the `update_info` of vLLM's ipc backend.
+def ipc_handles(copies: Iterable[Sequence[Tensor]]) -> str:
+    """Return the pickled memory handles in the `update_info` of vLLM's ipc backend, in base64.
 
     `copies` has the same tensors on each device that a worker uses. The caller must keep them alive until the
     workers have finished.
@@ -297,4 +289,4 @@ def ipc_handles(copies: Iterable[Sequence[Tensor]]) -> dict[str, str]:
     for tensors in copies:
         handles = [{device_name(tensor.device): reduce_tensor(tensor)[1]} for tensor in tensors]
         shared = [old | new for old, new in zip(shared, handles, strict=True)] if shared else handles
-    return {"ipc_handles_pickled": base64.b64encode(bytes(ForkingPickler.dumps(shared))).decode()}
+    return base64.b64encode(bytes(ForkingPickler.dumps(shared))).decode()
