@@ -37,18 +37,16 @@ class ChatEpisode(Episode):
         self.messages: list[dict[str, Any]] = [self.first_message()]
 
     async def take_turn(self) -> None:
-        """Sample a turn in a thread and run its calls; if the server fails, the episode ends."""
-        await asyncio.to_thread(self._take_turn)
-
-    def _take_turn(self) -> None:
-        history = self._history()
+        """Sample a turn and run its calls, both in threads; if the server fails, the episode ends."""
         try:
-            reply = self._ask(history)
+            reply = await asyncio.to_thread(self._ask, self._history())
         except ServerFailed as error:
             self.finish_reason, self.error = "server", str(error)
             return
         requests = native_calls(reply.calls) if reply.calls else parse_calls(reply.content)
-        calls = self.perform(reply.content, requests, cut=reply.finish_reason == "length")
+        calls = await asyncio.to_thread(
+            self.perform, reply.content, requests, cut=reply.finish_reason == "length"
+        )
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.calls:
             message["tool_calls"] = [

@@ -135,18 +135,18 @@ def _split(groups: Sequence[list[_Weight]], limit_bytes: int) -> Iterator[list[_
     bucket: list[_Weight] = []
     filled = 0
     for group in groups:
-        size = sum(_bytes(part) for weight in group for part in weight.parts())
+        size = sum(
+            # ZeRO 3 keeps the number of elements of a whole tensor that it has sharded in `ds_numel`.
+            int(getattr(part, "ds_numel", part.numel())) * part.element_size()
+            for weight in group
+            for part in weight.parts()
+        )
         if bucket and filled + size > limit_bytes:
             yield bucket
             bucket, filled = [], 0
         bucket, filled = bucket + group, filled + size
     if bucket:
         yield bucket
-
-
-def _bytes(tensor: Tensor) -> int:
-    """Return the size of a tensor in bytes, or that of the whole tensor if ZeRO 3 has sharded it."""
-    return int(getattr(tensor, "ds_numel", tensor.numel())) * tensor.element_size()
 
 
 def _gathered(tensors: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:

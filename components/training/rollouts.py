@@ -260,7 +260,7 @@ class TrainedPolicy:
             figures["dropped_for_age"] = dropped / (dropped + count)
         self.world.barrier()
         if isinstance(self.sampler, VllmSampler):
-            figures |= self.sampler.figures()
+            figures |= self.sampler.fleet.figures()
             if self.staleness == 0:
                 self.sampler.sleep()
         elif self.staleness > 0 and self.stage.params.engine.zero_stage < 3:

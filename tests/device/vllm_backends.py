@@ -190,7 +190,7 @@ def measure(case: str, vllm: Path, folder: Path, sequences: int, limit: int, dty
         greedy = complete_all(sampler, prompts[:16], max_new_tokens=limit, temperature=0.0, seed=1)
         agreement_greedy = difference(trained, prompts[:16], greedy)
         if isinstance(sampler, VllmSampler):
-            sampler.figures()
+            sampler.fleet.figures()
         began = time.monotonic()
         in_turns = asyncio.run(converse(sampler, prompts, limit)) / (time.monotonic() - began)
         if isinstance(sampler, VllmSampler):

@@ -100,23 +100,8 @@ def export(outcome: Outcome, params: Params, out: Path, builds: Path, policy: st
     `builds` is the folder of the judge's cache of built libraries, and `policy` is the name of the policy in
     the report.
     """
-    record = as_record(outcome, params, out, policy)
-    with atomic_folder(out) as temporary:
-        if outcome.found:
-            library = Builder(params.sandbox, params.device, builds).build(outcome.files).library
-            write_workspace(temporary / "workspace", outcome.task.code, outcome.files, library)
-            (temporary / "model_new.py").write_text(drop_in(outcome.files["model_new.py"]))
-        else:
-            (temporary / "model.py").write_text(outcome.task.code)
-        (temporary / "report.md").write_text(report(outcome, params, policy))
-        save_trajectories(temporary / "trajectories", list(outcome.trajectories))
-        write_json(temporary / RESULT, record)
-    return record
-
-
-def as_record(outcome: Outcome, params: Params, out: Path, policy: str) -> dict[str, Any]:
     verdict = outcome.verdict
-    return {
+    record = {
         "found": outcome.found,
         "speedup": (verdict.speedup if verdict is not None else Speedup()).model_dump(),
         "seconds_per_call": (verdict.seconds if verdict is not None else Seconds()).model_dump(),
@@ -132,6 +117,17 @@ def as_record(outcome: Outcome, params: Params, out: Path, policy: str) -> dict[
         "task_id": outcome.task.task_id,
         "notes": list(outcome.notes),
     }
+    with atomic_folder(out) as temporary:
+        if outcome.found:
+            library = Builder(params.sandbox, params.device, builds).build(outcome.files).library
+            write_workspace(temporary / "workspace", outcome.task.code, outcome.files, library)
+            (temporary / "model_new.py").write_text(drop_in(outcome.files["model_new.py"]))
+        else:
+            (temporary / "model.py").write_text(outcome.task.code)
+        (temporary / "report.md").write_text(report(outcome, params, policy))
+        save_trajectories(temporary / "trajectories", list(outcome.trajectories))
+        write_json(temporary / RESULT, record)
+    return record
 
 
 def headline(outcome: Outcome) -> str:

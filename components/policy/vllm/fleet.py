@@ -19,8 +19,7 @@ from components.core.errors import UserError
 from components.policy.sampler import Completion
 from components.policy.vllm.replica import FIRST_PAUSE_SECONDS, IDLE_SECONDS, Replica
 from components.policy.vllm.server import (
-    CONNECT_SECONDS,
-    TIMEOUT_SECONDS,
+    EXAMINATION_SECONDS,
     Request,
     ServerUnavailable,
     VllmServer,
@@ -34,8 +33,6 @@ PATIENCE_SECONDS = 1800.0
 LOYAL_SECONDS = 30.0
 # Interval of the readings of /metrics, in seconds.
 READ_SECONDS = 2.0
-# Longest wait for the answers that show whether a server works and has its weights, in seconds.
-EXAMINATION_SECONDS = 60.0
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -69,10 +66,7 @@ class Fleet:
         self.seen: set[str] = set()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-fleet", daemon=True).start()
-        client = httpx.AsyncClient(
-            timeout=httpx.Timeout(TIMEOUT_SECONDS, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
+        client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=None))
         self.replicas = [Replica(VllmServer(url, client), version) for url in urls]
         faults = [fault for fault in self.all(self.replicas, self._open) if fault is not None]
         if len(faults) == len(urls):
@@ -146,7 +140,7 @@ class Fleet:
         A server that does not answer is not used until the next push of weights.
         """
         try:
-            await replica.server.open(EXAMINATION_SECONDS)
+            await replica.server.open()
             replica.read(await replica.server.load(), self.context)
         except ServerUnavailable as error:
             replica.outdated = True  # Its weights are unknown until a push.
@@ -165,16 +159,15 @@ class Fleet:
             if replica.examined > failed:
                 return
             try:
-                async with asyncio.timeout(EXAMINATION_SECONDS):
-                    await replica.server.probe()
-                    known = replica.weights
-                    if (
-                        known is not None
-                        and not await replica.server.is_asleep()
-                        and await replica.server.workers("weight_report") != known
-                    ):
-                        replica.outdated = True
-            except (ServerUnavailable, UserError, TimeoutError):
+                await replica.server.probe()
+                known = replica.weights
+                if (
+                    known is not None
+                    and not await replica.server.is_asleep()
+                    and await replica.server.workers("weight_report", None, EXAMINATION_SECONDS) != known
+                ):
+                    replica.outdated = True
+            except (ServerUnavailable, UserError):
                 replica.failed()
                 replica.doubt(True)
             else:
@@ -292,14 +285,9 @@ class Fleet:
             return
         if replica.doubted:
             await self._examine(replica, time.monotonic())
-            return
-        if replica.outdated:
-            return
-        try:
-            async with asyncio.timeout(EXAMINATION_SECONDS):
+        elif not replica.outdated:
+            try:
                 replica.read(await replica.server.load(), self.context)
-        except TimeoutError:
-            await self._examine(replica, time.monotonic())
-        except ServerUnavailable as error:
-            if error.status == 0:
-                await self._examine(replica, time.monotonic())
+            except ServerUnavailable as error:
+                if error.status == 0:
+                    await self._examine(replica, time.monotonic())

@@ -50,10 +50,6 @@ class VllmSampler:
         request = Request(tuple(prompt), limit, temperature, seed, self.stop)
         return await self.fleet.complete(request, session)
 
-    def figures(self) -> dict[str, float]:
-        """Return the figures of the servers' health and load (`Fleet.figures`)."""
-        return self.fleet.figures()
-
     def push(
         self, buckets: Iterable[Mapping[str, Tensor]], *, version: str, folder: Path | None = None
     ) -> None:

@@ -6,7 +6,6 @@ It must be started with VLLM_SERVER_DEV_MODE=1, which adds the routes for weight
 one point that matters here: since 0.33, a route for token ids reports which weights sampled each token.
 """
 
-import asyncio
 import importlib.util
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,8 @@ from components.policy.sampler import Completion
 # minutes.
 TIMEOUT_SECONDS = 3600.0
 CONNECT_SECONDS = 10.0
+# Longest wait for one of the answers that show whether a server works and has its weights, in seconds.
+EXAMINATION_SECONDS = 60.0
 # Statuses of an answer after which the same request may succeed later.
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 # Oldest version of vLLM that can be used, and first version that reports which weights sampled each token.
@@ -96,8 +97,9 @@ class VllmServer:
         A version without numbers, such as that of a development build, is taken for TOKEN_VERSIONS. Raises
         ServerUnavailable if the server does not answer, and UserError if its version is older than OLDEST.
         """
-        await self.call("GET", "/health")
-        version = str((await self.call("GET", "/version")).get("version", ""))
+        await self.call("GET", "/health", seconds=EXAMINATION_SECONDS)
+        answer = await self.call("GET", "/version", seconds=EXAMINATION_SECONDS)
+        version = str(answer.get("version", ""))
         numbers = re.match(r"(\d+)\.(\d+)", version)
         number = tuple(map(int, numbers.groups())) if numbers else TOKEN_VERSIONS
         if number < OLDEST:
@@ -107,23 +109,20 @@ class VllmServer:
             )
         self.names_versions = number >= TOKEN_VERSIONS
 
-    async def open(self, seconds: float) -> None:
+    async def open(self) -> None:
         """Ask the server for its version, and end a sleep or pause that a killed training process has left.
 
-        Raises ServerUnavailable if the server does not answer within `seconds`.
+        Raises ServerUnavailable if the server does not answer.
         """
-        try:
-            async with asyncio.timeout(seconds):
-                await self.probe()
-                if await self.is_asleep():
-                    await self.call("POST", "/wake_up")
-                if (await self.call("GET", "/is_paused")).get("is_paused"):
-                    await self.call("POST", "/resume")
-        except TimeoutError as error:
-            raise ServerUnavailable(f"{self.url} does not answer") from error
+        await self.probe()
+        if await self.is_asleep():
+            await self.call("POST", "/wake_up", seconds=EXAMINATION_SECONDS)
+        if (await self.call("GET", "/is_paused", seconds=EXAMINATION_SECONDS)).get("is_paused"):
+            await self.call("POST", "/resume", seconds=EXAMINATION_SECONDS)
 
     async def is_asleep(self) -> bool:
-        return bool((await self.call("GET", "/is_sleeping")).get("is_sleeping"))
+        answer = await self.call("GET", "/is_sleeping", seconds=EXAMINATION_SECONDS)
+        return bool(answer.get("is_sleeping"))
 
     async def complete(self, request: Request, version: str) -> Completion:
         """Return the completion of a request; `version` is the name of the weights that the server has.
@@ -134,27 +133,41 @@ class VllmServer:
         return self._completion(await self.call("POST", route, body), version)
 
     async def load(self) -> Load:
-        return read_load((await self._answer("GET", "/metrics")).text)
+        return read_load((await self._answer("GET", "/metrics", None, EXAMINATION_SECONDS)).text)
 
-    async def workers(self, method: str, arguments: dict[str, Any] | None = None) -> list[Any]:
+    async def workers(
+        self,
+        method: str,
+        arguments: dict[str, Any] | None = None,
+        seconds: float = TIMEOUT_SECONDS,
+    ) -> list[Any]:
         """Call the method `method` of every worker of the server, and return one result for each worker."""
-        answer = await self.call("POST", "/collective_rpc", {"method": method, "kwargs": arguments or {}})
-        return list(answer.get("results", []))
+        body = {"method": method, "kwargs": arguments or {}}
+        return list((await self.call("POST", "/collective_rpc", body, seconds)).get("results", []))
 
-    async def call(self, method: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def call(
+        self,
+        method: str,
+        route: str,
+        body: dict[str, Any] | None = None,
+        seconds: float = TIMEOUT_SECONDS,
+    ) -> dict[str, Any]:
         """Send a request to a route of the server, and return the JSON object in the answer.
 
-        `method` is "GET" or "POST". An answer without content gives an empty dictionary. Raises UserError if
-        the server has no such route or refuses the request for good, and ServerUnavailable if the request may
-        succeed later.
+        `method` is "GET" or "POST", and `seconds` is the longest time for which the server may send nothing.
+        An answer without content gives an empty dictionary. Raises UserError if the server has no such route
+        or refuses the request for good, and ServerUnavailable if the request may succeed later.
         """
-        response = await self._answer(method, route, body)
+        response = await self._answer(method, route, body, seconds)
         answer: dict[str, Any] = response.json() if response.content else {}
         return answer
 
-    async def _answer(self, method: str, route: str, body: dict[str, Any] | None = None) -> httpx.Response:
+    async def _answer(
+        self, method: str, route: str, body: dict[str, Any] | None, seconds: float
+    ) -> httpx.Response:
+        timeout = httpx.Timeout(seconds, connect=CONNECT_SECONDS)
         try:
-            response = await self.client.request(method, f"{self.url}{route}", json=body)
+            response = await self.client.request(method, f"{self.url}{route}", json=body, timeout=timeout)
         except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
             raise UserError(
                 f"policy.servers: {self.url} is no address ({error}); give for instance http://127.0.0.1:8000."

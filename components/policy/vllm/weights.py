@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from components.core.errors import UserError
-from components.policy.vllm.fleet import EXAMINATION_SECONDS, Fleet
+from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.replica import Replica
 from components.policy.vllm.server import ServerUnavailable
 from components.policy.vllm.worker import MODULUS, device_name, fingerprint, named_fingerprint
@@ -89,7 +89,7 @@ class FleetWeights:
 
         async def prepare(replica: Replica) -> list[dict[str, Any]]:
             server = replica.server
-            await server.open(EXAMINATION_SECONDS)
+            await server.open()
             await server.call("POST", f"/pause?mode={pause}&clear_cache=true")
             try:
                 found = await server.workers("expect_weights")
