@@ -134,10 +134,8 @@ class FleetWeights:
         use one of them.
         """
         own = weights[0][1].device
-        seen = {device_name(own): own}
-        if own.type == "cuda":
-            others = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-            seen |= {device_name(device): device for device in others}
+        gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+        seen = {device_name(device): device for device in (gpus if own.type == "cuda" else [own])}
         if missing := [name for name in devices if name not in seen]:
             raise UserError(
                 f"policy.weight_transfer: a vLLM worker is on the device {missing[0]}, which this process "
