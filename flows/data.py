@@ -109,7 +109,7 @@ def keep_version(run: PipelineRun, workspace: Path) -> Path:
     """Return the folder `datasets/<version>` in the home, after copying the data set into it if necessary."""
     version = dataset_version(workspace / OUTPUT / "tasks.parquet")
     folder = run.home / "datasets" / version
-    if not has_version(folder, version):
+    if not has_version(folder, version) or not (folder / "dvc.lock").is_file():
         with atomic_folder(folder) as temporary:
             shutil.copytree(workspace / OUTPUT, temporary, dirs_exist_ok=True)
             shutil.copyfile(workspace / "dvc.lock", temporary / "dvc.lock")

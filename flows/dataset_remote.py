@@ -126,7 +126,8 @@ def pull(params: Params, home: Path, version: str) -> Path:
     DVC fails, or if the downloaded data set has another version.
     """
     store = open_store(params.store, home)
-    found = {entry.key.split("/")[1] for entry in store.entries(f"datasets/{version}")}
+    keys = [entry.key for entry in store.entries(f"datasets/{version}")]
+    found = {key.split("/")[1] for key in keys if key.endswith("/dvc.lock")}
     if len(found) != 1 or len(version) < 8:
         raise UserError(
             f"{remote_url(params, home)}: holds no version {version}; "
@@ -149,6 +150,7 @@ def pull(params: Params, home: Path, version: str) -> Path:
             )
         with atomic_folder(folder) as temporary:
             shutil.copytree(workspace / OUTPUT, temporary, dirs_exist_ok=True)
+            shutil.copyfile(workspace / "dvc.lock", temporary / "dvc.lock")
     return folder
 
 

@@ -113,8 +113,9 @@ def nightly(
 
     The pipeline is that of `cuda-agent run`. If `dated` is true, the day for which the run was scheduled is
     the seed, so that every day has a run of its own and a retry on a later day continues the same run. If
-    night.new_tasks is true, the day is data.seed too. If the newest run of the home left a stage unfinished,
-    its seed takes the place of the day, so that this night continues that stage. `redo_from` names a stage
+    night.new_tasks is true, the day is data.seed too. If a run with these parameters left a stage unfinished
+    that no run has continued, its seed takes the place of the day, so that this night continues that stage.
+    `redo_from` names a stage
     from which on all stages run again, or is empty. Returns the run's record.
     """
 
@@ -125,11 +126,14 @@ def nightly(
         )
 
     plain = settings(profile, sets, home).params
-    newest = run_context.newest_runs(Path(plain.home).expanduser().resolve())[:1]
-    left = next(filter(None, map(run_context.left_unfinished, newest)), None)
-    run = open_run(str(left["seed"])) if dated and left else None
-    if run is None or run_context.finished(run) is not None:
-        run = open_run(scheduled_day())
+    run = open_run(scheduled_day())
+    runs = run_context.newest_runs(Path(plain.home).expanduser().resolve()) if dated else []
+    for left in filter(None, map(run_context.left_unfinished, runs)):
+        # Records of earlier releases have no seed, and the run may have had other parameters.
+        earlier = open_run(str(left["seed"])) if "seed" in left else run
+        if earlier.continues and run_context.finished(earlier) is None:
+            run = earlier
+            break
 
     def work(progress: Progress) -> FlowResult:
         record = nightly_pipeline(run, progress)

@@ -1,8 +1,8 @@
 """Find what can be removed from a home: states of finished stages, unused stages, abandoned temporary files.
 
 A stage is used if a run that is kept names it. A run is kept if a version that it registered has an alias, if
-it is not finished, if it is younger than a given limit, or if it is the newest one, whose unfinished stage
-the next night continues.
+it is not finished, if it is younger than a given limit, if it is the newest one, or if it left a stage
+unfinished that a later night continues.
 """
 
 import re
@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.core.files import atomic_write
+from components.core.files import atomic_write, read_json
 from components.storage.gc import reason_to_keep
 from components.training.stage import RESULT
+from flows.run_context import RUN_FILE, newest_runs
 
 # Pattern of the folder of a stage in a text, such as stages/warmup-0123456789ab.
 STAGE = re.compile(r"stages/([a-z]+-[0-9a-f]{12})")
@@ -89,13 +90,17 @@ def _used_stages(home: Path, references: Mapping[str, str], younger_than: float)
     """Yield the folder names of the stages that kept runs name, some more than once.
 
     A run is kept if one of its files was written at the time.time() `younger_than` or later, if `references`
-    has a reason to keep it, or if it is the newest one.
+    has a reason to keep it, if it is the newest one, or if it left a stage unfinished that no run continued.
     """
+    nights = {run.name: read_json(run / RUN_FILE).get("night", {}) for run in newest_runs(home)}
+    continued = {(night.get("continues") or {}).get("run_id") for night in nights.values()}
+    left = {run for run, night in nights.items() if night.get("unfinished")} - continued
     ages: dict[Path, float] = {}
     for run in (home / "runs").glob("*"):
         files = (*run.glob("[!.]*.json"), *run.glob(USED))
         ages[run] = max((file.stat().st_mtime for file in files), default=0.0)
     for run, newest in ages.items():
-        if newest >= min(younger_than, max(ages.values())) or reason_to_keep(run.name, dict(references)):
+        is_young = newest >= min(younger_than, max(ages.values()))
+        if is_young or run.name in left or reason_to_keep(run.name, dict(references)):
             for file in (*run.glob("[!.]*.json"), *run.glob(USED)):
                 yield from STAGE.findall(file.read_text())

@@ -43,6 +43,7 @@ from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
 from flows.run_context import RUN_FILE, PipelineRun, check_training, source_commit, undecidable_gates
 from flows.run_page import PageProgress, verdict
+from flows.stage_keys import reward_digests
 from flows.stages import evaluate_checkpoint, load, start_policy, table, train
 from flows.steps import (
     CheckpointRecord,
@@ -209,10 +210,11 @@ def open_context(run: PipelineRun, progress: PageProgress, data: DatasetRecord) 
 
     Writes the parameters and the digests of the sources to settings.json in the run's folder.
     """
+    sources = project_digests() | reward_digests(run.params.reward)
     # `cuda-agent runs compare` reads the full parameters and the digest of every source.
     write_json(
         run.folder / SETTINGS,
-        {"params": run.params.model_dump(mode="json", exclude={"home"}), "sources": project_digests()},
+        {"params": run.params.model_dump(mode="json", exclude={"home"}), "sources": sources},
     )
     registry = run.params.registry
     tracking = MlflowRun(

@@ -179,13 +179,14 @@ def prefect_server(home: Path) -> Iterator[Server | None]:
 # Environment variable with the mark of a run, which all processes that the run starts inherit.
 VARIABLE = "CUDA_AGENT_LEASH"
 # Program of the reaper. Its `cat` ends when the run's end of the pipe closes. A process may start another
-# one after the list was made and before it is killed, so the list is made until it is empty.
+# one after the list was made and before it is killed, so the list is made until it is empty. `kill` is the
+# shell's own, because small images have no such program.
 REAPER = """
 cat
 for attempt in 1 2 3 4 5 6 7 8 9 10; do
     found=$(grep -lszxF "$1" /proc/[0-9]*/environ)
     [ -n "$found" ] || exit
-    echo "$found" | cut -d / -f 3 | xargs kill -KILL
+    for file in $found; do file=${file#/proc/}; kill -KILL "${file%/environ}"; done
 done
 """
 

@@ -23,17 +23,20 @@ cd "$project"
 [[ $CUDA_AGENT_WORKERS = kubernetes ]] && home=/srv/cuda-agent || home=$project/.cuda-agent
 CUDA_AGENT_HOME=$(realpath -m "${CUDA_AGENT_HOME:-$home}")
 export CUDA_AGENT_HOME
-CUDA_AGENT_SETS=$(printf '%q ' "$@")
-export CUDA_AGENT_SETS
 python=${PYTHON:-$project/.venv/bin/python}
 [[ -x $python ]] || python=$(command -v python3)
+CUDA_AGENT_SETS=$("$python" -c 'import shlex, sys; print(shlex.join(sys.argv[1:]))' "$@")
+export CUDA_AGENT_SETS
 prefect() { "$python" -m prefect --no-prompt "$@"; }
 scratch=$(mktemp -d)
 trap 'rm -r "$scratch"' EXIT
 
 # A bad profile, parameter, pool or block is refused before anything changes on the server.
 sets=()
-for assignment in "$@"; do sets+=(--set "$assignment"); done
+for assignment in "$@"; do
+    [[ $assignment != home=* ]] || { echo "$assignment: the home of deployments is the variable CUDA_AGENT_HOME; set it." >&2; exit 2; }
+    sets+=(--set "$assignment")
+done
 "$python" -m components.cli params --profile "$CUDA_AGENT_PROFILE" "${sets[@]}" --json >/dev/null
 "$python" infra/prefect/job_templates.py "$CUDA_AGENT_WORKERS" "$scratch"
 [[ -f $scratch/$CUDA_AGENT_POOL.json ]] || { echo "CUDA_AGENT_POOL: pools.yaml has no work pool $CUDA_AGENT_POOL." >&2; exit 2; }
@@ -69,6 +72,10 @@ wanted=$(grep -c '^  - name:' prefect.yaml)
 
 # An automation with the same name would stay beside the new one.
 sed -n 's/^  - name: //p' infra/prefect/automations.yaml | while read -r name; do
-    prefect automation delete "$name" >/dev/null 2>&1 || true
+    if prefect automation inspect "$name" >/dev/null 2>&1; then prefect automation delete "$name" >/dev/null; fi
 done
-prefect automation create --from-file "$scratch/automations.yaml"
+for attempt in 1 2 3 4 5; do
+    prefect automation create --from-file "$scratch/automations.yaml" && break
+    [[ $attempt -lt 5 ]] || { echo "The automations were not created; run this command again." >&2; exit 1; }
+    sleep 5
+done

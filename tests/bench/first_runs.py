@@ -25,7 +25,7 @@ from schedule_search import search
 
 from components.core.config import PROJECT, resolve
 from components.core.files import read_json, write_json
-from components.core.progress import Lines
+from components.core.progress import LineProgress
 from components.core.task import read_tasks
 from components.evaluation.metrics import Evaluation, changes, load_evaluation
 from components.judge.pool.open_pool import open_pool
@@ -136,7 +136,8 @@ def measure_schedules(out: Path, profile: str, sets: list[str], schedules: int) 
     place = out / "schedules"
     pool = open_pool(params.model_copy(update={"home": str(place)}), place / "verdicts")
     try:
-        search(suite, params, pool, place, schedules=schedules, epoch="schedules", progress=Lines())
+        progress = LineProgress(lambda line: print(line, flush=True))
+        search(suite, params, pool, place, schedules=schedules, epoch="schedules", progress=progress)
     finally:
         pool.close()
 

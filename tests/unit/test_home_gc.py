@@ -51,6 +51,21 @@ def test_the_newest_run_keeps_its_unfinished_stage_with_its_states(tmp_path: Pat
     assert found(tmp_path) == {f"stages/{old.name}": "no kept run uses it"}
 
 
+def test_an_old_night_keeps_the_stage_that_it_left_unfinished_until_a_night_continues_it(
+    tmp_path: Path,
+) -> None:
+    left, other = stage(tmp_path, "old", finished=False), stage(tmp_path, "young")
+    note_use(tmp_path / "runs" / KEYS["old"], left)
+    write_json(tmp_path / "runs" / KEYS["old"] / "run.json", {"night": {"unfinished": {"seed": 1}}})
+    note_use(tmp_path / "runs" / KEYS["young"], other)
+    aged(tmp_path, 41)
+    write_json(tmp_path / "runs" / KEYS["young"] / "run.json", {"night": {"continues": None}})
+    assert f"stages/{left.name}" not in found(tmp_path)
+    record = {"night": {"continues": {"run_id": KEYS["old"]}}}
+    write_json(tmp_path / "runs" / KEYS["young"] / "run.json", record)
+    assert found(tmp_path)[f"stages/{left.name}"] == "no kept run uses it"
+
+
 def test_temporary_folders_are_abandoned_after_a_day_and_what_is_removed_is_gone(tmp_path: Path) -> None:
     write_json(tmp_path / "datasets" / ".one.abc" / "tasks.json", 1)
     aged(tmp_path, 0.5)

@@ -72,8 +72,14 @@ def test_a_scheduled_night_continues_what_the_newest_one_left_and_else_has_a_see
 
     today = int(deployments.scheduled_day())
     assert scheduled().params.seed == today
+    # The record of an earlier release has no seed.
+    end(PipelineRun(resolve("ci", ("seed=3", f"home={tmp_path}"))), {"stage": "agentic"}, 30)
+    assert scheduled().params.seed == today
     first = PipelineRun(resolve("ci", ("seed=7", "night.hours=2", f"home={tmp_path}")))
     end(first, {"seed": 7, "stage": "agentic"}, 20)
+    # A run with other parameters does not hide the night that was left, nor lends its seed.
+    other = PipelineRun(resolve("ci", ("seed=9", "agentic.clip_high=0.4", f"home={tmp_path}")))
+    end(other, {"seed": 9, "stage": "agentic"}, 15)
     second = scheduled()
     assert second.params.seed == 7 and second.continues == first.run_id
     end(second, None, 10)
