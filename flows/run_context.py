@@ -43,6 +43,7 @@ from components.core.files import (
 )
 from components.core.params import Params
 from components.core.records import TrainingStage
+from components.core.signing import Signer
 from components.core.sources import project_digests
 from flows.stage_keys import reward_digests
 
@@ -282,9 +283,9 @@ def check_training(params: Params) -> None:
 def check_environment(run: PipelineRun) -> None:
     """Raise UserError if something that a run needs is missing on this machine or cannot be read.
 
-    That is a compiler, the artefact store, the evaluation suite, and the programs in data.against. Raises
-    IsolationUnavailable if the machine cannot run the sandbox. This is checked before a run starts, because
-    the run itself would fail only after hours.
+    That is a compiler, the artefact store, the signing key, the evaluation suite, and the programs in
+    data.against. Raises IsolationUnavailable if the machine cannot run the sandbox. This is checked before a
+    run starts, because the run itself would fail only after hours.
     """
     from components.evaluation.suites import HELD_OUT, load_suite  # imports pyarrow
     from components.sandbox.preflight import check_isolation
@@ -301,6 +302,7 @@ def check_environment(run: PipelineRun) -> None:
             )
     check_isolation(params.sandbox, params.device)
     open_store(params.store, run.home)
+    Signer(params.registry).sign({})
     if params.evaluation.suite != HELD_OUT:
         load_suite(params, Path())
     EvaluationPrograms(params.data.against)

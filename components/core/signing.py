@@ -44,9 +44,15 @@ class Signer:
     """
 
     def __init__(self, registry: Registry):
-        place = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config", "cuda-agent").expanduser()
-        self.key = Path(registry.key or place / KEY).expanduser()
-        self.trusted = Path(registry.trusted_keys or self.key.with_name(TRUSTED)).expanduser()
+        place = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config", "cuda-agent")
+        key = Path(registry.key or place / KEY)
+        trusted = Path(registry.trusted_keys or key.with_name(TRUSTED))
+        try:
+            self.key, self.trusted = key.expanduser(), trusted.expanduser()
+        except RuntimeError as error:
+            raise UserError(
+                f"registry.key: {key} has no place, because this account has no home folder; give a path."
+            ) from error
 
     def sign(self, record: Mapping[str, Any]) -> str:
         """Return the signature of a JSON record, as `FINGERPRINT:BASE64`.

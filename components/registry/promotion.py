@@ -75,25 +75,26 @@ class Promotion:
         `evidence` has the digests of the checkpoint's files (`checkpoint.digest`) and manifest
         (`manifest.digest`), the paths relative to the home and the digests of the evaluations of the version
         (`evaluation`, `evaluation.digest`) and of the policy that its run began with (`start.evaluation`,
-        `start.digest`), the path of the report (`report`), and further facts. If it is recorded already,
-        nothing is changed. Raises UserError if a file is missing or has another digest.
+        `start.digest`), the path of the report (`report`), and further facts. The files are not read. If it
+        is recorded already, nothing is changed.
         """
         with self._changing() as entries:
             known = newest(entries, version, {"registered"})
             if known is not None and known.evidence == evidence:
                 return known
-            self.files.verify(version, dict(evidence))
             return self._append("registered", version, entries, "", evidence=dict(evidence))
 
-    def evidence(self, version: str) -> tuple[str, dict[str, Any]]:
-        """Return the number of a version and its recorded evidence, after verifying its files.
+    def evidence(self, version: str, *, verify: bool = True) -> tuple[str, dict[str, Any]]:
+        """Return the number of a version and its recorded evidence.
 
-        `version` is a number or an alias. The evidence is that of `register`, and `report.digest` if the
-        report exists. Raises UserError as `Evidence.verified` does.
+        `version` is a number or an alias. The evidence is that of `register`. With `verify`, the files are
+        verified, and `report.digest` is added if the report exists. Raises UserError as the methods of
+        `Evidence` do.
         """
         with self._changing() as entries:
             number = self._number(version, entries)
-            return number, self.files.verified(number, entries)
+            read = self.files.verified if verify else self.files.recorded
+            return number, read(number, entries)
 
     def aliases(self) -> dict[str, str]:
         """Return the version numbers of the champion and the previous champion by the audit chain."""
