@@ -4,7 +4,7 @@
         [--set KEY=VALUE] [--table]
 
 Every run has a home of its own. With `--busy`, a process beside it uses one core all the time. The first and
-the last policy of each run are also evaluated at temperature 1, with two attempts. With `--schedules`, that
+the last policy of each run are also evaluated at temperature 0, with one attempt. With `--schedules`, that
 number of fixed schedules is measured on the held-out tasks, which all runs share. Finished runs are kept: a
 repeated call goes on where the last one was stopped. `--table` only prints the tables.
 """
@@ -31,13 +31,13 @@ from components.evaluation.metrics import Evaluation, changes, load_evaluation
 from components.judge.pool.open_pool import open_pool
 
 REFUSED = 4
-AT_ONE = ("--attempts", "2", "--set", "evaluation.temperature=1.0")
+GREEDY = ("--attempts", "1", "--set", "evaluation.temperature=0.0")
 # Row of a table: the figure's name in `changes`, the column's title, and whether the figure is a share.
 FIGURES = (
-    ("pass_rate", "pass rate", True),
+    ("attempts_pass_rate", "pass rate", True),
     ("faster_rate.eager", "faster than eager", True),
     ("faster_rate.compile", "faster than compile", True),
-    ("mean_reward", "mean reward", False),
+    ("attempts_mean_reward", "mean reward", False),
 )
 
 
@@ -68,18 +68,18 @@ def load(is_busy: bool) -> Iterator[None]:
 
 
 def run(out: Path, name: str, profile: str, sets: list[str], *, is_busy: bool) -> None:
-    """Make the run `name` with its evaluations at temperature 1, unless its record exists."""
+    """Make the run `name` with its evaluations at temperature 0, unless its record exists."""
     home, file = out / name, out / f"{name}.json"
     if file.is_file():
         return
     with load(is_busy):
         record = cuda_agent("run", "--profile", profile, "--home", str(home), *sets)
     checkpoints = {"before": record["stages"][0]["checkpoint"], "after": record["stages"][-1]["checkpoint"]}
-    sampled = {}
+    greedy = {}
     for when, checkpoint in checkpoints.items():
         words = ("evaluate", "--policy", checkpoint, "--profile", profile, "--home", str(home))
-        sampled[when] = cuda_agent(*words, *sets, *AT_ONE)["report"]
-    write_json(file, record | {"sampled": sampled})
+        greedy[when] = cuda_agent(*words, *sets, *GREEDY)["report"]
+    write_json(file, record | {"greedy": greedy})
 
 
 def evaluations(record: dict[str, Any], home: Path) -> dict[str, tuple[Evaluation, Evaluation]]:
@@ -88,8 +88,8 @@ def evaluations(record: dict[str, Any], home: Path) -> dict[str, tuple[Evaluatio
     digest = record["stages"][0]["digest"]
     found = [load_evaluation(path) for path in sorted(home.glob("stages/evaluation-*/results.json"))]
     (before,) = [one for one in found if one.policy_digest == digest]
-    sampled = [load_evaluation(Path(record["sampled"][when]).parent) for when in ("before", "after")]
-    return {"0": (before, after), "1": (sampled[0], sampled[1])}
+    greedy = [load_evaluation(Path(record["greedy"][when]).parent) for when in ("before", "after")]
+    return {"1": (before, after), "0": (greedy[0], greedy[1])}
 
 
 def row(name: str, temperature: str, record: dict[str, Any], pair: tuple[Evaluation, Evaluation]) -> str:
@@ -117,7 +117,7 @@ def print_tables(out: Path) -> None:
         record, home = read_json(file), out / file.stem
         for temperature, pair in evaluations(record, home).items():
             print(row(file.stem, temperature, record, pair))
-        finals[file.stem] = evaluations(record, home)["0"][1]
+        finals[file.stem] = evaluations(record, home)["1"][1]
     if (out / "schedules" / FOUND).is_file():
         attainable = Attainable.model_validate(read_json(out / "schedules" / FOUND))
         print(
