@@ -9,6 +9,7 @@ import pytest
 from promotion_fixtures import PARAMS, WAITING, aliases, apply_decision, promotion_of
 from promotion_fixtures import home as home
 
+from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import digest_json, digest_tree, read_json, write_json
 from components.core.signing import Signer
@@ -16,6 +17,7 @@ from components.registry import models
 from components.registry.audit import SEALS, AuditChainError
 from components.registry.gates import Decision
 from components.registry.promotion import NotPassed, Promotion
+from flows.run_context import PipelineRun, check_environment
 
 REFUSED = Decision(verdict="refused", gates=(), reasons=("too slow.",))
 
@@ -199,3 +201,10 @@ def test_a_key_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=says):
         Signer(registry).sign({})
+
+
+def test_a_run_checks_its_key_before_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("no key")
+    run = PipelineRun(resolve("ci", (f"home={tmp_path}", f"registry.key={tmp_path / 'key'}")))
+    with pytest.raises(UserError, match=r"^registry\.key: .*/key is no readable private key"):
+        check_environment(run)

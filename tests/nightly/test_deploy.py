@@ -51,6 +51,12 @@ def deployed(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
         "CUDA_AGENT_TIMEZONE": "Europe/Berlin",
         "RAY_ADDRESS": "ray://head:10001",
     }
+    refused = deploy(server, "home=/elsewhere", **variables)
+    assert refused.returncode == 2 and "CUDA_AGENT_HOME" in refused.stderr
+    bare = deploy(server, **variables)
+    assert bare.returncode == 0, bare.stdout + bare.stderr
+    (night,) = ask(server, "/deployments/filter", deployments={"name": {"any_": ["nightly"]}})
+    assert settings("ci", night["parameters"]["sets"], str(home)).params.night.hours == 0
     states = []
     for _ in range(2):
         done = deploy(server, "night.hours=3", "data.against=[/srv/a b]", **variables)
