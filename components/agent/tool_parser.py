@@ -1,10 +1,11 @@
 """This module parses the tool calls in a policy's turn.
 
 A call may be a native call, which a chat server has parsed already, or text in one of these forms: between
-the tags of Qwen and Hermes models (`<tool_call>`), as JSON or as `<function=…>` with parameters; between the
-tokens of DeepSeek; as a message to a function in the harmony format of gpt-oss; as JSON in a fenced code
-block; or as bare JSON, which Llama models write. Text that looks like a call but cannot be parsed becomes a
-request with an `error`, which is shown to the policy as the observation of the call.
+the tags of Qwen and Hermes models (`<tool_call>`), as JSON or as `<function=…>` with parameters, or with the
+keys and values of GLM; between the tags or tokens of DeepSeek, Kimi, MiniMax and Mistral; as a message to a
+function in the harmony format of gpt-oss; as JSON in a fenced code block; or as bare JSON, which Llama models
+write. Text that looks like a call but cannot be parsed as a whole becomes a request with an `error`, which is
+shown to the policy as the observation of the call.
 """
 
 from __future__ import annotations
@@ -19,13 +20,34 @@ if TYPE_CHECKING:
     from components.policy.chat_client import NativeCall
 
 THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-BLOCK = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
-FUNCTION = re.compile(r"<function=([^>\n]+)>\n?(.*?)</function>\Z", re.DOTALL)
-# Qwen3-Coder sometimes leaves out the opening `<tool_call>`.
-BARE_FUNCTION = re.compile(
-    r"<function=[^>\n]+>.*?</function>(?=\s*(?:</tool_call>|<function=|\Z))", re.DOTALL
+# Tags around a call in JSON, in Qwen's form or in GLM's, and the call in Qwen's form without the first tag,
+# which Qwen3-Coder sometimes leaves out.
+BLOCK_START, BLOCK_END = "<tool_call>", re.compile(r"</tool_call>|\Z")
+FUNCTION_BLOCK = re.compile(
+    r"(<function=[^>\n]+>.*?</function>)\s*(?:</tool_call>|(?=<function=|<tool_call>)|\Z)", re.DOTALL
 )
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n?</parameter>", re.DOTALL)
+FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
+# A parameter ends at the tag before the next parameter or at the end, so a value may contain the tag.
+PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*(?=<parameter=[^>\n]+>|\Z)", re.DOTALL)
+# GLM-4.5 and later: the name, then keys and values.
+GLM_ARGUMENT = re.compile(
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL
+)
+# MiniMax-M2.
+INVOKE = re.compile(
+    r'<invoke name="([^"\n]+)">(.*?)</invoke>(?=\s*(?:<invoke|</minimax:tool_call>|\Z))', re.DOTALL
+)
+INVOKE_PARAMETER = re.compile(
+    r'\s*<parameter name="([^"\n]+)">(.*?)</parameter>\s*(?=<parameter name="|\Z)', re.DOTALL
+)
+# Kimi-K2, whose names are such as functions.Bash:0, and Mistral: a list of calls, or a name and arguments.
+KIMI = re.compile(
+    r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
+    r"(.*?)(?:<\|tool_call_end\|>|\Z)",
+    re.DOTALL,
+)
+MISTRAL_START = "[TOOL_CALLS]"
+MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]+)\s*\[ARGS\](.*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL)
 # In the harmony format (https://cookbook.openai.com/articles/openai-harmony): begin of a turn, tokens between
 # messages, token between the header and the content of a message, recipient in the header of a call.
 HARMONY = re.compile(r"(?:<\|start\|>assistant)?[^<]*<\|channel\|>")
@@ -43,6 +65,8 @@ LOOKS_LIKE_A_CALL = re.compile(r'\A\s*\[?\s*\{\s*"name"\s*:.*"(?:arguments|param
 MAX_CALLS = 16
 # Largest number of characters that the arguments of one call may have together.
 MAX_ARGUMENT_CHARACTERS = 1 << 20
+# Strings in JSON may contain raw ends of lines, which models write.
+JSON = json.JSONDecoder(strict=False)
 FORM = (
     "a call is <function=NAME>, its <parameter=…> and </function>, or one JSON object with name and arguments"
 )
@@ -72,15 +96,66 @@ def parse_calls(text: str, *, in_thought: bool = False) -> list[Request]:
     if HARMONY.match(text):
         return [_limited(request) for request in _harmony_calls(text)][:MAX_CALLS]
     text = THOUGHT.sub("", f"<think>{text}" if in_thought else text)
+    requests = _calls_between_tags(text) or _calls_in_json(text.strip().removeprefix(LLAMA_START))
+    return [_limited(request) for request in requests[:MAX_CALLS]]
+
+
+def _calls_between_tags(text: str) -> list[Request]:
+    """Return the calls between the tags or tokens of the first form that the text has."""
     if blocks := DEEPSEEK.findall(text):
-        return [_limited(_deepseek_call(block)) for block in blocks[:MAX_CALLS]]
-    if blocks := BLOCK.findall(text) or BARE_FUNCTION.findall(text):
-        return [_limited(request) for block in blocks for request in _tagged(block)][:MAX_CALLS]
-    text = text.strip().removeprefix(LLAMA_START)
+        return [_deepseek_call(block) for block in blocks]
+    if pairs := KIMI.findall(text) or MISTRAL.findall(text):
+        return [_named_call(name, arguments) for name, arguments in pairs]
+    if MISTRAL_START in text:
+        return _leading_json(text.partition(MISTRAL_START)[2].lstrip())[0]
+    if pairs := INVOKE.findall(text):
+        return [_call_with_parts(name, body, INVOKE_PARAMETER) for name, body in pairs]
+    if BLOCK_START in text:
+        return list(_blocks(text))
+    return [_function_call(block) for block in FUNCTION_BLOCK.findall(text)]
+
+
+def _calls_in_json(text: str) -> list[Request]:
+    """Return the calls in fenced blocks of JSON, or in a text that is JSON."""
     fenced = [block for block in FENCE.findall(text) if LOOKS_LIKE_A_CALL.match(block)]
     if not fenced and LOOKS_LIKE_A_CALL.match(text):
         fenced = [text]
-    return [_limited(request) for block in fenced for request in _json_calls(block)][:MAX_CALLS]
+    return [request for block in fenced for request in _leading_json(block.lstrip())[0]]
+
+
+def _blocks(text: str) -> Iterator[Request]:
+    """Yield the calls in all blocks `<tool_call>`, of which the last may have no end.
+
+    The end of JSON is found by parsing it, because a string in it may contain the tag.
+    """
+    position = 0
+    while (start := text.find(BLOCK_START, position)) >= 0:
+        rest = text[start + len(BLOCK_START) :].lstrip()
+        length = 0
+        if rest.startswith("<function=") and (block := FUNCTION_BLOCK.match(rest)):
+            requests, length = [_function_call(block.group(1))], block.end(1)
+        elif rest.startswith(("{", "[")):
+            requests, length = _leading_json(rest)
+        else:
+            name, mark, body = BLOCK_END.split(rest, 1)[0].partition("<arg_key>")
+            is_name = re.fullmatch(r"[\w.-]+", name.strip())
+            requests = [_call_with_parts(name.strip(), mark + body, GLM_ARGUMENT)] if is_name else []
+        yield from requests or [Request("", {}, FORM)]
+        end = BLOCK_END.search(rest, length)
+        position = len(text) - len(rest) + (end.end() if end is not None else len(rest))
+
+
+def _leading_json(text: str) -> tuple[list[Request], int]:
+    """Return the calls in the JSON values with which a text begins, and where the last of these ends."""
+    requests, end = list[Request](), 0
+    try:
+        while text[end : end + 1] in ("{", "["):
+            value, end = JSON.raw_decode(text, end)
+            requests += [_call(item) for item in (value if isinstance(value, list) else [value])]
+            end += len(text[end:]) - len(text[end:].lstrip())
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        requests.append(Request("", {}, f"its JSON cannot be read ({error}); {FORM}"))
+    return requests, end
 
 
 def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
@@ -93,11 +168,31 @@ def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
     return requests
 
 
-def _tagged(block: str) -> list[Request]:
-    """Return the calls between two tags, which are one function with parameters, or JSON."""
-    if function := FUNCTION.search(block):
-        return [Request(function.group(1).strip(), dict(PARAMETER.findall(function.group(2))))]
-    return _json_calls(block) or [Request("", {}, FORM)]
+def _function_call(block: str) -> Request:
+    """Return the call in a block of Qwen's form, which begins with `<function=`."""
+    function = FUNCTION.match(block)
+    if function is None:
+        return Request("", {}, f"it has no </function>; {FORM}")
+    return _call_with_parts(function.group(1).strip(), function.group(2), PARAMETER)
+
+
+def _call_with_parts(name: str, body: str, part: re.Pattern[str]) -> Request:
+    """Return a request to call the tool `name` with the names and values that `part` matches in `body`.
+
+    If `part` does not match all of `body`, the request has no arguments and an error.
+    """
+    values, end = dict[str, str](), 0
+    for found in part.finditer(body):
+        if found.start() != end:
+            break
+        value = found.group(2)
+        if value.startswith("\n"):
+            value = value.removeprefix("\n").removesuffix("\n")
+        values[found.group(1).strip()] = value
+        end = found.end()
+    if body[end:].strip():
+        return Request(name, {}, f"this part of it is no whole argument: {body[end:].strip()[:60]!r}; {FORM}")
+    return Request(name, values)
 
 
 def _deepseek_call(block: str) -> Request:
@@ -121,27 +216,24 @@ def _named_call(name: str, arguments: str) -> Request:
     If the text is not a JSON object, the request has no arguments and an error.
     """
     try:
-        return _call({"name": name, "arguments": json.loads(arguments)})
+        return _call({"name": name, "arguments": JSON.decode(arguments)})
     except (ValueError, TypeError, RecursionError) as error:
         return Request(name, {}, f"its arguments are no JSON object ({error})")
 
 
-def _json_calls(block: str) -> list[Request]:
-    """Return the requests in a block of JSON that holds one call or a list of calls.
-
-    If the block is anything else, the result is a single request with an error.
-    """
-    try:
-        value = json.loads(block)
-        return [_call(item) for item in (value if isinstance(value, list) else [value])]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return [Request("", {}, FORM)]
-
-
 def _call(value: Any) -> Request:
+    """Return the request in a JSON value, whose key `function` may take the place of `name` or hold the call.
+
+    Raises KeyError, TypeError or ValueError if the value is no call.
+    """
+    function = value.get("function") if isinstance(value, dict) else None
+    if isinstance(function, dict):
+        value = function
+    elif isinstance(function, str):
+        value = {"name": function} | value
     arguments = value.get("arguments", value.get("parameters")) if isinstance(value, dict) else None
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = JSON.decode(arguments)
     return Request(str(value["name"]), dict(arguments or {}))
 
 

@@ -6,7 +6,7 @@ The docstring of each class is the description that the policy reads.
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 
 def _decoded(value: Any) -> Any:
@@ -26,7 +26,17 @@ class Arguments(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
 
-FilePath = Annotated[str, Field(description="path in the workspace, for instance kernels/forward.cu")]
+def _check_path(path: str) -> str:
+    if "\0" in path or any(len(part.encode()) > 255 for part in path.split("/")):
+        raise ValueError("no path: it has a NUL character or a name of more than 255 bytes")
+    return path
+
+
+FilePath = Annotated[
+    str,
+    AfterValidator(_check_path),
+    Field(description="path in the workspace, for instance kernels/forward.cu"),
+]
 
 
 class Write(Arguments):
@@ -140,7 +150,10 @@ def validated(name: str, values: dict[str, Any]) -> Arguments | str:
     if kind is None:
         return f"no tool is called {name[:40]}; there are {', '.join(TOOLS)}"
     try:
+        json.dumps(values, ensure_ascii=False).encode()
         return kind.model_validate(values)
+    except UnicodeEncodeError:
+        return f"{name}: an argument has half of a surrogate pair, which is no text"
     except ValidationError as error:
         mistakes = error.errors(include_url=False, include_input=False)
         missing = [

@@ -12,11 +12,12 @@ from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
-from components.agent.tool_parser import BLOCK
 from components.agent.trajectory import ToolCall, Trajectory
 from components.core.errors import UserError
 from components.judge.verdict import Verdict
 
+# The text of a call between tags, which is shown as an action instead.
+CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 WIDTH, HEIGHT, LEFT, BOTTOM = 760, 220, 56, 34
 
 
@@ -72,9 +73,7 @@ def steps(trajectory: Trajectory) -> list[Step]:
             diff = tuple(_change(call, files))
             verdicts = tuple(itertools.islice(left, call.verdicts))
             actions.append(Action(call, _title(call), diff, verdicts))
-        found.append(
-            Step(number, re.sub(r"\n{3,}", "\n\n", BLOCK.sub("", turn.text)).strip(), tuple(actions))
-        )
+        found.append(Step(number, re.sub(r"\n{3,}", "\n\n", CALL.sub("", turn.text)).strip(), tuple(actions)))
     return found
 
 

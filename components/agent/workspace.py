@@ -10,6 +10,7 @@ import fnmatch
 from components.core.config import PROJECT
 from components.core.task import KernelTask
 from components.core.text import parse_python
+from components.judge.screen import FILE_NAME
 
 TEMPLATE = PROJECT / "agent_workdir"
 # Files of the template, which the policy may read but not write; the first are those outside utils/.
@@ -73,13 +74,10 @@ class Workspace:
     def writable(self, path: str) -> str | None:
         """Return the normalised path if the policy may write to it, or None.
 
-        The policy may write model_new.py and the files directly in kernels/.
+        The policy may write the files that the judge accepts: model_new.py and files directly in kernels/.
         """
         plain = plain_path(path)
-        if plain is None:
-            return None
-        folder, _, name = plain.rpartition("/")
-        return plain if plain == "model_new.py" or (folder == "kernels" and name) else None
+        return plain if plain is not None and FILE_NAME.fullmatch(plain) else None
 
     def read(self, path: str) -> str | None:
         """Return the text of the file at a normalised path, or None if there is no such file."""

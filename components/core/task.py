@@ -27,7 +27,7 @@ REQUIRED_PARTS = ("Model", "get_inputs()", "get_init_inputs()")
 def normalise(code: str) -> str:
     """Return the source without comments, docstrings and formatting.
 
-    Sources that differ only in these have the same result.
+    Sources that differ only in these are the same task.
     """
     return ast.unparse(parse_without_docstrings(code))
 
@@ -52,6 +52,11 @@ class KernelTask(FrozenModel):
     def task_id(self) -> str:
         """Return the first 16 hexadecimal digits of the SHA-256 of the normalised source."""
         return digest_bytes(normalise(self.code).encode())[:16]
+
+    @cached_property
+    def code_digest(self) -> str:
+        """Return the SHA-256 of the source as it is, which a model may read, for example its docstring."""
+        return digest_bytes(self.code.encode(errors="surrogatepass"))
 
 
 def check_contract(code: str, origin: str) -> None:
@@ -92,7 +97,7 @@ def load_task(path: Path) -> KernelTask:
     Raises UserError if the file cannot be read or is not a kernel task.
     """
     try:
-        code = path.read_text()
+        code = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path}: the task file cannot be read ({error}); give a readable Python file."

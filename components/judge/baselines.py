@@ -34,6 +34,12 @@ from components.sandbox.runner_process import RunnerError
 # Wall-time limit of a baseline's runner in seconds; each of its rounds also has a shorter limit.
 BASELINE_SECONDS = 24 * 3600
 
+# Addition to the reason why the task's own second result is wrong.
+DIFFERS = (
+    ": it is not deterministic, because another call with equal inputs and weights gives another result; if "
+    "only the constructor draws random values, --weights seed judges it"
+)
+
 
 @dataclass(frozen=True)
 class Baseline:
@@ -145,7 +151,8 @@ def _start_baseline(
                 with reference.scheduler.preparing():
                     reason = runner.verify("time", loose=True)
                 if reason is not None:
-                    raise TaskError(f"{baseline}: {reason}")
+                    hint = DIFFERS if baseline.role == "eager" else ""
+                    raise TaskError(f"{baseline}: {reason}{hint}")
             cleanup.pop_all()
             return runner
     except RunnerError as error:

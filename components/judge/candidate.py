@@ -6,6 +6,9 @@ the screened file in a runner, and builds them before the file runs as a candida
 
 import ast
 import itertools
+import shlex
+import shutil
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, cast
@@ -18,6 +21,7 @@ from components.core.params import Sandbox
 from components.core.records import FrozenModel
 from components.core.text import parse_python
 from components.judge.screen import (
+    IMPORTS,
     screen_files,
     screen_python,
     screen_symbols,
@@ -49,6 +53,10 @@ Text = Annotated[str, AfterValidator(_check_unicode)]
 
 
 Flags = Annotated[list[Annotated[Text, Field(max_length=200)]], Field(max_length=64)]
+
+
+# Fields of an extension with flags.
+FLAGS = ("cflags", "cuda_cflags", "ldflags")
 
 
 class CheckedExtension(FrozenModel):
@@ -91,7 +99,7 @@ def _read(path: Path) -> str:
     if path.stat().st_size > MAX_FILE_BYTES:
         raise UserError(f"{path}: larger than {MAX_FILE_BYTES} bytes; a candidate's file is source text.")
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path}: not UTF-8 text ({error.reason}); a candidate's file is source text."
@@ -162,7 +170,7 @@ def screen_candidate(files: dict[str, str], rules: Sandbox) -> ScreenedCandidate
         raise Rejected(
             "load_failed", "no_model_new", "model_new.py is missing: write class ModelNew(nn.Module)."
         )
-    model, reason = files["model_new.py"], None
+    model, reason = files["model_new.py"].removeprefix("\ufeff"), None
     try:
         tree = parse_python(model)
         has_extensions = uses_extensions(tree)
@@ -172,13 +180,14 @@ def screen_candidate(files: dict[str, str], rules: Sandbox) -> ScreenedCandidate
             model = ast.unparse(without_unused_parts(tree)) if has_extensions else model
             reason = screen_python(model)
     except SYNTAX_ERRORS as error:
-        raise Rejected("load_failed", "syntax", f"model_new.py: {error}") from error
+        fence = "; it is a chat answer with a Markdown fence: give the Python code inside of ``` alone"
+        hint = fence if "```" in model else ""
+        raise Rejected("load_failed", "syntax", f"model_new.py: {error}{hint}") from error
     if reason is not None:
-        raise Rejected(
-            "forbidden",
-            reason,
-            "model_new.py may allocate tensors and call cuda_extension; computing with torch is forbidden.",
-        )
+        text = "model_new.py may allocate tensors and call cuda_extension; computing with torch is forbidden."
+        if reason.startswith("import:"):
+            text = f"model_new.py may import {', '.join(sorted(IMPORTS))} only; --rules any allows others."
+        raise Rejected("forbidden", reason, text)
     return ScreenedCandidate(files, model, has_extensions)
 
 
@@ -254,6 +263,11 @@ def _build_extensions(
     libraries: dict[str, tuple[str, bytes]] = {}
     failures: dict[str, str] = {}
     for checked in extensions:
+        requested = extension_digest(cast(Extension, checked.model_dump()))
+        try:
+            checked = checked.model_copy(update={kind: _words(getattr(checked, kind)) for kind in FLAGS})
+        except ValueError as error:
+            raise Rejected("load_failed", "flag", f"{checked.name}: a compiler flag: {error}.") from error
         extension = cast(Extension, checked.model_dump())
         if builder.device == "cpu" and any(name.endswith(".cu") for name in checked.sources):
             raise Rejected(
@@ -271,7 +285,7 @@ def _build_extensions(
             failures[checked.name] = result.log
             continue
         library = _library(result, builder, is_screened=is_screened)
-        libraries[extension_digest(extension)] = checked.name, library.read_bytes()
+        libraries[requested] = checked.name, library.read_bytes()
     if not libraries:
         return None, [], failures
     built, offset = list[BuiltExtension](), 0
@@ -281,6 +295,22 @@ def _build_extensions(
     bundle = builder.cache / f"{digest_json([entry['digest'] for entry in built])[:32]}.libraries"
     atomic_write(bundle, b"".join(content for _, content in libraries.values()))
     return bundle, built, failures
+
+
+def _readable(symbol: str) -> str:
+    """Return the C++ name of a mangled symbol, or the symbol if c++filt is not installed."""
+    if (program := shutil.which("c++filt")) is None:
+        return symbol
+    done = subprocess.run([program, symbol], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or symbol
+
+
+def _words(flags: list[str]) -> list[str]:
+    """Return the single flags in a list, of which torch's build splits each at its blanks.
+
+    Raises ValueError if a flag has an unbalanced quote.
+    """
+    return [word for flag in flags for word in shlex.split(flag)]
 
 
 def _library(built: BuildResult, builder: Builder, *, is_screened: bool) -> Path:
@@ -293,6 +323,11 @@ def _library(built: BuildResult, builder: Builder, *, is_screened: bool) -> Path
     if built.library is None:
         raise Rejected("build_failed", "compiler", built.log)
     if is_screened and (reason := screen_symbols(built.symbols, builder.binding_symbols)) is not None:
-        symbol = reason.partition(":")[2]
-        raise Rejected("forbidden", reason, f"the library imports {symbol}, which kernels may not use.")
+        name = _readable(reason.partition(":")[2])
+        raise Rejected(
+            "forbidden",
+            reason,
+            f"the library imports {name}, which kernels may not use: they may call the C and C++ libraries, "
+            "OpenMP, CUDA's runtime, allocate tensors and make views of them.",
+        )
     return built.library

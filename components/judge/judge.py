@@ -163,7 +163,7 @@ class Judge:
         Entering the context raises TaskError if the task's own source fails.
         """
         make = functools.partial(TaskBench, self.params, self.runner_factory, self.scheduler, task.code)
-        return self.bench_cache.use(task.task_id, make)
+        return self.bench_cache.use(task.code_digest, make)
 
     def _evidence(self, bench: TaskBench) -> dict[str, Any]:
         cuda, reference = self.params.device == "cuda", bench.reference

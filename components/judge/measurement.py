@@ -139,7 +139,7 @@ def _verify(candidate: TimedRunner) -> None:
     """Raise Rejected if the candidate's output is wrong on an input set that has a reference output."""
     if (reason := candidate.verify("check")) is not None:
         where = reason.replace(":", " on inputs of the distribution ")
-        raise Rejected("wrong_output", reason, f"the output is wrong ({where}).")
+        raise Rejected("wrong_output", reason, f"the output is wrong ({where}). {CONDITIONS}")
 
 
 def _compare(
@@ -269,6 +269,13 @@ def timed_rounds(
             )
         number += 1
     return raw
+
+
+# What strangers to the judge most often overlook.
+CONDITIONS = (
+    "Modules run in evaluation mode, and parameters and buffers have new values; with --weights seed they "
+    "have the constructor's."
+)
 
 
 def wrong_timed_output(reason: str) -> Rejected:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 
 from components.core.text import parse_python
-from components.sandbox.inside.inline_extension import FUNCTIONS
+from components.sandbox.inside.inline_extension import CONSTANTS, FUNCTIONS
 
 FILE_NAME = re.compile(r"model_new\.py|kernels/[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")
 MAX_MODEL_CHARACTERS = 64 << 10
@@ -22,7 +22,7 @@ EXTENSION_MODULE = "torch.utils.cpp_extension"
 IMPORTS = frozenset("torch torch.nn torch.nn.functional cuda_extension math typing __future__".split())
 # Further imports that are allowed in a candidate of one file, with which it requests its extensions.
 EXTENSION_IMPORTS = frozenset(
-    ["torch.utils", EXTENSION_MODULE, *(f"{EXTENSION_MODULE}.{name}" for name in FUNCTIONS)]
+    ["torch.utils", EXTENSION_MODULE, *(f"{EXTENSION_MODULE}.{name}" for name in (*FUNCTIONS, *CONSTANTS))]
 )
 TORCH_CALLS = frozenset(
     "empty empty_like empty_strided zeros zeros_like Size device dtype no_grad inference_mode".split()
@@ -127,12 +127,15 @@ def without_unused_parts(tree: ast.Module) -> ast.Module:
 
 
 def _extension_names(tree: ast.AST) -> frozenset[str]:
-    """Return the names that a file binds only by assigning results of `load_inline` or `load` to them."""
+    """Return the names that a file binds only to results of `load_inline` or `load`, or to cuda_extension."""
     bound, extensions = Counter[str](), Counter[str]()
     for node in ast.walk(tree):
         match node:
             case ast.Assign(value=ast.Call() as call, targets=targets) if called_function(call):
                 extensions.update(target.id for target in targets if isinstance(target, ast.Name))
+            case ast.alias(name="cuda_extension", asname=str(name)):
+                extensions[name] += 1
+                bound[name] += 1
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
                 bound[name] += 1
             case ast.alias(name=name, asname=other):
@@ -226,19 +229,25 @@ ALLOWED_SYMBOLS = re.compile(
     | _Z(?:nw|na|dl|da)\w+ | __cxa_\w+ | __gxx_personality_v0 | _Unwind_\w+
     | __(?:stack_chk_fail|errno_location|tls_get_addr|gmon_start__|assert_fail|sched_cpucount) | _ITM_\w+
     | (?:mem(?:cpy|move|set|cmp|chr)|str(?:len|cmp|ncmp|cpy|ncpy|chr|rchr|dup)|__mem\w+_chk|__str\w+_chk
-        |__s?n?printf_chk|snprintf|vsnprintf|abort|exit)
+        |__v?[sf]?n?printf_chk|v?snprintf|abort|exit)
     | _ZN2at4_ops\d+
-        (?:empty_memory_format|empty_like|empty_strided|new_empty|zeros|zeros_like|view|reshape|contiguous)
+        (?:empty_memory_format|empty_like|empty_strided|new_empty|zeros|zeros_like|view|reshape|contiguous
+        |transpose_int|permute|expand|squeeze|squeeze_dim|unsqueeze|flatten_using_ints|select_int|slice_Tensor
+        |narrow|t|detach)
         4call\w+
+    | _ZN2at(?:8internal)?\d+
+        (?:get_thread_num|set_thread_num|get_num_threads|in_parallel_region|lazy_init_num_threads)E\w+
     | _ZN5torch(?:16PyWarningHandler|29translate_exception_to_python)\w+ | __dynamic_cast
     | _ZNK?2at10TensorBase\w* | _ZN?K?8pybind116detail\w+ | _ZNK?6caffe28TypeMeta\w+
     | _ZNK?3c10(?!\w*(?:Dispatcher|OperatorHandle|DynamicLibrary|AsyncTask|ThreadPool))\w+
-    | (?:fflush|fprintf|fputc|fputs|fwrite|stderr|pthread_mutex_(?:un)?lock|__libc_single_threaded)
+    | (?:fflush|f?printf|f?putc|putchar|f?puts|fwrite|stdout|stderr|pthread_mutex_(?:un)?lock
+        |pthread_once|__once_proxy|__libc_single_threaded)
     | (?:malloc|free|calloc|realloc|aligned_alloc|posix_memalign|qsort|bsearch)
     | (?:GOMP|omp|__kmpc)_\w+
     | (?:a?(?:sin|cos|tan)h?|atan2|exp|exp2|expm1|log|log2|log10|log1p|pow|sqrt|cbrt|hypot|erf|erfc|tgamma
         |lgamma|ceil|floor|round|trunc|rint|nearbyint|l?lround|l?lrint|fmod|remainder|fabs|fmax|fmin|fdim|fma
         |ldexp|frexp|modf|logb|ilogb|scalbn|copysign|nextafter|sincos|isnan|isinf|finite)f?
+    | _ZGV\w+
     | cuda(?!Ipc|Import|Export|Profiler|DeviceSetLimit|DeviceReset|CtxReset|SetDevice|DeviceEnablePeer)\w+
     | __cuda\w+ | cublas\w+ | cudnn\w+
     )$"""

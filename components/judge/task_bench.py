@@ -79,43 +79,43 @@ class BenchCache:
         self.lock = threading.Lock()
 
     @contextlib.contextmanager
-    def use(self, task_id: str, make: Callable[[], TaskBench]) -> Iterator[TaskBench]:
+    def use(self, code_digest: str, make: Callable[[], TaskBench]) -> Iterator[TaskBench]:
         """Yield the bench of a task, and keep it open until the context ends.
 
         If the cache has no bench for the task, `make` is called. An error of `make` is raised and not cached,
         because the machine may have caused it and the next call may succeed.
         """
         with self.lock:
-            self.users[task_id] += 1
-            task_lock = self.task_locks[task_id]
+            self.users[code_digest] += 1
+            task_lock = self.task_locks[code_digest]
         try:
             with task_lock:
-                bench = self.benches.get(task_id) or make()
+                bench = self.benches.get(code_digest) or make()
                 with self.lock:
-                    self.benches[task_id] = bench
-                    self.benches.move_to_end(task_id)
+                    self.benches[code_digest] = bench
+                    self.benches.move_to_end(code_digest)
                     surplus = len(self.benches) - self.capacity
             for _ in range(surplus):
                 self.close_unused()
             yield bench
         finally:
             with self.lock:
-                self.users[task_id] -= 1
-                self._forget(task_id)
+                self.users[code_digest] -= 1
+                self._forget(code_digest)
 
-    def _forget(self, task_id: str) -> None:
+    def _forget(self, code_digest: str) -> None:
         """Drop the lock and the user count of a task if it has no bench and no call uses it.
 
         The caller holds the lock of the cache.
         """
-        if task_id not in self.benches and self.users[task_id] == 0:
-            del self.users[task_id]
-            self.task_locks.pop(task_id, None)
+        if code_digest not in self.benches and self.users[code_digest] == 0:
+            del self.users[code_digest]
+            self.task_locks.pop(code_digest, None)
 
     def close_unused(self) -> None:
         """Close the least recently used bench that is not in use, if there is one."""
         with self.lock:
-            unused = next((task_id for task_id in self.benches if self.users[task_id] == 0), None)
+            unused = next((code_digest for code_digest in self.benches if self.users[code_digest] == 0), None)
             bench = None if unused is None else self.benches.pop(unused)
             if unused is not None:
                 self._forget(unused)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from components.core.params import Sandbox
 from components.core.records import Device, FrozenModel
@@ -63,7 +64,18 @@ EXACT_DTYPES: dict[Dtype, Dtype] = {
     "bfloat16": "float64",
     "complex64": "complex128",
 }
-Shape = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 40)]], Field(max_length=16)]
+MOST_ELEMENTS = 1 << 40
+
+
+def _check_shape(shape: list[int]) -> list[int]:
+    if math.prod(shape) >= MOST_ELEMENTS:
+        raise ValueError(f"a tensor has {math.prod(shape)} elements, more than {MOST_ELEMENTS}")
+    return shape
+
+
+Shape = Annotated[
+    list[Annotated[int, Field(ge=0, lt=MOST_ELEMENTS)]], Field(max_length=16), AfterValidator(_check_shape)
+]
 TensorSpec = tuple[Shape, Dtype]
 
 

@@ -6,7 +6,6 @@ make the reference data or run eager.
 """
 
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Generator, Iterator
@@ -198,7 +197,7 @@ class TaskReference:
         self.runner = self.processes.start(header, seconds=params.sandbox.run_seconds)
         with self.scheduler.background_work(self.runner):
             reply = self.runner.receive()
-        return Description.model_validate(json.loads(reply))
+        return Description.model_validate_json(reply)
 
     @property
     def construction_seed(self) -> int | None:

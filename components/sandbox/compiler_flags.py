@@ -40,7 +40,7 @@ EXTENSION_FLAG = re.compile(
 IGNORED_FLAG = re.compile(
     r"-std=[\w+]+|-march=[\w-]+|-mtune=[\w-]+|-g|-w|-v|--?(?:generate-)?line-?info|-W(?!p,|a,|l,)[\w=-]*|--?verbose"
     r"|--?ptxas-options=.*|-Xptxas(?:=.*)?|-gencode(?:=.*)?|-arch=\w+|--?gpu-architecture=\w+|arch=compute_\w+,code=\w+"
-    r"|--?threads=?\d*|-Xcompiler|-lc(?:udart|10)|-l(?:m|gomp|cublas|cublasLt|cudnn|torch|torch_cpu|torch_python)"
+    r"|--?threads=?\d*|-Xcompiler|-pthread|-lc(?:udart|10)|-l(?:m|pthread|gomp|cublas|cublasLt|cudnn|torch|torch_cpu|torch_python)"
 )
 # Beginnings of flags that would have the compiler load code, although they match EXTENSION_FLAG.
 LOADING_FLAGS = ("-fplugin", "-fuse-ld", "-fprofile", "-fdump", "-fsanitize")

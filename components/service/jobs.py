@@ -127,7 +127,7 @@ class JobService:
         return StoredJob(
             id=verdict_key(protocol, Job(task, candidate, epoch)),
             token=token.name,
-            subject=digest_json([token.name, protocol, task.task_id, candidate.digest]),
+            subject=digest_json([token.name, protocol, task.code_digest, candidate.digest]),
             kind="judgement",
             task_id=task.task_id,
             measurement=body.measurement,
@@ -163,11 +163,13 @@ class JobService:
         except (UserError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             text = str(error) if isinstance(error, UserError) else f"code: not valid Python ({error})."
             raise ServiceError(422, text) from error
-        if not token.own_tasks and task_id not in self.tasks:
+        if token.own_tasks:
+            return task
+        if task_id not in self.tasks:
             raise ServiceError(
                 403, f"code: the token {token.name} may only name tasks that GET /v1/tasks lists."
             )
-        return task
+        return self.tasks[task_id]
 
     def listed_task(self, task_id: str) -> KernelTask:
         if (task := self.tasks.get(task_id)) is None:

@@ -95,6 +95,19 @@ def test_nothing_outside_is_read_searched_or_listed(use: Use, path: str) -> None
     assert "outside the workspace" in use("Glob", pattern="*", path=path)
 
 
+@pytest.mark.parametrize(
+    "path", ["kernels/" + "a" * 256, "kernels/a\0b.cpp", "kernels/\ud800.cpp", "kernels/a b.cpp", "é" * 200]
+)
+def test_a_name_that_no_file_can_have_ends_no_episode(use: Use, tools: Tools, path: str) -> None:
+    answer = use("Write", file_path=path, content="int a;")
+    assert "not writable" in answer or "invalid tool call" in answer
+    use("Write", file_path="kernels/forward.cpp", content=kernel(2.0))
+    assert "forward.cpp" in use("Bash", command="ls kernels")
+    for call in (Request("Read", {"file_path": path}), Request("Grep", {"pattern": "x", "path": path})):
+        assert tools.run(call).observation
+    assert "surrogate" in use("Write", file_path="kernels/b.cpp", content="// \ud800")
+
+
 def test_a_file_is_read_before_it_is_overwritten_or_edited(use: Use) -> None:
     assert (
         use("Write", file_path="model_new.py", content="x")

@@ -141,3 +141,80 @@ def test_native_arguments_are_text_or_an_object(given: object, fine: bool) -> No
     (request,) = native_calls(native(given))
     assert (request.error == "") is fine
     assert request.call_id == "a"
+
+
+QWEN_WRITE = (
+    "<tool_call>\n<function=Write>\n<parameter=file_path>\nkernels/a.cpp\n</parameter>\n{}</function>\n"
+    "</tool_call>"
+)
+COMMAND, FILE = ("Bash", {"command": "ls"}), ("Write", {"file_path": "kernels/a.cpp", "content": "int a;"})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            '<tool_call>{"name": "Bash", "arguments": {"command": "a\n\tb"}}</tool_call>',
+            ("Bash", {"command": "a\n\tb"}),
+        ),
+        (
+            '<tool_call>{"name": "Bash", "arguments": {"command": "</tool_call> <tool_call>"}}</tool_call>',
+            ("Bash", {"command": "</tool_call> <tool_call>"}),
+        ),
+        ("<tool_call><function=Bash><parameter=command>ls</parameter></function></tool_call>", COMMAND),
+        (QWEN_WRITE.format("<parameter=content>int a;</parameter>\n"), FILE),
+        (
+            QWEN_WRITE.format("<parameter=content>\n// </parameter> and </function>\nint a;\n</parameter>\n"),
+            ("Write", {"file_path": "kernels/a.cpp", "content": "// </parameter> and </function>\nint a;"}),
+        ),
+        (
+            "<tool_call>Write\n<arg_key>file_path</arg_key>\n<arg_value>kernels/a.cpp</arg_value>\n"
+            "<arg_key>content</arg_key>\n<arg_value>int a;</arg_value>\n</tool_call>",
+            FILE,
+        ),
+        (
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.Bash:0<|tool_call_argument_begin|>"
+            '{"command": "ls"}<|tool_call_end|><|tool_calls_section_end|>',
+            COMMAND,
+        ),
+        (
+            '<minimax:tool_call>\n<invoke name="Bash">\n<parameter name="command">ls</parameter>\n</invoke>\n'
+            "</minimax:tool_call>",
+            COMMAND,
+        ),
+        ('[TOOL_CALLS] [{"name": "Bash", "arguments": {"command": "ls"}}]', COMMAND),
+        ('[TOOL_CALLS]Bash[ARGS]{"command": "ls"}', COMMAND),
+        ('<tool_call>{"function": "Bash", "arguments": {"command": "ls"}}</tool_call>', COMMAND),
+        (
+            '<tool_call>{"type": "function", "function": {"name": "Bash", '
+            '"arguments": "{\\"command\\": \\"ls\\"}"}}</tool_call>',
+            COMMAND,
+        ),
+    ],
+)
+def test_forms_of_other_models_are_read_as_written(text: str, expected: tuple[str, dict[str, str]]) -> None:
+    (request,) = parse_calls(text)
+    assert (request.name, request.arguments, request.error) == (*expected, "")
+
+
+def test_one_block_may_hold_several_objects() -> None:
+    calls = (
+        '{"name": "Bash", "arguments": {"command": "ls"}}\n{"name": "Bash", "arguments": {"command": "pwd"}}'
+    )
+    found = parse_calls(f"<tool_call>\n{calls}\n</tool_call>")
+    assert [request.arguments["command"] for request in found] == ["ls", "pwd"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>\n<function=Bash>\n<parameter=command>\nls\n</parameter\n</function>\n</tool_call>",
+        "<tool_call>\n<function=Bash>\n<parameter=command>\nls\n</function>\n</tool_call>",
+        '<tool_call>\n{"name": "Bash", "arguments": {"command": "ls",}}\n</tool_call>',
+        '<tool_call>\n{"name": "Bash", "arguments": {"command": "ls"}\n</tool_call>',
+        "<tool_call>Write\n<arg_key>file_path</arg_key>\n<arg_value>kernels/a.cpp\n</tool_call>",
+    ],
+)
+def test_a_call_is_never_cut_silently(text: str) -> None:
+    (request,) = parse_calls(text)
+    assert not request.arguments and request.error

@@ -80,7 +80,7 @@ Backend: TypeAlias = "Judge | RayBackend | ServiceClient"
 
 def verdict_key(protocol: str, job: Job) -> str:
     """Return the journal's key of a job's verdict under the judge's settings with the digest `protocol`."""
-    return digest_json(["verdict", protocol, job.task.task_id, job.candidate.digest, job.epoch])
+    return digest_json(["verdict", protocol, job.task.code_digest, job.candidate.digest, job.epoch])
 
 
 def admission_key(protocol: str, window: tuple[float, float], code: str, *, headroom: bool) -> str:

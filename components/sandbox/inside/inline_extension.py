@@ -19,6 +19,8 @@ from typing import Any, TypedDict
 CPP_HEADERS = "#include <torch/extension.h>\n"
 CUDA_HEADERS = "#include <torch/types.h>\n#include <cuda.h>\n#include <cuda_runtime.h>\n"
 FUNCTIONS = ("load_inline", "load")
+# Further names of torch.utils.cpp_extension that files import; their values say whether there is a toolkit.
+CONSTANTS = ("CUDA_HOME", "ROCM_HOME")
 
 
 class Extension(TypedDict):
@@ -135,10 +137,11 @@ def _replace_functions(load: Callable[[Extension], Any]) -> None:
     import torch.utils
 
     module = types.ModuleType("torch.utils.cpp_extension")
-    made = {
+    made: dict[str, Any] = {
         "load_inline": lambda *args, **options: load(inline_extension(*args, **options)),
         "load": lambda *args, **options: load(file_extension(*args, **options)),
     }
+    made |= {"CUDA_HOME": "/usr/local/cuda" if torch.version.cuda else None, "ROCM_HOME": None}
     vars(module).update(made)
     sys.modules[module.__name__] = module
     vars(torch.utils)["cpp_extension"] = module

@@ -7,8 +7,8 @@ inside the sandbox; the judge never imports it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import json
 import math
 import sys
 import time
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from float64_mode import computing_in_float64
 from input_distributions import INPUT_DISTRIBUTIONS
-from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs
+from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs, plain
 
 if TYPE_CHECKING:
     from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
@@ -40,12 +40,29 @@ def describe(code: str, device: str) -> dict[str, Any]:
     module = define_module("model", code)
     torch.manual_seed(0)
     init_inputs = module.get_init_inputs()
-    json.dumps(init_inputs)  # raises if JSON cannot represent them
-    model = eval_mode(module.Model(*init_inputs), device)
+    if not isinstance(init_inputs, list | tuple):
+        raise TypeError(
+            f"get_init_inputs() returns a {type(init_inputs).__name__}; let it return the list of the "
+            "positional arguments of Model"
+        )
+    plain_init_inputs = [plain(value, "get_init_inputs()") for value in init_inputs]
+    try:
+        model = eval_mode(module.Model(*init_inputs), device)
+    except Exception as error:
+        raise RuntimeError(
+            f"Model(*get_init_inputs()) raises {type(error).__name__}: {error}. get_init_inputs() has to "
+            f"return the list of the positional arguments of Model, and returns {repr(init_inputs)[:200]}"
+        ) from error
     inputs = make_inputs(module, device)
     arguments = [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
 
     def form(tensor: torch.Tensor) -> tuple[list[int], str]:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
+            kind = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise TypeError(
+                f"the task has a {kind} among its inputs, outputs or parameters; only dense tensors, and "
+                "tuples and lists of them as outputs, can be compared"
+            )
         return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
 
     with torch.no_grad():
@@ -59,9 +76,11 @@ def describe(code: str, device: str) -> dict[str, Any]:
             seconds = min(seconds, time.perf_counter() - start)
 
     return {
-        "init_inputs": init_inputs,
+        "init_inputs": plain_init_inputs,
         "inputs": [form(value) if isinstance(value, torch.Tensor) else None for value in inputs],
-        "scalars": [None if isinstance(value, torch.Tensor) else [value] for value in inputs],
+        "scalars": [
+            None if isinstance(value, torch.Tensor) else [plain(value, "get_inputs()")] for value in inputs
+        ],
         "outputs": outputs,
         "state": [(name, *form(tensor)) for name, tensor in model.state_dict().items()],
         "parameters": [name for name, _ in model.named_parameters()],
@@ -78,13 +97,18 @@ def make_inputs(module: types.ModuleType, device: str) -> list[Any]:
     With `device` "cuda" the tensors are made on the GPU, if the source allows it, because one CPU core is
     slow at making large random tensors.
     """
+    values = None
     if device == "cuda":
-        try:
-            with torch.device(device):
-                return list(module.get_inputs())
-        except RuntimeError:  # the source combines the tensors with tensors in host memory
-            pass
-    return list(module.get_inputs())
+        with contextlib.suppress(RuntimeError), torch.device(device):  # it may combine them with host memory
+            values = module.get_inputs()
+    if values is None:
+        values = module.get_inputs()
+    if not isinstance(values, list | tuple):
+        raise TypeError(
+            f"get_inputs() returns a {type(values).__name__}; let it return the list of the arguments of "
+            "forward"
+        )
+    return list(values)
 
 
 class ReferenceModel:
@@ -100,21 +124,27 @@ class ReferenceModel:
         self.loaded: tuple[int | None, str | None] = (None, None)
 
     def parameters(self, seed: int | None, only: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names and values of the model's state, with floating-point values drawn with `seed`.
+        """Yield the names and values of the model's state, drawn with `seed`.
 
-        If `seed` is None, all values are the initial ones. If `only` is given, only the tensor of that name
-        is yielded, with other values than without `only`, because its random numbers are then the first that
-        are drawn. Scales differ from 1 and biases from 0, so that a candidate that ignores them is wrong.
+        Floating-point and complex values are changed, and integers are shuffled unless they are sorted, as
+        positions are. If `seed` is None, all values are the initial ones. If `only` is given, only the tensor
+        of that name is yielded, with other values than without `only`, because its random numbers are then
+        the first that are drawn. Scales differ from 1 and biases from 0, so that a candidate that ignores
+        them is wrong.
         """
         device = self.shared.device
         generator = torch.Generator(device).manual_seed(seed or 0)
         for name, value in self.initial.items():
             if only is not None and name != only:
                 continue
-            if seed is None or not value.is_floating_point():
+            if seed is None or value.dtype == torch.bool:
                 yield name, value
                 continue
-            noise = torch.randn(value.shape, generator=generator, device=device).to(value)
+            if not (value.is_floating_point() or value.is_complex()):
+                yield name, _shuffled(value, generator)
+                continue
+            dtype = value.dtype if value.is_complex() else None
+            noise = torch.randn(value.shape, generator=generator, device=device, dtype=dtype).to(value)
             factor = (torch.rand(value.shape, generator=generator, device=device) + 0.5).to(value)
             positive = name.endswith("running_var")
             yield name, factor if positive else value * factor + (0.1 * noise if value.dim() < 2 else 0)
@@ -230,6 +260,15 @@ class ReferenceModel:
         """Write the random parameters for a seed, or the initial ones for None, to shared memory."""
         for (_, value), slot in zip(self.parameters(seed), self.shared.tensors("parameters"), strict=True):
             slot.copy_(value)
+
+
+def _shuffled(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return a tensor of integers in another order, or the tensor itself if its elements are sorted."""
+    flat = value.flatten()
+    if bool((flat[1:] >= flat[:-1]).all()):
+        return value
+    order = torch.randperm(flat.numel(), generator=generator, device=flat.device)
+    return flat[order].view(value.shape)
 
 
 def is_float_tensor(value: Any) -> bool:

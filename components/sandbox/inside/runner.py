@@ -31,7 +31,7 @@ import inline_extension
 import reference
 import torch
 from delivery import Call, WrongForm, make_delivery
-from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs
+from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs, restored
 
 if TYPE_CHECKING:
     from components.sandbox.inside.runner_protocol import RoleHeader
@@ -131,7 +131,7 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
             torch.cuda.set_per_process_memory_fraction(header["share"])
         connection.send(b"R" + json.dumps(reference.describe(header["code"], header["device"])).encode())
     elif header["role"] == "record":
-        found = inline_extension.record(header["files"], header["init_inputs"])
+        found = inline_extension.record(header["files"], [*map(restored, header["init_inputs"])])
         connection.send(b"R" + json.dumps(found).encode())
     elif header["role"] == "reference":
         with contextlib.closing(SharedTensors(header, descriptors)) as shared:

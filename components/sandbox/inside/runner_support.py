@@ -40,13 +40,47 @@ def construct(model: type[torch.nn.Module], header: "RoleHeader") -> torch.nn.Mo
     """Return an object of the class `model`, made under the header's construction seed unless it is None."""
     if header["construction_seed"] is not None:
         torch.manual_seed(header["construction_seed"])
-    return model(*header["init_inputs"])
+    return model(*map(restored, header["init_inputs"]))
+
+
+def plain(value: Any, place: str) -> Any:
+    """Return an argument in a form that JSON keeps: tuples and dictionaries are marked by one key.
+
+    Raises TypeError, which calls the argument `place`, if it contains anything but numbers, strings, None,
+    lists, tuples and dictionaries.
+    """
+    if isinstance(value, tuple):
+        return {"tuple": [plain(item, place) for item in value]}
+    if isinstance(value, list):
+        return [plain(item, place) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[plain(key, place), plain(item, place)] for key, item in value.items()]}
+    if value is None or isinstance(value, int | float | str):
+        return value
+    raise TypeError(
+        f"{place} has a {type(value).__name__}; besides tensors as inputs of their own, only numbers, "
+        "strings, None, and lists, tuples and dictionaries of them can be handed to a candidate"
+    )
+
+
+def restored(value: Any) -> Any:
+    """Return the argument of which `plain` returned the form `value`."""
+    if isinstance(value, dict) and "tuple" in value:
+        return tuple(map(restored, value["tuple"]))
+    if isinstance(value, dict):
+        return {restored(key): restored(item) for key, item in value["dict"]}
+    return [restored(item) for item in value] if isinstance(value, list) else value
 
 
 def flatten_outputs(value: Any) -> list[Any]:
-    """Return the leaves of an output, which is a tensor or a nested tuple or list of tensors, in order."""
-    if type(value) in (tuple, list):
-        return [leaf for item in value for leaf in flatten_outputs(item)]
+    """Return the leaves of an output, which is a tensor or a nested tuple or list of tensors, in order.
+
+    The items are those that a tuple or list holds; an iterator of its own class, which could compute them
+    late, is not called.
+    """
+    for kind in (tuple, list):
+        if issubclass(type(value), kind):
+            return [leaf for item in kind.__iter__(value) for leaf in flatten_outputs(item)]
     return [value]
 
 
@@ -131,9 +165,20 @@ class SharedTensors:
     def arguments(self, index: int) -> list[Any]:
         """Return the arguments of a call on input set `index`: shared tensors, and the layout's scalars."""
         tensors = iter(self.tensors("inputs", index))
-        return [next(tensors) if scalar is None else scalar[0] for scalar in self.layout["scalars"]]
+        scalars = self.layout["scalars"]
+        return [next(tensors) if scalar is None else restored(scalar[0]) for scalar in scalars]
 
     def load_parameters(self, module: torch.nn.Module) -> None:
-        """Copy the judge's parameters into `module` by name."""
-        values = zip(self.layout["names"], self.tensors("parameters"), strict=True)
-        module.load_state_dict(dict(values), strict=True)
+        """Copy the judge's parameters into `module` by name.
+
+        Raises RuntimeError, which lists the differences, if the module has parameters of other names.
+        """
+        values = dict(zip(self.layout["names"], self.tensors("parameters"), strict=True))
+        own = module.state_dict().keys()
+        if own != values.keys():
+            raise RuntimeError(
+                f"the parameters of {type(module).__name__} have other names than those of Model: missing "
+                f"{sorted(values.keys() - own)}, unexpected {sorted(own - values.keys())}. Name them as in "
+                "Model, or judge with --weights seed, which needs no common names."
+            )
+        module.load_state_dict(values, strict=True)

@@ -90,6 +90,8 @@ class HostBuffer:
     def tensor(self, slot: Slot) -> torch.Tensor:
         """Return the tensor in a slot, as a view of the buffer."""
         count, dtype = torch.Size(slot.shape).numel(), getattr(torch, slot.dtype)
+        if count == 0:
+            return torch.empty(slot.shape, dtype=dtype)
         return torch.frombuffer(self.map, dtype=dtype, count=count, offset=slot.offset).view(slot.shape)
 
     def raw(self) -> torch.Tensor:
