@@ -45,7 +45,11 @@ def task_errors() -> Iterator[None]:
         last_line = "".join(error.text.strip().splitlines()[-1:])
         text = f"{error.kind}: {last_line}"[:300]
         raise TaskError(text, out_of_memory=error.kind == "out_of_memory") from error
-    except (ValidationError, ValueError, AttributeError) as error:
+    except ValidationError as error:
+        fault = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise TaskError(f"description: {place}: {fault['msg']}"[:300]) from error
+    except (ValueError, AttributeError) as error:
         raise TaskError(f"description: {error}"[:300]) from error
 
 
