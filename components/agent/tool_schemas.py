@@ -150,10 +150,7 @@ def validated(name: str, values: dict[str, Any]) -> Arguments | str:
     if kind is None:
         return f"no tool is called {name[:40]}; there are {', '.join(TOOLS)}"
     try:
-        json.dumps(values, ensure_ascii=False).encode()
         return kind.model_validate(values)
-    except UnicodeEncodeError:
-        return f"{name}: an argument has half of a surrogate pair, which is no text"
     except ValidationError as error:
         mistakes = error.errors(include_url=False, include_input=False)
         missing = [

@@ -127,7 +127,7 @@ class JobService:
         return StoredJob(
             id=verdict_key(protocol, Job(task, candidate, epoch)),
             token=token.name,
-            subject=digest_json([token.name, protocol, task.code_digest, candidate.digest]),
+            subject=digest_json([token.name, protocol, task.task_id, candidate.digest]),
             kind="judgement",
             task_id=task.task_id,
             measurement=body.measurement,

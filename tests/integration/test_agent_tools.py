@@ -105,7 +105,8 @@ def test_a_name_that_no_file_can_have_ends_no_episode(use: Use, tools: Tools, pa
     assert "forward.cpp" in use("Bash", command="ls kernels")
     for call in (Request("Read", {"file_path": path}), Request("Grep", {"pattern": "x", "path": path})):
         assert tools.run(call).observation
-    assert "surrogate" in use("Write", file_path="kernels/b.cpp", content="// \ud800")
+    use("Write", file_path="kernels/b.cpp", content="// \ud800\0")
+    assert "b.cpp" in use("Bash", command="ls kernels")
 
 
 def test_a_file_is_read_before_it_is_overwritten_or_edited(use: Use) -> None:

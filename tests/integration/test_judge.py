@@ -155,7 +155,7 @@ def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path)
     pool = LocalPool(judge.params, tmp_path / "verdicts")
     pool._judge = judge
     judge.verdict(corpus.TASK, SIMD)
-    runner = judge.bench_cache.benches[corpus.TASK.task_id].baselines.runners[EAGER].runner
+    runner = judge.bench_cache.benches[corpus.TASK.code_digest].baselines.runners[EAGER].runner
     assert runner is not None
     runner.signal(9)  # as the kernel does when memory runs out
     assert pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "0")).result(600).status == "correct"

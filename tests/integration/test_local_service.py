@@ -116,11 +116,11 @@ def test_callers_with_other_settings_are_served_with_their_own(home: Path) -> No
 @pytest.mark.parametrize(
     ("status", "answer", "outcome"),
     [
-        (422, {"state": "failed", "status": 422, "error": "1 / 0"}, "task"),
-        (503, {"state": "failed", "status": 503, "error": "fell off"}, "judge"),
+        (422, {"state": "failed", "error": "1 / 0"}, "task"),
+        (503, {"state": "failed", "error": "fell off"}, "judge"),
         (422, {"error": "files: Field required"}, UserError),
         (401, {"error": "unknown token"}, UserError),
-        (400, {"state": "failed", "status": 400, "error": "precision: tf32 needs cuda"}, UserError),
+        (400, {"state": "failed", "error": "precision: tf32 needs cuda"}, UserError),
         (503, {"error": "the file with the tokens is damaged"}, InfrastructureError),
         (500, {}, UserError),
     ],

@@ -230,7 +230,7 @@ def mutated(
         ("runner.py", "if type(leaf) is not torch.Tensor:", "if False:", "tensor_subclass"),
         (
             "reference.py",
-            "if seed is None or not value.is_floating_point():",
+            "if seed is None or value.dtype == torch.bool:",
             "if only is None:",
             "ignored_parameter",
         ),  # randomised parameters

@@ -179,7 +179,7 @@ def test_nonsense_is_told_and_the_trajectory_goes_on() -> None:
     (trajectory,) = run(lambda i, t: said[t], turns=4)
     observed = [turn.calls[0].observation for turn in trajectory.turns]
     assert (
-        observed[0].startswith("invalid tool call: a call is")
+        observed[0].startswith("invalid tool call: its JSON cannot be read")
         and "no tool is called Fly" in observed[1]
         and "not writable" in observed[2]
     )

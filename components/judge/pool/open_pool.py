@@ -110,7 +110,7 @@ class HttpPool(LocalPool):
         )
 
     def _number(self, job: Job) -> int:
-        subject = digest_json([self.protocol, job.task.code_digest, job.candidate.digest])
+        subject = digest_json([self.protocol, job.task.task_id, job.candidate.digest])
         path = self.verdicts / "measurements" / subject[:2] / f"{subject}.json"
         with self.lock:
             epochs: list[str] = read_json(path) if path.exists() else []

@@ -147,6 +147,8 @@ class ServiceClient:
     def _ask(self, path: str, request: dict[str, Any], report: Report) -> dict[str, Any]:
         """Post `request` to `path` until its job is done or failed, and return the job's record.
 
+        The record also has the HTTP status of the answer as `status`.
+
         If `report` is not `ignore`, it is called with the job's progress. The request may be sent several
         times, also to a service that was restarted, because equal requests have the same job. Raises
         InfrastructureError if the service does not answer for `RESTART_SECONDS` or cannot serve, and
@@ -176,7 +178,7 @@ class ServiceClient:
             if job.get("state") == "done" or (
                 job.get("state") == "failed" and answer.status_code in (TASK_FAILED, JUDGE_FAILED)
             ):
-                return job
+                return job | {"status": answer.status_code}
             if answer.status_code not in (200, 202):
                 text = _error(answer) if self.is_local else f"pool.service: {self.address}: {_error(answer)}"
                 raise InfrastructureError(text) if answer.status_code == JUDGE_FAILED else UserError(text)
