@@ -87,7 +87,9 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
         return TERMINATED
     except ChildFailedError as error:
         failures = error.failures
-        if all(failure.exitcode == TERMINATED for failure in failures.values()):
+        codes = {failure.exitcode for failure in failures.values()}
+        # The agent ends the others when one has ended, if need be before they handle SIGTERM themselves.
+        if TERMINATED in codes <= {TERMINATED, -signal.SIGTERM}:
             return TERMINATED
         raise_first_error(logs, ranks)
         # Ranks with a recorded error, or ended by the agent afterwards, follow from the loss of another rank.

@@ -157,5 +157,7 @@ os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else time.slee
 
 def test_ranks_that_end_well_or_on_request_are_no_failure(tmp_path: Path) -> None:
     assert launch([sys.executable, "-c", "raise SystemExit(143)"], 2, tmp_path) == TERMINATED
+    slow = "import os, time; time.sleep(60 * int(os.environ['RANK'])); raise SystemExit(143)"
+    assert launch([sys.executable, "-c", slow], 2, tmp_path) == TERMINATED
     program = "import os; assert os.environ['MASTER_PORT'] and os.environ['LOCAL_RANK'] == os.environ['RANK']"
     assert launch([sys.executable, "-c", program], 2, tmp_path) == 0
