@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from forked import FORKS
-from promotion_fixtures import aliases, apply_decision, make, promotion_of
+from promotion_fixtures import actions, aliases, apply_decision, make, promotion_of
 from promotion_fixtures import home as home
 
 from components.core.errors import UserError
@@ -54,7 +54,7 @@ def test_what_a_kill_left_half_done_the_next_act_finishes(home: Path, at: int) -
     assert reigning in ("1", "2")
     apply_decision(again, "2", Decision(verdict="promoted", gates=(), reasons=()), champion="1", key="k")
     assert aliases(again) == {"champion": "2", "previous": "1"} and again.verify() == []
-    assert [entry.action for entry in again.chain.entries()] == ["promoted", "promoted"]
+    assert actions(again) == ["promoted", "promoted"]
 
 
 WORKERS, KILLED = 20, 6
