@@ -59,6 +59,8 @@ KERNEL(forward) {
 """,
 }
 
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
 
 def conversation(task: KernelTask) -> list[dict[str, Any]]:
     """The task's message, and the turn in which the policy writes both files."""
@@ -95,7 +97,9 @@ def test_trl_makes_two_grpo_steps(ci_params: Params, tmp_path: Path) -> None:
     python = python_with(tmp_path / "trl", "torch==2.13.0", "trl==1.16.0", "jmespath")
     script = str(PROJECT / "tests" / "environments" / "trl_grpo.py")
     with service_of([TASK], ci_params, tmp_path / "judge") as judge:
-        environment = os.environ | {"CUDA_AGENT_JUDGE": judge}
+        # DeepSpeed in an earlier test of this process may have set the variables of a rank.
+        own = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+        environment = own | {"CUDA_AGENT_JUDGE": judge}
         done = subprocess.run([python, script], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
 
