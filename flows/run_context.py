@@ -43,8 +43,8 @@ from components.core.files import (
 )
 from components.core.params import Params
 from components.core.records import TrainingStage
-from components.core.signing import Signer
 from components.core.sources import project_digests
+from components.registry.audit import AuditChain
 from flows.stage_keys import reward_digests
 
 # Names of the stages in their order, which are the permitted values of `--from`.
@@ -283,9 +283,9 @@ def check_training(params: Params) -> None:
 def check_environment(run: PipelineRun) -> None:
     """Raise UserError if something that a run needs is missing on this machine or cannot be read.
 
-    That is a compiler, the artefact store, the signing key, the evaluation suite, and the programs in
-    data.against. Raises IsolationUnavailable if the machine cannot run the sandbox. This is checked before a
-    run starts, because the run itself would fail only after hours.
+    That is a compiler, the artefact store, the signing key, the audit chain, the evaluation suite, and the
+    programs in data.against. Raises IsolationUnavailable if the machine cannot run the sandbox. This is
+    checked before a run starts, because the run itself would fail only after hours.
     """
     from components.evaluation.suites import HELD_OUT, load_suite  # imports pyarrow
     from components.sandbox.preflight import check_isolation
@@ -302,7 +302,9 @@ def check_environment(run: PipelineRun) -> None:
             )
     check_isolation(params.sandbox, params.device)
     open_store(params.store, run.home)
-    Signer(params.registry).sign({})
+    chain = AuditChain.of(params.registry, run.home)
+    chain.signer.sign({})
+    chain.entries()
     if params.evaluation.suite != HELD_OUT:
         load_suite(params, Path())
     EvaluationPrograms(params.data.against)

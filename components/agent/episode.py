@@ -9,6 +9,7 @@ verdict, independently of the others. In chat_rollout.py is the episode of a cha
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -107,7 +108,7 @@ class RolloutRequest:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
-class Episode:
+class Episode(abc.ABC):
     """One attempt of a policy at one task, which is returned as a trajectory when it ends."""
 
     def __init__(self, request: RolloutRequest, index: int, policy: Sampler | ChatClient):
@@ -148,9 +149,9 @@ class Episode:
                     await self.take_turn()
             return await asyncio.to_thread(self.finish)
 
+    @abc.abstractmethod
     async def take_turn(self) -> None:
-        """Sample one turn and run its tool calls, or set `finish_reason`; each subclass implements it."""
-        raise NotImplementedError
+        """Sample one turn and run its tool calls, or set `finish_reason`."""
 
     def first_message(self) -> dict[str, str]:
         """Return the user message that states the task.

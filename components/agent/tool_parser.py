@@ -10,6 +10,7 @@ shown to the policy as the observation of the call.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -65,6 +66,7 @@ LOOKS_LIKE_A_CALL = re.compile(r'\A\s*\[?\s*\{\s*"name"\s*:.*"(?:arguments|param
 MAX_CALLS = 16
 # Largest number of characters that the arguments of one call may have together.
 MAX_ARGUMENT_CHARACTERS = 1 << 20
+NOT_BLANK = re.compile(r"\S")
 # Strings in JSON may contain raw ends of lines, which models write.
 JSON = json.JSONDecoder(strict=False)
 FORM = (
@@ -111,7 +113,7 @@ def _calls_between_tags(text: str) -> list[Request]:
     if pairs := INVOKE.findall(text):
         return [_call_with_parts(name, body, INVOKE_PARAMETER) for name, body in pairs]
     if BLOCK_START in text:
-        return list(_blocks(text))
+        return list(itertools.islice(_blocks(text), MAX_CALLS))
     return [_function_call(block) for block in FUNCTION_BLOCK.findall(text)]
 
 
@@ -149,10 +151,12 @@ def _leading_json(text: str) -> tuple[list[Request], int]:
     """Return the calls in the JSON values with which a text begins, and where the last of these ends."""
     requests, end = list[Request](), 0
     try:
-        while text[end : end + 1] in ("{", "["):
+        while text[end : end + 1] in ("{", "[") and len(requests) < MAX_CALLS:
             value, end = JSON.raw_decode(text, end)
             requests += [_call(item) for item in (value if isinstance(value, list) else [value])]
-            end += len(text[end:]) - len(text[end:].lstrip())
+            if (next_value := NOT_BLANK.search(text, end)) is None:
+                break
+            end = next_value.start()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         requests.append(Request("", {}, f"its JSON cannot be read ({error}); {FORM}"))
     return requests, end

@@ -248,11 +248,11 @@ class Registry(FrozenModel):
     )
     key: str = throughput(
         "file with the Ed25519 private key, in OpenSSH's format, that signs decisions; empty is signing_key "
-        "in cuda-agent/ of the user's configuration, which the first decision makes"
+        "in cuda-agent/ of the user's configuration, which the first run makes"
     )
     trusted_keys: str = throughput(
         "file with the public keys whose signatures are accepted, one per line with its owner's name; empty "
-        "is trusted_keys beside the key"
+        "is trusted_keys in the folder of the key"
     )
 
     def uri(self, home: Path) -> str:

@@ -63,8 +63,8 @@ class Signer:
         public = private.public_key()
         if _fingerprint(public) not in self.names():
             raise UserError(
-                f"{self.key}: {self.trusted} does not list this key, so nobody would accept its signatures; "
-                f"append the line: {_line(public)}"
+                f"{self.key}: {self.trusted} does not list this key, so its signatures would not be "
+                f"accepted; append the line: {_line(public)}"
             )
         signature = private.sign(digest_json(dict(record)).encode())
         return f"{_fingerprint(public)}:{base64.b64encode(signature).decode()}"

@@ -180,7 +180,9 @@ def screen_candidate(files: dict[str, str], rules: Sandbox) -> ScreenedCandidate
             model = ast.unparse(without_unused_parts(tree)) if has_extensions else model
             reason = screen_python(model)
     except SYNTAX_ERRORS as error:
-        fence = "; it is a chat answer with a Markdown fence: give the Python code inside of ``` alone"
+        fence = (
+            "; the file has a Markdown fence, as answers of chat models do: keep only the code between ```"
+        )
         hint = fence if "```" in model else ""
         raise Rejected("load_failed", "syntax", f"model_new.py: {error}{hint}") from error
     if reason is not None:
@@ -301,7 +303,8 @@ def _readable(symbol: str) -> str:
     """Return the C++ name of a mangled symbol, or the symbol if c++filt is not installed."""
     if (program := shutil.which("c++filt")) is None:
         return symbol
-    done = subprocess.run([program, symbol], capture_output=True, text=True, check=False)
+    # On standard input, because arguments that begin with @ or - are options.
+    done = subprocess.run([program], input=symbol, capture_output=True, text=True, check=False)
     return done.stdout.strip() or symbol
 
 

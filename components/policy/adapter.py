@@ -27,8 +27,8 @@ def add_adapter(model: PreTrainedModel, settings: Adapter) -> None:
     Does nothing if `settings.rank` is 0. Otherwise it must be called before a DeepSpeed engine is made for
     the model. `settings.targets` has the names of the layers, or the ends of their dotted names; if it is
     empty, every linear layer that can have an adapter gets one. A new adapter does not change what the model
-    computes. Its values are equal in every call, so also on all ranks. peft gives them the dtype
-    of their layer, as DeepSpeed requires, which keeps the trained values in float32 itself.
+    computes. Its values are equal in every call, so also on all ranks. peft gives them the dtype of their
+    layer, as DeepSpeed requires, which keeps the trained values in float32 itself.
 
     In a mixture of experts, only the linear layers of the attention get an adapter. transformers 5 fuses the
     experts of a layer into two parameters, which are no linear layers, and neither is the router. Raises

@@ -2,8 +2,8 @@
 
 There is one folder for each registered model and one file for each entry, such as `000012.json`. An entry
 contains the digest of the previous entry, its own digest covers all of its other fields, and it is signed by
-a trusted key (components/core/signing.py). So an entry that is changed, removed, inserted or written by
-somebody else breaks the chain at a known place. If the last entries are removed, the rest is still a valid
+a trusted key (components/core/signing.py). So an entry that is changed, removed, inserted or signed with
+another key breaks the chain at a known place. If the last entries are removed, the rest is still a valid
 chain. To detect this too, a tag of the registered model in MLflow names the newest entry (`anchor`).
 
 An entry is written before the registry is changed, and it contains the aliases after the change. So if a
@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError
 
 from components.core.errors import UserError
 from components.core.files import digest_json, read_json, write_json
+from components.core.params import Registry
 from components.core.records import FrozenModel
 from components.core.signing import Signer
 
@@ -103,6 +104,12 @@ class AuditChain:
         self.folder = (
             folder / digest_json(model)[:12] if not re.fullmatch(r"[\w.-]+", model) else folder / model
         )
+
+    @classmethod
+    def of(cls, registry: Registry, home: Path) -> "AuditChain":
+        """Return the chain of the model `registry.model`, in `registry.audit` or else in the home."""
+        folder = Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit"
+        return cls(folder, registry.model, Signer(registry))
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -186,6 +193,11 @@ def newest(entries: list[AuditEntry], version: str, actions: Collection[Action])
     """Return the newest entry of `version` with one of these actions, or None if there is none."""
     of_version = (entry for entry in reversed(entries) if entry.version == version)
     return next((entry for entry in of_version if entry.action in actions), None)
+
+
+def recorded_aliases(entries: list[AuditEntry]) -> dict[str, str]:
+    """Return the version numbers of the champion and the previous champion after these entries."""
+    return entries[-1].aliases if entries else {}
 
 
 def check_anchor(entries: list[AuditEntry], anchor: str) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 from mlflow import MlflowClient
 
 from components.core.errors import UserError
-from components.core.files import MANIFEST, digest_file, verify_files
+from components.core.files import MANIFEST, digest_file, read_json, verify_files
+from components.core.signing import Signer
 from components.registry import models
-from components.registry.audit import AuditEntry, newest
+from components.registry.audit import DECISIONS, AuditEntry, newest, recorded_aliases
 
 RESTORE = "restore it from the artifact store's backup, or promote another version"
 
@@ -78,3 +79,40 @@ class Evidence:
     def match(self, path: str, digest: str) -> bool:
         """Return whether a file of the home, by its relative path, exists and has this digest."""
         return (self.home / path).is_file() and digest_file(self.home / path) == digest
+
+    def disagreements(self, version: str, entries: list[AuditEntry]) -> list[str]:
+        """Return a sentence for each disagreement between a version's files and tags and the audit chain.
+
+        The files are verified of a version that is the champion, the previous one, or waits; those of other
+        versions may have been deleted.
+        """
+        state = newest(entries, version, DECISIONS)
+        action = state.action if state is not None else None
+        names = [alias for alias, number in recorded_aliases(entries).items() if number == version]
+        try:
+            if names or action == "waiting":
+                evidence = self.verified(version, entries)
+            else:
+                evidence = self.recorded(version, entries)
+        except UserError as error:
+            return [f"{names[0]} (version {version}): {error}" if names else str(error)]
+        tags = models.find(self.client, self.model, version).tags
+        expected = evidence | {models.DECISION: action}
+        return [
+            f"version {version}: its tag {name} is {tags[name]!r}, and the audit chain says "
+            f"{expected[name]!r}."
+            for name in sorted(expected.keys() & tags.keys())
+            if tags[name] != expected[name]
+        ]
+
+    def untrusted_runs(self, signer: Signer) -> list[str]:
+        """Return a sentence for each run.json of the home that `signer` finds unsigned or wrongly signed."""
+        found = []
+        for file in sorted(self.home.glob("runs/*/run.json")):
+            try:
+                record = read_json(file)
+                signature = record.pop("signature", "")
+                signer.check(record, signature)
+            except (ValueError, AttributeError) as error:
+                found.append(f"{file}: this record of a run is not to be trusted, because {error}.")
+        return found

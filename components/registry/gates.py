@@ -1,6 +1,6 @@
 """The gates of promotion as pure functions of figures and thresholds.
 
-All thresholds are parameters (`params.gate`). There are three kinds of gates:
+All thresholds are parameters (`params.gate`). There are four kinds of gates:
 
 - A floor requires that the lower end of a figure's 95 % confidence interval reaches a threshold. So the true
   figure is above the threshold with a confidence of 97.5 %, and a small suite, whose intervals are wide,
@@ -293,7 +293,7 @@ def decide(gates: Sequence[Gate], approval: Literal["automatic", "person"]) -> D
         verdict: Literal["refused", "nothing_learned"] = "refused"
         if [gate.name for gate in failed] == [IMPROVEMENT]:
             verdict = "nothing_learned"
-        sentences = tuple(gate.sentence for gate in failed)
+        sentences = tuple(gate.note if gate.name == IMPROVEMENT else gate.sentence for gate in failed)
         return Decision(verdict=verdict, gates=tuple(gates), reasons=sentences)
     held = f"all {len(gates)} gates passed"
     if approval == "person":

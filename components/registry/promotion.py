@@ -20,9 +20,8 @@ from typing import Any
 from mlflow import MlflowClient
 
 from components.core.errors import UserError
-from components.core.files import read_json
 from components.core.params import Registry
-from components.core.signing import Signer, person
+from components.core.signing import person
 from components.registry import models
 from components.registry.audit import (
     DECISIONS,
@@ -32,6 +31,7 @@ from components.registry.audit import (
     AuditEntry,
     check_anchor,
     newest,
+    recorded_aliases,
 )
 from components.registry.evidence import Evidence
 from components.registry.gates import Compared, Decision
@@ -62,11 +62,7 @@ class Promotion:
         self.client = client
         self.model = registry.model
         self.home = home
-        self.chain = AuditChain(
-            Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit",
-            registry.model,
-            Signer(registry),
-        )
+        self.chain = AuditChain.of(registry, home)
         self.files = Evidence(client, registry.model, home, self.chain.folder)
 
     def register(self, version: str, evidence: Mapping[str, str]) -> AuditEntry:
@@ -99,7 +95,7 @@ class Promotion:
     def aliases(self) -> dict[str, str]:
         """Return the version numbers of the champion and the previous champion by the audit chain."""
         with self._changing() as entries:
-            return _aliases(entries)
+            return recorded_aliases(entries)
 
     def compared(self, version: str, champion: str) -> Compared | None:
         """Return the evaluation of the champion with which the gates compared a version before.
@@ -217,7 +213,7 @@ class Promotion:
         Raises UserError if there is no previous champion.
         """
         with self._changing() as entries:
-            back = _aliases(entries).get(PREVIOUS)
+            back = recorded_aliases(entries).get(PREVIOUS)
             if back is None:
                 raise UserError(
                     f"rollback: {self.model} has no previous champion yet; there is nothing to return to."
@@ -258,51 +254,14 @@ class Promotion:
                 return [str(error)]
             found = []
             actual = self._actual()
-            if actual != _aliases(entries):
+            if actual != recorded_aliases(entries):
                 found.append(
                     f"aliases: the registry says {_listed(actual)} and the audit chain "
-                    f"{_listed(_aliases(entries))}; somebody moved them elsewhere."
+                    f"{_listed(recorded_aliases(entries))}; another program moved them."
                 )
             for version in reversed(models.numbers(self.client, self.model)):
-                found += self._disagreements(version, entries)
-            return found + self._run_records()
-
-    def _disagreements(self, version: str, entries: list[AuditEntry]) -> list[str]:
-        """Return a sentence for each disagreement between a version's files and tags and the audit chain.
-
-        The files are verified of a version that is the champion, the previous one, or waits; those of other
-        versions may have been deleted.
-        """
-        aliases, state = _aliases(entries), newest(entries, version, DECISIONS)
-        action = state.action if state is not None else None
-        names = [alias for alias, number in aliases.items() if number == version]
-        try:
-            if names or action == "waiting":
-                evidence = self.files.verified(version, entries)
-            else:
-                evidence = self.files.recorded(version, entries)
-        except UserError as error:
-            return [f"{names[0]} (version {version}): {error}" if names else str(error)]
-        tags = models.find(self.client, self.model, version).tags
-        expected = evidence | {models.DECISION: action}
-        return [
-            f"version {version}: its tag {name} is {tags[name]!r}, and the audit chain says "
-            f"{expected[name]!r}."
-            for name in sorted(expected.keys() & tags.keys())
-            if tags[name] != expected[name]
-        ]
-
-    def _run_records(self) -> list[str]:
-        """Return a sentence for each run.json of the home whose signature is missing or wrong."""
-        found = []
-        for file in sorted(self.home.glob("runs/*/run.json")):
-            try:
-                record = read_json(file)
-                signature = record.pop("signature", "")
-                self.chain.signer.check(record, signature)
-            except (ValueError, AttributeError) as error:
-                found.append(f"{file}: this record of a run is not to be trusted, because {error}.")
-        return found
+                found += self.files.disagreements(version, entries)
+            return found + self.files.untrusted_runs(self.chain.signer)
 
     def waiting(self, version: str) -> tuple[str, AuditEntry]:
         """Return the number of a waiting version, and the audit entry by which it began to wait.
@@ -327,7 +286,7 @@ class Promotion:
 
         `compared` is the number of the version that was the champion then, or None if there was no champion.
         """
-        reigning = models.champion_besides(_aliases(entries), version)
+        reigning = models.champion_besides(recorded_aliases(entries), version)
         if reigning != compared:
             was, now = (f"version {one}" if one else "no champion" for one in (compared, reigning))
             raise UserError(
@@ -340,7 +299,9 @@ class Promotion:
 
     def _number(self, version: str, entries: list[AuditEntry]) -> str:
         """Return the number of a version; the champion and the previous one are those of the chain."""
-        return str(models.find(self.client, self.model, _aliases(entries).get(version, version)).version)
+        return str(
+            models.find(self.client, self.model, recorded_aliases(entries).get(version, version)).version
+        )
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[list[AuditEntry]]:
@@ -358,7 +319,7 @@ class Promotion:
         CHAMPION_ACTIONS, the version becomes the champion, and another champion before it gets the alias
         previous.
         """
-        aliases = _aliases(entries)
+        aliases = recorded_aliases(entries)
         if action in CHAMPION_ACTIONS and aliases.get(CHAMPION) != version:
             previous = {PREVIOUS: aliases[CHAMPION]} if CHAMPION in aliases else {}
             aliases = aliases | previous | {CHAMPION: version}
@@ -398,14 +359,14 @@ class Promotion:
         check_anchor(entries, anchor)
         if entries and anchor != entries[-1].anchor:
             self._apply_entry(entries[-1])
-        actual, recorded = self._actual(), _aliases(entries)
+        actual, recorded = self._actual(), recorded_aliases(entries)
         if actual != recorded:
             found = self.chain.append(
                 "found",
                 recorded.get(CHAMPION, ""),
                 recorded,
                 "unknown",
-                reason=f"somebody had moved the aliases to {_listed(actual)}; they were set back",
+                reason=f"another program had moved the aliases to {_listed(actual)}; they were set back",
             )
             entries.append(self._apply_entry(found))
         return entries
@@ -423,10 +384,6 @@ class Promotion:
 
 def _is_late(waiting: AuditEntry) -> bool:
     return datetime.now(UTC) > datetime.fromisoformat(waiting.evidence["deadline"])
-
-
-def _aliases(entries: list[AuditEntry]) -> dict[str, str]:
-    return entries[-1].aliases if entries else {}
 
 
 def _listed(aliases: dict[str, str]) -> str:

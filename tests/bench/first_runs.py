@@ -3,7 +3,7 @@
     python tests/bench/first_runs.py OUT [--profile smoke] [--seeds 0,1,2] [--busy] [--schedules 0]
         [--set KEY=VALUE] [--table]
 
-Every run has a home of its own. With `--busy`, a process beside it uses one core all the time. The first and
+Every run has a home of its own. With `--busy`, another process uses one core during the run. The first and
 the last policy of each run are also evaluated at temperature 0, with one attempt. With `--schedules`, that
 number of fixed schedules is measured on the held-out tasks, which all runs share. Finished runs are kept: a
 repeated call goes on where the last one was stopped. `--table` only prints the tables.

@@ -14,7 +14,7 @@ from components.core.errors import UserError
 from components.core.files import digest_json, digest_tree, read_json, write_json
 from components.core.signing import Signer
 from components.registry import models
-from components.registry.audit import SEALS, AuditChainError
+from components.registry.audit import SEALS, AuditChain, AuditChainError
 from components.registry.gates import Decision
 from components.registry.promotion import NotPassed, Promotion
 from flows.run_context import PipelineRun, check_environment
@@ -203,8 +203,16 @@ def test_a_key_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str
         Signer(registry).sign({})
 
 
-def test_a_run_checks_its_key_before_it_begins(tmp_path: Path) -> None:
-    (tmp_path / "key").write_text("no key")
-    run = PipelineRun(resolve("ci", (f"home={tmp_path}", f"registry.key={tmp_path / 'key'}")))
-    with pytest.raises(UserError, match=r"^registry\.key: .*/key is no readable private key"):
+def test_a_run_checks_its_key_and_the_audit_chain_before_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "broken").write_text("no key")
+    run = PipelineRun(resolve("ci", (f"home={tmp_path}", f"registry.key={tmp_path / 'broken'}")))
+    with pytest.raises(UserError, match=r"^registry\.key: .*/broken is no readable private key"):
+        check_environment(run)
+
+    run = PipelineRun(resolve("ci", (f"home={tmp_path}", f"registry.key={tmp_path / 'own' / 'key'}")))
+    chain = AuditChain.of(run.params.registry, tmp_path)
+    chain.signer = foreign_signer(tmp_path)
+    with chain.locked():
+        chain.append("registered", "1", {}, "mallory")
+    with pytest.raises(UserError, match=r"000001\.json: .* not to be trusted, because it is signed with"):
         check_environment(run)

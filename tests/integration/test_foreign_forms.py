@@ -126,7 +126,7 @@ def test_a_mistake_of_a_task_is_named_in_a_sentence(judge: Judge, mistaken: Kern
 def test_a_chat_answer_is_named(judge: Judge) -> None:
     fenced = f"Here is the kernel:\n\n```python\n{corpus.MODEL_NEW}\n```\n"
     verdict = judge.verdict(corpus.TASK, SIMD | {"model_new.py": fenced})
-    assert verdict.reason == "syntax" and "it is a chat answer with a Markdown fence" in verdict.log
+    assert verdict.reason == "syntax" and "the file has a Markdown fence" in verdict.log
 
 
 def test_a_byte_order_mark_is_no_mistake(judge: Judge) -> None:

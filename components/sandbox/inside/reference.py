@@ -48,8 +48,10 @@ def describe(code: str, device: str) -> dict[str, Any]:
     plain_init_inputs = [plain(value, "get_init_inputs()") for value in init_inputs]
     try:
         model = eval_mode(module.Model(*init_inputs), device)
+    except (MemoryError, RuntimeError):  # also a device without memory, for which the judge tries again
+        raise
     except Exception as error:
-        raise RuntimeError(
+        raise TypeError(
             f"Model(*get_init_inputs()) raises {type(error).__name__}: {error}. get_init_inputs() has to "
             f"return the list of the positional arguments of Model, and returns {repr(init_inputs)[:200]}"
         ) from error

@@ -1,3 +1,5 @@
+# Habits of published files: CUDA_HOME, empty flags and several in one string, at::parallel_for, a
+# view in C++, printf.
 import torch
 import torch.nn as nn
 from torch.utils.cpp_extension import CUDA_HOME, load_inline
