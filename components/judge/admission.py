@@ -206,7 +206,7 @@ def _timed(reference: TaskReference, baseline: Baseline) -> tuple[list[float], b
     seconds, is_deterministic, first = [], True, None
     tolerance = reference.params.sandbox.absolute_tolerance
     with reference.scheduler.measuring():
-        mixes = reference.inputs.fresh(reference.layout.calls)
+        mixes = reference.inputs.repeated(reference.layout.calls)
         staged = StagedInputs(reference, len(mixes)).hold(mixes)
         for _ in range(ROUNDS):
             with task_errors():

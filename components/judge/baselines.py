@@ -264,7 +264,7 @@ def baseline_seconds(baselines: BaselineCache, wanted: Sequence[Baseline]) -> di
     raw: dict[Baseline, list[float]] = {b: [] for b in (NOOP, *start_available(baselines, wanted))}
     order, rounds, staging = list(raw), sandbox.rounds, StagedInputs(reference, calls)
     while number <= rounds:
-        staged = staging.hold(reference.inputs.fresh(calls))
+        staged = staging.hold(reference.inputs.repeated(calls))
         for baseline in list(order):
             try:
                 seconds, _ = baselines.get(baseline).round("time", staged)

@@ -3,17 +3,12 @@
 A runner of the task's own source computes the float64 outputs.
 """
 
-import functools
 import math
 import secrets
-import signal
-import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from components.core.errors import InfrastructureError
 from components.judge.correctness import (
     PART_NUMEL,
     first_mismatch,
@@ -23,11 +18,8 @@ from components.judge.correctness import (
     smallest_limits,
 )
 from components.judge.input_mixing import InputMix
+from components.judge.source_runner import SourceRunner
 from components.judge.task_reference import TaskReference
-from components.sandbox.inside import shared_memory
-from components.sandbox.inside.runner_protocol import RegionName
-from components.sandbox.inside.shared_memory import Buffer
-from components.sandbox.runner_process import Runner, RunnerError
 
 # Largest error that is accepted in a timed call, as a multiple of the limit for a correctness set. It exceeds
 # 1 for two reasons. An output that departs little from eager's is not compared with float64 (`departures`).
@@ -72,24 +64,19 @@ class DeferredCall(NamedTuple):
 
 
 class Float64Check:
-    """Check of timed calls against float64 outputs, which a runner of the task's own source computes.
+    """Check of timed calls against float64 outputs, which the task's `SourceRunner` computes.
 
-    The runner is started at the first use, and stopped with SIGSTOP whenever it does not compute. Its memory
-    has copies of the parameters and of one call's inputs, and no other runner can access it. The methods may
-    be called only while no runner of a candidate computes.
-
-    Only suspicious calls are checked, whose outputs differ clearly from eager's (`suspicious_calls`). They
-    are checked at once, unless the baselines of the task share buffers (`Placement.shares_buffers`), because
-    the device memory then does not hold this runner and the timed runners at the same time. In that case, at
-    most two suspicious calls of the candidate are kept in host memory, the one that departs most from eager
-    and a random other one.
-    `wrong_deferred_call` checks them after the timed runners have ended.
+    The methods may be called only while no runner of a candidate computes. Only suspicious calls are checked,
+    whose outputs differ clearly from eager's (`suspicious_calls`). They are checked at once, unless the
+    baselines of the task share buffers (`Placement.shares_buffers`), because the device memory then does not
+    hold the float64 outputs and the timed runners at the same time. In that case, at most two suspicious
+    calls of the candidate are kept in host memory, the one that departs most from eager and a random other
+    one. `wrong_deferred_call` checks them after the timed runners have ended.
     """
 
     def __init__(self, reference: TaskReference):
         self.reference = reference
-        self.runner: Runner | None = None
-        self.buffers: dict[RegionName, Buffer] = {}
+        self.source = SourceRunner(reference, computes=True)
         self.deferred: list[DeferredCall] = []
         # Number of calls that could have been deferred since the last comparison of deferred calls.
         self.deferrable = 0
@@ -114,7 +101,10 @@ class Float64Check:
             if self.reference.layout.placement.shares_buffers:
                 self._defer(figures[index], mixes[index], ours[index], eager[index])
                 continue
-            expected = self.outputs(functools.partial(_copy, calls[index]))
+            given = self.reference.layout.inputs.views(calls[index], 0)
+            for target, source in zip(self.source.inputs(), given, strict=True):
+                target.copy_(source)
+            expected = self.source.float64_outputs()
             reason = self._mismatch(mixes[index], ours[index], eager[index], expected)
             if reason is not None:
                 return reason
@@ -172,72 +162,15 @@ class Float64Check:
         self.forget_deferred()
         try:
             for call in deferred:
-                expected = self.outputs(functools.partial(self._write_inputs, call.mix))
+                self.reference.write_inputs(call.mix, self.source.inputs())
+                self.reference.drawing.close()
+                expected = self.source.float64_outputs()
                 reason = self._mismatch(call.mix, call.results, call.eager_results, expected)
                 if reason is not None:
                     return reason
             return None
         finally:
-            self.close()
-
-    def _write_inputs(self, mix: InputMix, memory: torch.Tensor) -> None:
-        """Write the inputs that `mix` describes into `memory`, a tensor of bytes."""
-        for index, view in enumerate(self.reference.layout.inputs.views(memory, 0)):
-            self.reference.inputs.write(mix, index, view)
-
-    def outputs(self, write_inputs: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
-        """Return the float64 outputs for the inputs of one call.
-
-        `write_inputs` is called with a tensor of bytes, into which it writes the inputs. The result is
-        overwritten by the next call of this method. Raises InfrastructureError if the runner fails.
-        """
-        scheduler, seconds = self.reference.scheduler, self.reference.params.sandbox.run_seconds
-        try:
-            with scheduler.measuring():  # nothing else uses a GPU meanwhile
-                runner = self.runner or self._start()
-                write_inputs(self.buffers["inputs"].raw()[: self.reference.layout.inputs.stride])
-                if self.reference.params.device == "cuda":
-                    torch.cuda.synchronize()
-                runner.deadline = time.monotonic() + seconds
-                with scheduler.background_work(runner):
-                    runner.request({"op": "exact"})
-                runner.signal(signal.SIGSTOP)
-        except (RunnerError, torch.OutOfMemoryError) as error:
-            self.close()  # the next use starts another runner
-            raise InfrastructureError(f"reference in float64: {error}") from error
-        return self.reference.layout.expected.tensors(self.buffers["expected"], 0)
-
-    def _start(self) -> Runner:
-        reference, layout = self.reference, self.reference.layout
-        sizes: dict[RegionName, int] = {
-            "parameters": layout.parameters.stride,
-            "inputs": layout.inputs.stride,
-            "expected": layout.expected.stride,
-        }
-        for name, size in sizes.items():
-            device = layout.device if name == "inputs" else layout.memory_of(name)
-            self.buffers[name] = shared_memory.make_buffer(device, size)
-        self.buffers["parameters"].raw().copy_(reference.parameters.raw())
-        header = reference.header(1, self.buffers)
-        descriptors = tuple(buffer.fd for buffer in self.buffers.values())
-        seconds = reference.params.sandbox.run_seconds
-        self.runner = reference.processes.start(header, descriptors, seconds=seconds)
-        self.runner.receive()
-        return self.runner
-
-    def close(self) -> None:
-        """End the runner and free its memory."""
-        with self.reference.scheduler.preparing():  # freeing device memory blocks the whole device
-            if self.runner is not None:
-                self.runner.close(wait=self.reference.layout.placement.shares_buffers)
-                self.runner = None
-            for buffer in self.buffers.values():
-                buffer.close()
-            self.buffers.clear()
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    target.copy_(source)
+            self.source.close()
 
 
 def round_departures(

@@ -175,7 +175,6 @@ class Judge:
             "task": digest_bytes(reference.code.encode()),
             "seeds": [reference.parameter_seed, *reference.seeds[: len(reference.layout.distributions)]],
             "sets_per_round": reference.layout.calls,
-            "inputs": "rotated and blended" if reference.inputs.rotates else "blended",
         }
 
     def admit(self, code: str, eager_seconds: tuple[float, float], *, headroom: bool = False) -> Admission:

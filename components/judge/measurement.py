@@ -158,6 +158,7 @@ def _compare(
     """
     candidate, spread = runners["candidate"], params.sandbox.process_spread
     speedups, medians = dict[str, Ratio](), dict[str, float]()
+    staged = StagedInputs(bench.reference, bench.reference.layout.calls)
     evidence: dict[str, Any] = {"raw_seconds": {}}
 
     def time_beside(baselines: list[Timed], suffix: str = "") -> None:
@@ -165,7 +166,7 @@ def _compare(
         with bench.scheduler.measuring():
             # The wait for the device does not count toward the candidate's time limit.
             candidate.extend_deadline(time.monotonic() - began)
-            raw = timed_rounds(bench, runners, baselines)
+            raw = timed_rounds(bench, runners, baselines, staged)
         speedups.update({name: speedup(raw, name, spread) for name in baselines})
         for name in ("candidate", *baselines):
             medians.setdefault(name, median_seconds(raw, name))
@@ -183,6 +184,19 @@ def _compare(
     if compare_compile is False and speedups["eager"].estimate > MARGIN:
         add_compile(every_mode=False)
         time_beside(["compile"], suffix="_2")
+    if candidate.prepares_results:
+        raise Rejected(
+            "wrong_output",
+            "prepared_outputs",
+            "most outputs lie in memory in which no earlier output lay, so parts of them can have been "
+            "written before the clock ran; let each call allocate its outputs, or write all of one that is "
+            "used again.",
+        )
+    evidence["inputs"] = {
+        "drawn": bench.reference.inputs.draws,
+        "distributions": sorted({*bench.reference.distributions, *bench.reference.inputs.usable()}),
+        "different_calls": len(staged.fingerprints),
+    }
     return Speedup.model_validate(speedups), Seconds.model_validate(medians), evidence
 
 
@@ -210,28 +224,33 @@ def _compile_baseline(
 
 
 def timed_rounds(
-    bench: TaskBench, runners: dict[Timed, TimedRunner], baselines: Sequence[Timed]
+    bench: TaskBench, runners: dict[Timed, TimedRunner], baselines: Sequence[Timed], staged: StagedInputs
 ) -> RawSeconds:
     """Measure all runners in alternating rounds, and return each runner's seconds per call in each round.
 
-    In each round all runners get the same new inputs, and their order rotates from one round to the next. If
-    the baselines share their memory, the order is reversed instead, so that the candidate and eager, whose
-    outputs are compared, always follow each other. The first round is left out of the result, because a
+    In each round all runners get the same new inputs (`staged`), and their order rotates from one round to
+    the next. If the baselines share their memory, the order is reversed instead, so that the candidate and
+    eager, whose outputs are compared, always follow each other. The first round is left out, because a
     runner that has been stopped for a while is slow in it. There are `sandbox.rounds` rounds at first. Their
     number is doubled, up to `sandbox.most_rounds`, until the candidate's speed-up over each of `baselines` is
     precise enough (`statistics.wanted_rounds`) or the rounds have taken `ROUNDS_SHARE` of the time limit.
 
     Raises Rejected if an output of the candidate is found to be wrong (`Float64Check.wrong_call`), or if the
     candidate changed its inputs. Raises RunnerError if the candidate fails, InfrastructureError if a baseline
-    fails, and TaskError if eager is too inexact to tell whether an output is wrong. The time of comparing
-    outputs counts neither toward the candidate's time limit nor toward the rounds' share of it.
+    fails, and TaskError if eager is too inexact to tell whether an output is wrong. The time of making
+    inputs and of comparing outputs counts neither toward the candidate's time limit nor toward the rounds'
+    share of it.
     """
     reference, started = bench.reference, time.monotonic()
     sandbox, calls = reference.params.sandbox, reference.layout.calls
     raw: RawSeconds = {name: [] for name in runners}
-    order, rounds, number, staging = list(runners), sandbox.rounds, 0, StagedInputs(reference, calls)
+    order, rounds, number = list(runners), sandbox.rounds, 0
     while number <= rounds:
-        staged = staging.hold(reference.inputs.fresh(calls, number))
+        began = time.monotonic()
+        staged.hold_fresh(calls, number)
+        took = time.monotonic() - began
+        runners["candidate"].extend_deadline(took)
+        started += took
         results: dict[Timed, torch.Tensor] = {}
         for name in order:
             began = time.monotonic()
@@ -274,7 +293,8 @@ def timed_rounds(
 # What strangers to the judge most often overlook.
 CONDITIONS = (
     "Modules run in evaluation mode, and parameters and buffers have new values; with --weights seed they "
-    "have the constructor's."
+    "have the constructor's. Every element of an output has to be written in each call, because the judge "
+    "overwrites earlier outputs."
 )
 
 

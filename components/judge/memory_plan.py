@@ -25,8 +25,9 @@ HOST_SHARE = 0.8
 TRIVIAL_COPIES = 2
 # Bytes that the judge needs to compare one part of an output, to examine or to mix one block of an input.
 COMPARING_BYTES = 48 * PART_NUMEL
-# Bytes of device memory that are used besides those of a task with shared buffers: the CUDA context of the
-# judge's own process, freed memory that torch caches in it, and what the driver takes (docs/judge.md).
+# Bytes of device memory that are used besides those of a task with shared buffers: the CUDA contexts of the
+# judge's own process and of the runner that draws inputs, freed memory that torch caches in it, and what the
+# driver takes (docs/judge.md).
 JUDGE_BYTES = 5 << 30
 
 
@@ -113,8 +114,8 @@ def _separate_need(layout: TaskLayout, runner_bytes: int) -> MemoryNeed:
 def _sharing_need(layout: TaskLayout) -> MemoryNeed:
     """Return the memory that judging a task takes with a layout in which the baselines share buffers.
 
-    Only one timed runner at a time has more memory than its context, its parameters and its buffers, and a
-    runner of the task's source exists only while no timed runner does. When float64 outputs are computed
+    Only one timed runner at a time has more memory than its context, its parameters and its buffers. A runner
+    of the task's source computes outputs only while no timed runner exists. When float64 outputs are computed
     after the measurement, the buffers of the timed runners are freed too.
     """
     inputs, outputs, expected = layout.inputs.stride, layout.outputs.stride, layout.expected.stride
@@ -151,7 +152,8 @@ def _sharing_need(layout: TaskLayout) -> MemoryNeed:
     # The judge's inputs of the round, the inputs, outputs and results of candidates and of baselines, and the
     # parameters of two torch.compile modes and one more runner that wait.
     buffers = (3 * inputs + 4 * outputs) * capacity + noop + 3 * parameters
-    timed = bank + TIMED_RUNNERS * CONTEXT_BYTES + buffers + working
+    # Between rounds, the runner that draws inputs allocates those of one call. Its context is in JUDGE_BYTES.
+    timed = bank + TIMED_RUNNERS * CONTEXT_BYTES + buffers + max(working, inputs)
     # The call's inputs and float64 outputs in shared memory, in addition to what the runner allocates.
     deferred = bank + exact + inputs + float64_call
     # The parameters of the candidate, the baselines and the runner of float64 outputs, and the outputs of two

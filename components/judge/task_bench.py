@@ -55,13 +55,14 @@ class TaskBench:
             return None
         self.baselines.close()
         with self.scheduler.preparing():
+            self.reference.drawing.close()
             self.reference.processes.close()
             self.scheduler.release_cache()
         return self.float64_check.wrong_deferred_call()
 
     def close(self) -> None:
         self.baselines.close()
-        self.float64_check.close()
+        self.float64_check.source.close()
         self.reference.close()
 
 

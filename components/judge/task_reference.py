@@ -21,7 +21,9 @@ from components.core.records import Device
 from components.judge.correctness import ReferenceOutput, first_mismatch
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import InputBank, InputMix
+from components.judge.input_structure import is_finite
 from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
+from components.judge.source_runner import SourceRunner
 from components.judge.task_layout import (
     Description,
     RunnerMemory,
@@ -178,6 +180,7 @@ class TaskReference:
         self.code = code
         self.processes = processes
         self.runner: Runner | None = None
+        self.drawing = SourceRunner(self, computes=False)
         # Buffers and the memory reserved for them, which `close` releases in reverse order.
         self.resources = contextlib.ExitStack()
         self._outputs: dict[int, list[ReferenceOutput]] = {}
@@ -213,6 +216,7 @@ class TaskReference:
 
         Device memory of `bytes` plus `extra_bytes` is reserved first. Correctness sets get reference outputs,
         both at the task's precision and in float64. The sets that timed calls are mixed from get no outputs.
+        The structures of the inputs (`input_structure.py`) are found before the input distributions are used.
         """
         layout, shares_buffers = self.layout, self.layout.placement.shares_buffers
         correctness_sets = len(layout.distributions)
@@ -229,35 +233,67 @@ class TaskReference:
         self.seeds = [secrets.randbits(62) & ~1 for _ in range(layout.input_sets)]
         # With weights by seed, the parameters are those that the constructor makes.
         parameters = None if self.params.sandbox.weights == "seed" else self.parameter_seed
-        orders = [
-            {
-                "op": "fill",
-                "set": index,
-                "seed": seed,
-                "distribution": layout.distributions[index] if index < correctness_sets else "given",
-                "parameters": parameters,
-                "outputs": index < correctness_sets,
-                "exact": index < correctness_sets,
-            }
-            for index, seed in enumerate(self.seeds)
-        ]
         self._switch_to_reference(
             {"inputs": self.input_buffer, "outputs": self.output_buffer, "expected": self.expected_buffer},
             layout.input_sets,
         )
-        self._request([{"op": "parameters", "seed": parameters}, *orders])
+        # Input distribution of each correctness set.
+        self.distributions = ["given"] * correctness_sets
+        self._request({"op": "parameters", "seed": parameters})
+        given = [i for i, name in enumerate(layout.distributions) if name == "given"]
+        for index in [*given, *range(correctness_sets, layout.input_sets)]:
+            self._fill_set(index, "given", parameters)
         with self.scheduler.preparing():
             sets = [layout.inputs.tensors(self.input_buffer, index) for index in range(layout.input_sets)]
             self.inputs = InputBank(
                 sets,
-                layout.distributions,
+                self.distributions,
                 self.params.device,
                 timed_distributions=input_distributions(self.params.sandbox),
                 may_double=not shares_buffers,
             )
             self.resources.callback(self.inputs.close)
-            if shares_buffers:
+        if any(dtype.startswith(("int", "uint")) for _, dtype in layout.description.outputs):
+            self.inputs.changed["integers"] = []  # rounding makes equal values, whose order is arbitrary
+        for index, name in enumerate(layout.distributions):
+            if name == "given":
+                continue
+            if self.inputs.changed[name] and self._fill_set(index, name, parameters):
+                self.distributions[index] = name
+            else:
+                self.inputs.changed[name] = []
+                self._fill_set(index, "given", parameters)
+        if shares_buffers:
+            with self.scheduler.preparing():
                 self.scheduler.release_cache()
+
+    def _fill_set(self, index: int, distribution: str, parameters: int | None) -> bool:
+        """Have the runner make an input set, and the outputs of a correctness set; return whether it can.
+
+        A distribution other than `given` cannot be used if the task's source fails on it, as the logarithm of
+        a probability does, or if an output is then not finite although it is on the inputs of set 0.
+        """
+        is_correctness_set = index < len(self.distributions)
+        answer = self._request(
+            {
+                "op": "fill",
+                "set": index,
+                "seed": self.seeds[index],
+                "distribution": distribution,
+                "changed": self.inputs.changed[distribution] if distribution != "given" else [],
+                "parameters": parameters,
+                "outputs": is_correctness_set,
+                "exact": is_correctness_set,
+                "optional": distribution != "given",
+            }
+        )
+        if distribution == "given":
+            return True
+        with self.scheduler.preparing():
+            outputs, usual = (self.correctness_outputs(i)[0] for i in (index, 0))
+            return not answer and all(
+                is_finite(one) or not is_finite(other) for one, other in zip(outputs, usual, strict=True)
+            )
 
     def _allocate(self, region: RegionName, size: int) -> Buffer:
         buffer: Buffer = shared_memory.make_buffer(self.layout.memory_of(region), size)
@@ -289,12 +325,25 @@ class TaskReference:
             "construction_seed": self.construction_seed,
         }
 
-    def _request(self, orders: list[dict[str, Any]]) -> None:
-        """Have the runner, in the role `reference`, carry out `orders` one after another."""
+    def _request(self, order: dict[str, Any]) -> bytes:
+        """Have the runner, in the role `reference`, carry out an order, and return its answer."""
         assert self.runner is not None
         with self.scheduler.background_work(self.runner):
-            for order in orders:
-                self.runner.request(order)
+            return self.runner.request(order)
+
+    def write_inputs(self, mix: InputMix, views: list[torch.Tensor]) -> None:
+        """Write the inputs that `mix` describes into flat tensors.
+
+        A runner of the task's source may draw them, so no runner of a candidate may compute meanwhile. Raises
+        TaskError if the task's `get_inputs` fails.
+        """
+        if mix.seed is None:
+            for index, view in enumerate(views):
+                self.inputs.write(mix, index, view)
+            return
+        drawn = self.drawing.draw(mix.seed, mix.distribution, self.inputs.changed[mix.distribution])
+        for view, tensor in zip(views, drawn, strict=True):
+            view.copy_(tensor)
 
     def probe(self, changes: list[dict[str, Any]]) -> Generator[list[torch.Tensor]]:
         """Yield the task's outputs for changed versions of the first input set, one list for each change.
@@ -312,6 +361,7 @@ class TaskReference:
             "parameters": self.parameter_seed,
             "outputs": True,
             "exact": False,
+            "optional": False,
         }
         layout = self.layout
         with contextlib.ExitStack() as allocated:
@@ -326,7 +376,7 @@ class TaskReference:
                 self._switch_to_reference(buffers, 1)
             for change in changes:
                 with task_errors():
-                    self._request([order | change])
+                    self._request(order | change)
                 yield layout.outputs.tensors(buffers["outputs"], 0)
 
     def first_wrong(self, mixes: list[InputMix], memory: torch.Tensor, *, loose: bool = False) -> str | None:
@@ -339,7 +389,7 @@ class TaskReference:
         for i, mix in enumerate(mixes):
             references = self._references(mix.first)
             outputs = self.layout.outputs.views(memory, i)
-            distribution = self.layout.distributions[mix.first]
+            distribution = self.distributions[mix.first]
             reason = first_mismatch(references, outputs, distribution, loose=loose)
             if reason is not None:
                 return reason
@@ -391,6 +441,7 @@ class TaskReference:
         """End the runner, and free the data and the memory that the runners of several roles share."""
         with self.scheduler.preparing():  # freeing device memory blocks the whole device
             self.end_runner()
+            self.drawing.close()
             self.processes.close()
             self._outputs.clear()
             self.resources.close()

@@ -12,7 +12,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from components.judge.input_mixing import InputMix, as_bits
+from components.core.errors import TaskError
+from components.judge.input_mixing import InputMix, as_bits, fingerprint
 from components.judge.task_reference import TaskReference
 from components.sandbox.inside import shared_memory
 from components.sandbox.inside.runner_protocol import RoleHeader
@@ -23,6 +24,16 @@ from components.sandbox.runner_process import Runner, RunnerError
 BASELINE_LIMITS = 10
 # Number of random byte positions at which the inputs of a timed round on cuda are checked for changes.
 SAMPLED_BYTES = 1 << 16
+
+# Largest number of attempts to draw inputs that no earlier call had.
+MAX_DRAWS = 8
+# Number of words of 8 bytes of a call's mixed inputs from which its fingerprint is computed. Those of two
+# mixtures differ in almost every word.
+SAMPLED_WORDS = 1 << 12
+
+# Smallest size in bytes of a result whose address is recorded, and the number of addresses that is never
+# suspicious; kernels that allocate their results use about ten.
+LARGE_RESULT_BYTES, FEW_ADDRESSES = 1 << 16, 16
 
 # Kind of round: `time` for a measurement, `check` if the runner checks each result's form.
 Operation = Literal["check", "time"]
@@ -42,21 +53,46 @@ class StagedInputs:
     """
 
     def __init__(self, reference: TaskReference, capacity: int):
-        self.bank = reference.inputs
+        self.reference = reference
         self.stride = reference.layout.inputs.stride
         self.memory = torch.zeros(self.stride * capacity, dtype=torch.uint8, device=reference.params.device)
         self.mixes: list[InputMix] = []
+        # Fingerprints of the inputs of all timed calls.
+        self.fingerprints: set[int] = set()
         self.views = [reference.layout.inputs.views(self.memory, number) for number in range(capacity)]
 
     def hold(self, mixes: list[InputMix]) -> StagedInputs:
         """Write the inputs that `mixes` describe into the memory, and return this object.
 
-        `mixes` has at most `capacity` entries.
+        `mixes` has at most `capacity` entries. No runner of a candidate may compute meanwhile.
         """
         self.mixes = mixes
         for mix, views in zip(mixes, self.views, strict=False):
-            for index, view in enumerate(views):
-                self.bank.write(mix, index, view)
+            self.reference.write_inputs(mix, views)
+        return self
+
+    def hold_fresh(self, calls: int, number: int) -> StagedInputs:
+        """Hold inputs for timed round `number` that no earlier call had, and return this object.
+
+        Raises TaskError if the task's `get_inputs` draws the same inputs again and again.
+        """
+        self.hold(self.reference.inputs.fresh(calls, number))
+        for index, views in enumerate(self.views[:calls]):
+            for _ in range(MAX_DRAWS):
+                memory = self.memory[index * self.stride :][: self.stride]
+                drawn = self.mixes[index].seed is not None
+                found = fingerprint(memory, None if drawn else SAMPLED_WORDS)
+                if found not in self.fingerprints:
+                    break
+                self.mixes[index] = self.reference.inputs.fresh(1)[0]
+                self.reference.write_inputs(self.mixes[index], views)
+            else:
+                raise TaskError(
+                    f"get_inputs() returned equal inputs {MAX_DRAWS} times in a row under different seeds; "
+                    "let it draw random values, and fix no seed, so that a kept answer can be told from a "
+                    "kernel"
+                )
+            self.fingerprints.add(found)
         return self
 
     @property
@@ -88,9 +124,15 @@ class TimedRunner:
         self.role = header["role"]
         # Whether the candidate's last round changed its inputs.
         self.inputs_changed = False
+        self.output_bytes = [slot.bytes for slot in self.layout.outputs.slots]
+        # Bytes that replace a candidate's results, in floating-point numbers NaN.
+        self.garbage = torch.full((max(self.output_bytes, default=0),), 0xFF, dtype=torch.uint8)
+        # Addresses of results that were overwritten on cpu, and how many of the large results on cpu lay
+        # where no earlier one had been.
+        self.overwritten: set[int] = set()
+        self.results = self.new_results = 0
         # Whether torch.compile had an archive from the judge's cache and nothing to add to it.
         self.is_cached = False
-        self.output_bytes = [slot.bytes for slot in self.layout.outputs.slots]
         self.runner: Runner | None = None
         with self.scheduler.preparing():
             self.memory = processes.memory(self.layout, self.role)
@@ -167,11 +209,13 @@ class TimedRunner:
         In a round of the kind `check`, the runner also checks the form of each result. The results are read
         before the runner can change them. Raises RunnerError if the runner fails.
 
-        On cpu the judge reads each result out of the runner's memory. The time is the CPU time of all the
-        runner's threads from before the inputs exist until the last result is read, so that the work of every
-        thread is included. An honest runner waits at both moments and uses no CPU time. A call's inputs do
-        not exist before the previous call has been answered, because otherwise one pass over the weights
-        could answer all calls (tests/exploits/batch).
+        On cpu the judge reads each result out of the runner's memory, and then overwrites it if the runner is
+        a candidate's. Results on cuda are overwritten before the next round. What a candidate does not write
+        in a call is therefore wrong. The time on cpu is the CPU time of all the runner's threads from before
+        the inputs exist until the last result is read, so that the work of every thread is included. An
+        honest runner waits at both moments and uses no CPU time. A call's inputs do not exist before the
+        previous call has been answered, because otherwise one pass over the weights could answer all calls
+        (tests/exploits/batch).
 
         On cuda the time is the judge's wall time from before the inputs exist until the results are copied.
         The clock does not stop in between, so a runner cannot compute untimed. After the calls, and before
@@ -229,6 +273,13 @@ class TimedRunner:
                 map(runner.is_private_memory, addresses, self.output_bytes)
             ):
                 raise RunnerError("wrong", "output_is_mapped")
+            # A baseline's own bytes are written back, so that its cache lines move as the candidate's do.
+            replacing = [self.garbage.data_ptr()] * len(slots) if is_candidate else into
+            runner.write_memory(addresses, replacing, self.output_bytes)
+            for address, size in zip(addresses, self.output_bytes, strict=True):
+                self.results += size >= LARGE_RESULT_BYTES
+                self.new_results += size >= LARGE_RESULT_BYTES and address not in self.overwritten
+                self.overwritten.add(address)
             if index + 1 < calls:
                 np.copyto(targets[index + 1], sources[index + 1])
             runner.acknowledge()
@@ -332,6 +383,15 @@ class TimedRunner:
         not allowed, because working in place would save memory traffic that eager cannot avoid.
         """
         return self.role == "candidate" and not torch.equal(as_bits(inputs), as_bits(staged))
+
+    @property
+    def prepares_results(self) -> bool:
+        """Whether most large results lay in memory that had no earlier result, as if prepared in advance.
+
+        A kernel that allocates its results gets the same memory again and again. Memory with an earlier
+        result was overwritten, so that all of a result must be written in its call.
+        """
+        return self.new_results > max(FEW_ADDRESSES, self.results / 2)
 
     def extend_deadline(self, seconds: float) -> None:
         """Extend the runner's deadline by `seconds`, during which the runner waited for other work."""

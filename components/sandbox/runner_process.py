@@ -17,7 +17,7 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -57,17 +57,18 @@ class RunnerError(Exception):
 
 
 class _IoVector(ctypes.Structure):
-    """The structure iovec of process_vm_readv(2)."""
+    """The structure iovec of process_vm_readv(2) and process_vm_writev(2)."""
 
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.process_vm_readv.restype = ctypes.c_ssize_t
-_libc.process_vm_readv.argtypes = [
-    *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong),
-    *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong),
-]
+for _function in (_libc.process_vm_readv, _libc.process_vm_writev):
+    _function.restype = ctypes.c_ssize_t
+    _function.argtypes = [
+        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong),
+        *(ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong),
+    ]
 
 
 def send(connection: socket.socket, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
@@ -202,22 +203,37 @@ class Runner:
 
         Raises RunnerError if a range cannot be read, and InfrastructureError if the judge may not read it.
         """
+        self._copy_memory(_libc.process_vm_readv, targets, addresses, sizes, "unreadable_output")
+
+    def write_memory(self, addresses: list[int], sources: list[int], sizes: list[int]) -> None:
+        """Copy ranges of this process's memory, at `sources`, to the runner's memory (process_vm_writev(2)).
+
+        Raises RunnerError if a range cannot be written, and InfrastructureError if the judge may not write.
+        """
+        self._copy_memory(_libc.process_vm_writev, sources, addresses, sizes, "output_is_read_only")
+
+    def _copy_memory(
+        self,
+        copy: Callable[..., int],
+        own: list[int],
+        addresses: list[int],
+        sizes: list[int],
+        reason: str,
+    ) -> None:
         count, total = len(sizes), sum(sizes)
-        local, remote = (
-            (_IoVector * count)(*map(_IoVector, starts, sizes)) for starts in (targets, addresses)
-        )
-        copied = _libc.process_vm_readv(self.pid, local, count, remote, count, 0)
+        local, remote = ((_IoVector * count)(*map(_IoVector, starts, sizes)) for starts in (own, addresses))
+        copied = copy(self.pid, local, count, remote, count, 0)
         if copied == total:
             return
         problem = ctypes.get_errno() if copied < 0 else errno.EFAULT
         if problem == errno.EPERM:
             raise InfrastructureError(
-                "the judge may not read its runners' memory: run it as root or with the capability SYS_PTRACE"
-                " (docker run --cap-add SYS_PTRACE)."
+                "the judge may not access its runners' memory: run it as root or with the capability"
+                " SYS_PTRACE (docker run --cap-add SYS_PTRACE)."
             )
         if problem == errno.ESRCH:
             raise RunnerError("crashed", "the process is gone")
-        raise RunnerError("wrong", "unreadable_output")
+        raise RunnerError("wrong", reason)
 
     def is_private_memory(self, address: int, size: int) -> bool:
         """Return whether `size` bytes at `address` in the runner are private memory that no file backs.

@@ -254,19 +254,20 @@ def test_task_that_hangs_later_hangs_nobody(
 
 def test_a_large_input_is_mixed_in_pieces_as_a_small_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the mixture with rolled whole tensors: all runners get the same, so an error is silent."""
-    bank = [[torch.randn(7, 11), torch.randperm(13) + 100 * index] for index in range(3)]
+    bank = [[torch.randn(7, 11), torch.rand(13, dtype=torch.float64)] for _ in range(3)]
     for limit in (1 << 20, 0):
         monkeypatch.setattr(input_mixing, "MAX_DOUBLED_BYTES", limit)
         sets = InputBank(bank, ["given"], "cpu")
-        assert sets.rotates and sets.blends == [True, False]
+        assert not sets.draws
         for turn in ((0, 0), (5, 5), (76, 3), (3, 76), (1, 0)):
             mix = InputMix(1, 2, (turn[0], turn[0] % 13), (turn[1], turn[1] % 13), 0.3)
-            floats, whole = torch.empty(77), torch.empty(13, dtype=torch.int64)
-            sets.write(mix, 0, floats)
-            sets.write(mix, 1, whole)
-            first, second = bank[1][0].flatten().roll(-turn[0]), bank[2][0].flatten().roll(-turn[1])
-            assert torch.equal(floats, torch.lerp(first, second, 0.3))
-            assert torch.equal(whole, bank[1][1].roll(-(turn[0] % 13)))
+            for index, shifts in enumerate(zip(mix.first_shifts, mix.second_shifts, strict=True)):
+                mixed = torch.empty_like(bank[0][index]).flatten()
+                sets.write(mix, index, mixed)
+                first, second = (
+                    bank[number][index].flatten().roll(-shift) for number, shift in enumerate(shifts, 1)
+                )
+                assert torch.equal(mixed, torch.lerp(first, second, 0.3))
 
 
 def test_a_judge_may_hold_as_many_descriptors_as_the_system_allows(ci_params: Params, tmp_path: Path) -> None:
@@ -307,13 +308,13 @@ def test_the_runner_of_float64_outputs_is_stopped_between_uses_and_replaced_if_i
 
     assert judged().status == "correct"
     (bench,) = cold_judge.bench_cache.benches.values()
-    runner = bench.float64_check.runner
+    runner = bench.float64_check.source.runner
     assert runner is not None and psutil.Process(runner.pid).status() == psutil.STATUS_STOPPED
     runner.signal(9)
-    with pytest.raises(InfrastructureError, match="reference in float64"):
+    with pytest.raises(InfrastructureError, match="runner of the task's source"):
         judged()
-    assert bench.float64_check.runner is None and not bench.float64_check.buffers
-    assert judged().status == "correct" and bench.float64_check.runner is not None
+    assert bench.float64_check.source.runner is None and not bench.float64_check.source.buffers
+    assert judged().status == "correct" and bench.float64_check.source.runner is not None
 
 
 def test_comparisons_with_float64_take_no_time_of_the_candidates_limit(

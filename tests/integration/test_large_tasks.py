@@ -4,7 +4,6 @@ tests/nightly/test_placements.py judges in the other placements.
 """
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import judge_fixtures as corpus
@@ -15,6 +14,7 @@ from components.judge import correctness, float64_check, input_mixing, memory_pl
 from components.judge.float64_check import Float64Check
 from components.judge.input_mixing import InputMix
 from components.judge.judge import Judge
+from components.judge.source_runner import SourceRunner
 from components.judge.task_layout import PLACEMENTS, Placement
 from components.sandbox.runner_process import has_ended
 
@@ -72,7 +72,7 @@ def test_suspicious_calls_are_compared_after_the_candidate_has_ended(
     monkeypatch.setattr(
         float64_check, "round_departures", lambda reference, ours, eager, calls: [2.0] * calls
     )
-    honest, compared = Float64Check.outputs, []
+    honest, compared = SourceRunner.float64_outputs, []
 
     def living() -> set[str]:
         pidfds = [pidfd for pidfd in list(cold_judge.runner_factory.pidfds) if not has_ended(pidfd, 0)]
@@ -81,15 +81,15 @@ def test_suspicious_calls_are_compared_after_the_candidate_has_ended(
 
     others = living()  # runners of other tests' tasks
 
-    def outputs(self: Float64Check, write: Callable[[torch.Tensor], object]) -> list[torch.Tensor]:
+    def outputs(self: SourceRunner) -> list[torch.Tensor]:
         (bench,) = cold_judge.bench_cache.benches.values()
         compared.append(len(bench.baselines.runners))
         assert bench.reference.processes.shared is None, "the memory that the baselines share is freed"
-        is_running = bench.float64_check.runner is not None
+        is_running = bench.float64_check.source.runner is not None
         assert len(living() - others) == is_running, "no other runner has memory"
-        return honest(self, write)
+        return honest(self)
 
-    monkeypatch.setattr(Float64Check, "outputs", outputs)
+    monkeypatch.setattr(SourceRunner, "float64_outputs", outputs)
     simd = corpus.files("honest", "simd")
     assert cold_judge.verdict(corpus.TASK, simd).status == "correct"
     assert compared == [0, 0], "no baseline runs meanwhile"

@@ -1,6 +1,7 @@
 """With one defence of the judge switched off an exploit succeeds, so each is needed and tested."""
 
 import contextlib
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,14 @@ from pathlib import Path
 import judge_fixtures as corpus
 import pytest
 
-from components.judge import candidate, correctness, float64_check, input_mixing, task_layout
+from components.judge import (
+    candidate,
+    correctness,
+    float64_check,
+    input_mixing,
+    task_layout,
+    timed_runner,
+)
 from components.judge.float64_check import Float64Check
 from components.judge.input_mixing import InputBank
 from components.judge.judge import Judge
@@ -44,6 +52,7 @@ def verdict(judge: Judge, name: str) -> Verdict:
 def test_same_inputs_in_every_round(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round's inputs were never seen before."""
     monkeypatch.setattr(InputBank, "fresh", lambda self, calls, number: self.correctness_sets()[:calls])
+    monkeypatch.setattr(timed_runner, "fingerprint", lambda *_: secrets.randbits(64))
     assert verdict(cold_judge, "pointer_cache").status == "correct"
 
 
@@ -73,7 +82,15 @@ def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -
     assert verdict(cold_judge, "mapped_twice").status == "correct"
     assert verdict(cold_judge, "mapped_input").status == "wrong_output"
     monkeypatch.setattr(shared_memory, "corrupted_pages", lambda memory: contextlib.nullcontext())
+    assert verdict(cold_judge, "mapped_input").reason == "inputs_changed"
+    monkeypatch.setattr(Runner, "write_memory", lambda self, addresses, sources, sizes: None)
     assert verdict(cold_judge, "mapped_input").status == "correct"
+
+
+def test_results_not_overwritten(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert verdict(cold_judge, "written_once").status == "wrong_output"
+    monkeypatch.setattr(Runner, "write_memory", lambda self, addresses, sources, sizes: None)
+    assert verdict(cold_judge, "written_once").status == "correct"
 
 
 def test_one_family_of_inputs(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,8 +98,8 @@ def test_comparing_an_output_takes_the_memory_of_parts(is_finite: bool, dtype: t
 def test_mixing_inputs_takes_the_memory_of_blocks(dtype: torch.dtype) -> None:
     sets = [[torch.randn(NUMEL // 256, 256).to(dtype)] for _ in range(3)]
     out = torch.empty(NUMEL, dtype=dtype)
+    bank = InputBank(sets, ["given"], "cpu", may_double=False)
     with LargestUse() as use:
-        bank = InputBank(sets, ["given"], "cpu", may_double=False)
         for name in INPUT_DISTRIBUTIONS:
             bank.write(bank.fresh(1)[0]._replace(distribution=name), 0, out)
     assert PART < use.largest <= ALLOWED

@@ -5,6 +5,8 @@ This file runs only inside the sandbox; the judge never imports it.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import secrets
 import socket
@@ -89,6 +91,9 @@ class HostDelivery:
             check(result)
             self.deliver(result)
 
+    def forget_results(self) -> None:
+        """Do nothing, because on cpu the judge itself overwrites each result that it has read."""
+
     def deliver(self, result: Any) -> None:
         """Send the judge the addresses of a result, and wait until the judge has read it."""
         leaves = [leaf.contiguous() for leaf in flatten_outputs(result)]
@@ -127,6 +132,18 @@ def check_memory(leaves: list[torch.Tensor]) -> None:
         raise WrongForm("output_is_mapped")
 
 
+def overwrite(results: list[torch.Tensor]) -> None:
+    """Overwrite delivered results, so that a candidate that did not write all of a later result is wrong.
+
+    A tensor whose elements share memory is left as it is, since it cannot be written.
+    """
+    for result in results:
+        with contextlib.suppress(RuntimeError):
+            result.fill_(math.nan if result.is_floating_point() or result.is_complex() else 85)
+    torch.cuda.synchronize()
+    results.clear()
+
+
 def random_call(arguments: list[tuple[Any, ...]]) -> int:
     """Return the index of a random call of a round, whose calls have the given arguments."""
     return secrets.randbelow(max(1, len(arguments)))
@@ -150,12 +167,14 @@ class DeviceDelivery:
         self, connection: socket.socket, shared: SharedTensors, *, reuses_memory: bool, inspects: bool
     ):
         self.connection = connection
-        # Whether one call of each round is inspected by `check_memory`.
+        # Whether one call of each round is inspected by `check_memory`, and results are overwritten after it.
         self.inspects = inspects
         self.targets = [shared.tensors("outputs", i) for i in range(shared.layout["calls"])]
         # Whether a call overwrites the result of the previous call, as a CUDA graph does. If so, every result
         # is cloned before the next call.
         self.reuses_memory = reuses_memory
+        # A candidate's results of the last round.
+        self.results: list[torch.Tensor] = []
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
         """Make one call for each tuple of arguments, and deliver all results together."""
@@ -165,8 +184,14 @@ class DeviceDelivery:
             leaves = flatten_outputs(call(*values))
             if index == inspected and self.inspects:
                 check_memory(leaves)
+            if self.inspects:
+                self.results += leaves
             results.append([leaf.clone() for leaf in leaves] if self.reuses_memory else leaves)
         self.deliver(results)
+
+    def forget_results(self) -> None:
+        """Overwrite the candidate's results of the last round."""
+        overwrite(self.results)
 
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
         """Make one call for each tuple of arguments, check the results, and send all to the judge at once.
@@ -185,6 +210,8 @@ class DeviceDelivery:
             self.reuses_memory = self.reuses_memory or not addresses.isdisjoint(latest)
             addresses |= latest
             copies.append([leaf.clone() for leaf in results[-1]])
+            if self.inspects:
+                self.results += results[-1]
         self.deliver(copies)
 
     def deliver(self, results: list[list[torch.Tensor]]) -> None:
@@ -210,8 +237,10 @@ class CallDelivery:
 
     def __init__(self, connection: socket.socket, shared: SharedTensors, *, inspects: bool):
         self.connection = connection
-        # Whether one call of each round is inspected by `check_memory`.
+        # Whether one call of each round is inspected by `check_memory`, and results are overwritten after it.
         self.inspects = inspects
+        # A candidate's results of the last round.
+        self.results: list[torch.Tensor] = []
         shared.pin("next_inputs")
         shared.pin("last_outputs")
         self.next_inputs = shared.tensors("next_inputs")
@@ -230,8 +259,14 @@ class CallDelivery:
             if index == inspected and self.inspects:
                 check_memory(leaves)
             self.deliver(leaves)
+            if self.inspects:
+                self.results += leaves
 
     checked_calls = calls
+
+    def forget_results(self) -> None:
+        """Overwrite the candidate's results of the last round."""
+        overwrite(self.results)
 
     def receive(self, index: int) -> None:
         """Copy the inputs that the judge has written to the device, as the arguments of call `index`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import random
 import sys
 import time
 import types
@@ -167,18 +168,25 @@ class ReferenceModel:
                 state[name].copy_(value)
         self.loaded = seed, other
 
-    def inputs(self, seed: int, distribution: str) -> list[Any]:
-        """Return the arguments of one call, drawn with `seed` and changed to the named input distribution.
+    def inputs(self, order: dict[str, Any], seed: int) -> list[Any]:
+        """Return the arguments of one call, drawn with `seed` and changed as `order` says.
 
-        Only floating-point tensors are changed (`INPUT_DISTRIBUTIONS`).
+        The order has the name of an input distribution (`INPUT_DISTRIBUTIONS`) in `distribution`, and in
+        `changed` which of the tensors it changes, by position.
         """
         torch.manual_seed(seed)
-        change = INPUT_DISTRIBUTIONS[distribution]
-        values = make_inputs(self.module, self.shared.device)
-        moved = [
-            value.to(self.shared.device) if isinstance(value, torch.Tensor) else value for value in values
-        ]
-        return [change(value).contiguous() if is_float_tensor(value) else value for value in moved]
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        change, changed = INPUT_DISTRIBUTIONS[order["distribution"]], order.get("changed", ())
+        inputs, position = [], 0
+        for value in make_inputs(self.module, self.shared.device):
+            if isinstance(value, torch.Tensor):
+                moved = value.to(self.shared.device)
+                value = (change(moved) if position in changed else moved).contiguous()
+                position += 1
+            inputs.append(value)
+        return inputs
 
     def float64_outputs(self, values: list[Any]) -> Any:
         """Return the output for the arguments `values` in float64, also where the source names float32.
@@ -192,7 +200,7 @@ class ReferenceModel:
             with computing_in_float64():
                 return model(*self._copies(values, in_float64=True))
         except Exception as error:
-            if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+            if is_out_of_memory(error):
                 raise
             return self.model(*self._copies(values, in_float64=False))
 
@@ -223,16 +231,18 @@ class ReferenceModel:
     def fill(self, order: dict[str, Any]) -> None:
         """Write the inputs of one input set to shared memory, and the outputs that the order selects.
 
-        The order contains `set` (number of the input set), `seed`, `distribution`, `parameters` (a seed, or
-        None for the initial parameters), `outputs` (whether to write the model's outputs) and `exact`
-        (whether to write float64 outputs). To check whether a task depends on all of its inputs and
-        parameters, the order may name one input (`other_input`, by position) or one parameter
+        The order contains `set` (number of the input set), `seed`, `distribution`, `changed` (`inputs`),
+        `parameters` (a seed, or None for the initial parameters), `outputs` (whether to write the model's
+        outputs), `exact` (whether to write float64 outputs) and `optional` (whether a failure of the task's
+        source is reported and does not end the runner). To check whether a task depends on all of its inputs
+        and parameters, the order may name one input (`other_input`, by position) or one parameter
         (`other_parameter`) that is drawn with another seed.
         """
-        self.load(order["parameters"], order.get("other_parameter"))
-        inputs = self.inputs(order["seed"], order["distribution"])
+        if order["outputs"] or order["exact"]:
+            self.load(order["parameters"], order.get("other_parameter"))
+        inputs = self.inputs(order, order["seed"])
         if (position := order.get("other_input")) is not None:
-            inputs[position] = self.inputs(order["seed"] ^ 1, order["distribution"])[position]
+            inputs[position] = self.inputs(order, order["seed"] ^ 1)[position]
         slots = iter(self.shared.tensors("inputs", order["set"]))
         written = [next(slots).copy_(value) if isinstance(value, torch.Tensor) else value for value in inputs]
         with torch.no_grad():
@@ -271,6 +281,11 @@ def _shuffled(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         return value
     order = torch.randperm(flat.numel(), generator=generator, device=flat.device)
     return flat[order].view(value.shape)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether torch or Python could not allocate memory on the host or on a GPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def is_float_tensor(value: Any) -> bool:

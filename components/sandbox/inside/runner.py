@@ -75,7 +75,7 @@ def main(
     except (SystemExit, KeyboardInterrupt) as error:
         connection.send(b"Eexit " + repr(error).encode()[:200])
     except BaseException as error:  # untrusted code may raise any exception
-        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        out_of_memory = reference.is_out_of_memory(error)
         text = "".join(traceback.format_exception(error, limit=-6))[-MAX_TRACEBACK:]
         try:
             connection.send((b"M" if out_of_memory else b"E") + text.encode(errors="replace"))
@@ -171,19 +171,26 @@ def make_references(
 ) -> None:
     """Execute the judge's orders in the role `reference`, until the judge ends the role.
 
-    Each order writes parameters, an input set or outputs to shared memory, and is answered with `D`.
+    Each order writes parameters, an input set or outputs to shared memory, and is answered with `D`. If an
+    order to fill an input set is `optional` and the task's source fails, the error's text follows the letter.
     """
     connection.send(b"R")
     for order in orders(connection):
+        failure = ""
         if order["op"] == "parameters":
             model.write_parameters(order["seed"])
         elif order["op"] == "exact":
             model.write_exact()
         else:
-            model.fill(order)
+            try:
+                model.fill(order)
+            except Exception as error:
+                if not order["optional"] or reference.is_out_of_memory(error):
+                    raise
+                failure = f"{type(error).__name__}: {error}"[:200]
         if shared.device == "cuda":
             torch.cuda.synchronize()
-        connection.send(b"D")
+        connection.send(b"D" + failure.encode(errors="replace"))
 
 
 def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors, library: int) -> None:
@@ -224,6 +231,7 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
     with torch.no_grad():
         connection.send(b"R")
         for order in orders(connection):
+            delivery.forget_results()
             if order["op"] == "release":
                 torch.cuda.empty_cache()
             elif order["op"] == "warm":

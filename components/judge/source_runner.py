@@ -1,0 +1,141 @@
+"""Runner of a task's own source that works between timed rounds: it draws inputs and computes in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from components.core.errors import InfrastructureError, TaskError
+from components.core.records import Device
+from components.sandbox.inside import shared_memory
+from components.sandbox.inside.runner_protocol import RegionName
+from components.sandbox.inside.shared_memory import Buffer
+from components.sandbox.runner_process import Runner, RunnerError
+
+if TYPE_CHECKING:
+    from components.judge.task_reference import TaskReference
+
+
+class SourceRunner:
+    """Runner of a task's own source that draws the inputs of timed calls, or computes float64 outputs.
+
+    It is started at the first use, and stopped with SIGSTOP whenever it does not compute. Its memory has one
+    call's inputs, and if it `computes`, copies of the parameters and the outputs. No other runner can access
+    this memory. If device memory is scarce, the inputs that it draws have the place of the task's last input
+    set, which is not needed if inputs are drawn. The methods may be called only while no runner of a
+    candidate computes.
+    """
+
+    def __init__(self, reference: TaskReference, *, computes: bool):
+        self.reference = reference
+        self.computes = computes
+        self.runner: Runner | None = None
+        # Buffers of this runner alone.
+        self.buffers: dict[RegionName, Buffer] = {}
+
+    def inputs(self) -> list[torch.Tensor]:
+        """Return flat views of the inputs of one call in the runner's memory, after starting it if needed."""
+        with self._working():
+            buffer = self.buffers.get("inputs", self.reference.input_buffer)
+            return self.reference.layout.inputs.views(buffer.raw(), self._set)
+
+    def draw(self, seed: int, distribution: str, changed: list[int]) -> list[torch.Tensor]:
+        """Return flat views of inputs that the task's `get_inputs` draws under `seed`.
+
+        The inputs at the positions `changed` are then changed to the input distribution. The next use of the
+        runner overwrites the result. Raises TaskError if `get_inputs` fails.
+        """
+        order = {
+            "op": "fill",
+            "set": self._set,
+            "seed": seed,
+            "distribution": distribution,
+            "changed": changed,
+            "parameters": None,
+            "outputs": False,
+            "exact": False,
+            "optional": True,
+        }
+        if failure := self._request(order):
+            raise TaskError(f"get_inputs() fails under another seed: {failure.decode(errors='replace')}")
+        return self.inputs()
+
+    def float64_outputs(self) -> list[torch.Tensor]:
+        """Return the float64 outputs for the inputs that are in the runner's memory (`inputs`).
+
+        The next call of this method overwrites the result.
+        """
+        self._request({"op": "exact"})
+        return self.reference.layout.expected.tensors(self.buffers["expected"], 0)
+
+    @property
+    def _uses_last_set(self) -> bool:
+        return self.reference.layout.placement.shares_buffers and not self.computes
+
+    @property
+    def _set(self) -> int:
+        return self.reference.layout.input_sets - 1 if self._uses_last_set else 0
+
+    def _request(self, order: dict[str, Any]) -> bytes:
+        """Have the runner carry out an order, and return its answer."""
+        with self._working() as runner:
+            if self.reference.params.device == "cuda":
+                torch.cuda.synchronize()
+            runner.deadline = time.monotonic() + self.reference.params.sandbox.run_seconds
+            with self.reference.scheduler.background_work(runner):
+                answer = runner.request(order)
+            runner.signal(signal.SIGSTOP)
+            return answer
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[Runner]:
+        """Return a context with the started runner, in which nothing else uses a GPU.
+
+        Raises InfrastructureError if the runner fails; the next use then starts another one.
+        """
+        try:
+            with self.reference.scheduler.measuring():
+                yield self._started()
+        except (RunnerError, torch.OutOfMemoryError) as error:
+            self.close()
+            raise InfrastructureError(f"runner of the task's source: {error}") from error
+
+    def _started(self) -> Runner:
+        if self.runner is not None:
+            return self.runner
+        reference, layout = self.reference, self.reference.layout
+        # In the order in which the runner expects the descriptors.
+        wanted: dict[RegionName, tuple[Device, int]] = {}
+        if self.computes:
+            wanted["parameters"] = layout.memory_of("parameters"), layout.parameters.stride
+        if not self._uses_last_set:
+            wanted["inputs"] = layout.device, layout.inputs.stride
+        if self.computes:
+            wanted["expected"] = layout.memory_of("expected"), layout.expected.stride
+        for name, (device, size) in wanted.items():
+            self.buffers[name] = shared_memory.make_buffer(device, size)
+        if self.computes:
+            self.buffers["parameters"].raw().copy_(reference.parameters.raw())
+        buffers: dict[RegionName, Buffer]
+        buffers = {"inputs": reference.input_buffer} if self._uses_last_set else self.buffers
+        header = reference.header(self._set + 1, buffers)
+        descriptors = tuple(buffer.fd for buffer in buffers.values())
+        seconds = reference.params.sandbox.run_seconds
+        self.runner = reference.processes.start(header, descriptors, seconds=seconds)
+        self.runner.receive()
+        return self.runner
+
+    def close(self) -> None:
+        """End the runner and free its memory."""
+        with self.reference.scheduler.preparing():  # freeing device memory blocks the whole device
+            if self.runner is not None:
+                self.runner.close(wait=self.reference.layout.placement.shares_buffers)
+                self.runner = None
+            for buffer in self.buffers.values():
+                buffer.close()
+            self.buffers.clear()
