@@ -42,9 +42,14 @@ FORBIDDEN_NAMES = frozenset(
 # Methods that give a tensor's values to Python or to another library. The operator blocker of the runner
 # cannot block computations there.
 OUT_OF_TORCH = frozenset("numpy tolist apply_ map_ map2_ storage untyped_storage".split())
-# Modules all of whose functions may be called in `__init__`, which is the only place for most of them. They
-# compute initial parameters there, which are replaced when load_state_dict loads the task's parameters.
-CONSTRUCTION_ONLY = frozenset({"nn", "torch"})
+# Functions that may be called in `__init__`, which is the only place for most of them. They compute initial
+# parameters there, which are replaced when load_state_dict loads the task's parameters. The functions of
+# torch that lead past its operators, such as torch.library.get_kernel and torch.cuda.graph, are left out.
+CONSTRUCTION_CALLS = re.compile(
+    r"(?:torch\.)?nn\.(?:(?:functional|init|parameter|utils(?:\.parametrizations)?)\.)?(?:[A-Z]\w*\.)?\w+"
+    r"|torch\.(?:linalg\.)?(?:[A-Z]\w*\.)?\w+"
+    r"|torch\.cuda\.(?:is_available|device_count|current_device|current_stream|synchronize|get_device_\w+)"
+)
 
 
 def screen_files(files: dict[str, str]) -> str | None:
@@ -167,7 +172,7 @@ def _call_reason(call: ast.Call, in_init: bool, extensions: frozenset[str]) -> s
             if last in TENSOR_METHODS or last == "__init__" or in_init
             else f"call:{last or 'expression'}"
         )
-    if in_init and root in CONSTRUCTION_ONLY:
+    if in_init and CONSTRUCTION_CALLS.fullmatch(name):
         return None
     if root in ("torch", "nn", "F"):
         return None if head == "torch" and last in TORCH_CALLS else f"call:{name}"
@@ -229,7 +234,7 @@ ALLOWED_SYMBOLS = re.compile(
     | _Z(?:nw|na|dl|da)\w+ | __cxa_\w+ | __gxx_personality_v0 | _Unwind_\w+
     | __(?:stack_chk_fail|errno_location|tls_get_addr|gmon_start__|assert_fail|sched_cpucount) | _ITM_\w+
     | (?:mem(?:cpy|move|set|cmp|chr)|str(?:len|cmp|ncmp|cpy|ncpy|chr|rchr|dup)|__mem\w+_chk|__str\w+_chk
-        |__v?[sf]?n?printf_chk|v?snprintf|abort|exit)
+        |__v?[sf]?n?printf_chk|v?snprintf|strerror|abort|exit)
     | _ZN2at4_ops\d+
         (?:empty_memory_format|empty_like|empty_strided|new_empty|zeros|zeros_like|view|reshape|contiguous
         |transpose_int|permute|expand|squeeze|squeeze_dim|unsqueeze|flatten_using_ints|select_int|slice_Tensor
@@ -248,7 +253,7 @@ ALLOWED_SYMBOLS = re.compile(
         |lgamma|ceil|floor|round|trunc|rint|nearbyint|l?lround|l?lrint|fmod|remainder|fabs|fmax|fmin|fdim|fma
         |ldexp|frexp|modf|logb|ilogb|scalbn|copysign|nextafter|sincos|isnan|isinf|finite)f?
     | _ZGV\w+
-    | cuda(?!Ipc|Import|Export|Profiler|DeviceSetLimit|DeviceReset|CtxReset|SetDevice|DeviceEnablePeer)\w+
+    | cuda(?!Ipc|Import|Export|Profiler|DeviceSetLimit|DeviceReset|CtxReset|DeviceEnablePeer)\w+
     | __cuda\w+ | cublas\w+ | cudnn\w+
     )$"""
 )
