@@ -52,6 +52,10 @@ CONSTRUCTION_CALLS = re.compile(
 )
 
 
+# Registration of a candidate's own operators in C++, with their namespace.
+OWN_OPERATORS = re.compile(r"\bTORCH_LIBRARY(?:_FRAGMENT)?\(\s*(?!aten\b|prim|torch)(\w+)\s*,")
+
+
 def screen_files(files: dict[str, str]) -> str | None:
     """Return the reason why a candidate's files are refused, or None if they are accepted.
 
@@ -132,7 +136,15 @@ def without_unused_parts(tree: ast.Module) -> ast.Module:
 
 
 def _extension_names(tree: ast.AST) -> frozenset[str]:
-    """Return the names that a file binds only to results of `load_inline` or `load`, or to cuda_extension."""
+    """Return the names under which a file calls its own native functions.
+
+    They are the names that it binds only to results of `load_inline` or `load`, or to cuda_extension, and the
+    namespaces `torch.ops.NAME` of operators that the sources in its text register.
+    """
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    registered = {
+        f"torch.ops.{name}" for text in texts if isinstance(text, str) for name in OWN_OPERATORS.findall(text)
+    }
     bound, extensions = Counter[str](), Counter[str]()
     for node in ast.walk(tree):
         match node:
@@ -155,14 +167,16 @@ def _extension_names(tree: ast.AST) -> frozenset[str]:
                 bound[name] += 1
             case ast.MatchMapping(rest=str(name)):
                 bound[name] += 1
-    return frozenset(name for name, count in extensions.items() if bound[name] == count)
+    return frozenset(name for name, count in extensions.items() if bound[name] == count) | registered
 
 
 def _call_reason(call: ast.Call, in_init: bool, extensions: frozenset[str]) -> str | None:
     name = _dotted_name(call.func)
     head, _, last = name.rpartition(".")
     root = name.split(".")[0]
-    if root in ("cuda_extension", "math", "super", "self") or root in extensions or name in BUILTINS:
+    if root in ("cuda_extension", "math", "super", "self") or name in BUILTINS:
+        return None
+    if root in extensions or head in extensions:
         return None
     if called_function(call):
         return None
@@ -243,6 +257,7 @@ ALLOWED_SYMBOLS = re.compile(
     | _ZN2at(?:8internal)?\d+
         (?:get_thread_num|set_thread_num|get_num_threads|in_parallel_region|lazy_init_num_threads)E\w+
     | _ZN5torch(?:16PyWarningHandler|29translate_exception_to_python)\w+ | __dynamic_cast
+    | _ZNR?5torch(?:7Library|11CppFunction|3jit\d+parse(?:Schema|Name|SchemaOrName)E)\w+
     | _ZNK?2at10TensorBase\w* | _ZN?K?8pybind116detail\w+ | _ZNK?6caffe28TypeMeta\w+
     | _ZNK?3c10(?!\w*(?:Dispatcher|OperatorHandle|DynamicLibrary|AsyncTask|ThreadPool))\w+
     | (?:fflush|f?printf|f?putc|putchar|f?puts|fwrite|stdout|stderr|pthread_mutex_(?:un)?lock
