@@ -101,8 +101,10 @@ class Description(FrozenModel):
 
     @model_validator(mode="after")
     def _check_entries(self) -> Self:
-        pairs = itertools.zip_longest(self.inputs, self.scalars)
-        if any((spec is None) == (scalar is None or len(scalar) != 1) for spec, scalar in pairs):
+        if len(self.inputs) != len(self.scalars) or any(
+            scalar is not None if spec else len(scalar or []) != 1
+            for spec, scalar in zip(self.inputs, self.scalars, strict=True)
+        ):
             raise ValueError("an argument has to be in either inputs or scalars")
         names = {name for name, _, _ in self.state}
         if len(names) < len(self.state) or not names.issuperset(self.parameters):
