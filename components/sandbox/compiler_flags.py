@@ -18,7 +18,7 @@ CPU_FLAGS = (
 )
 # Flag for full AVX-512 vectors, which torch uses too; by default g++ uses vectors of half that width.
 X86_FLAGS = ("-mprefer-vector-width=512",)
-# Without NVTX_DISABLE, the algorithms of CUB and Thrust load a profiler's library, which the screening refuses.
+# Without NVTX_DISABLE, algorithms of CUB and Thrust load a profiler's library, which the screening refuses.
 CUDA_FLAGS = (
     *("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden"),
     *("-cudart=shared", "-DNVTX_DISABLE"),

@@ -53,7 +53,8 @@ def take(reply: bytes) -> None:
         return
     assert not math.isnan(description.seconds)
     assert len(description.inputs) == len(description.scalars)
-    forms = [*filter(None, description.inputs), *description.outputs, *(spec[1:] for spec in description.state)]
+    state = [(shape, dtype) for _, shape, dtype in description.state]
+    forms = [*filter(None, description.inputs), *description.outputs, *state]
     for shape, dtype in forms:
         torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
     for budget in BUDGETS:
@@ -72,7 +73,7 @@ def test_bytes_are_refused(reply: bytes) -> None:
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
-@given(st.fixed_dictionaries({}, optional={name: values for name in PLAIN}))
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(PLAIN, values)))
 def test_any_value_of_a_field_is_taken_or_refused(changed: dict[str, Any]) -> None:
     take(json.dumps(PLAIN | changed).encode())
 

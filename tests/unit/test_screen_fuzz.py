@@ -14,9 +14,7 @@ from components.sandbox.compiler_flags import refused_flag
 
 SECONDS = 2.0
 HONEST = [corpus.files("honest", name)["model_new.py"] for name in corpus.names("honest")]
-RULES = [
-    resolve("ci").params.sandbox.model_copy(update={"rules": rules}) for rules in ("kernel-only", "any")
-]
+RULES = [resolve("ci").params.sandbox.model_copy(update={"rules": rules}) for rules in ("kernel-only", "any")]
 EXTREMES = {
     "brackets": "(" * 100_000,
     "calls": "f(" * 20_000 + ")" * 20_000,
@@ -41,9 +39,11 @@ EXTREMES = {
     "nested_extension": "from torch.utils.cpp_extension import load\nx = " + "load(" * 90 + ")" * 90,
 }
 
-pieces = st.sampled_from([*"()[]{}:\"'\\\0\n\t#@*=.", "\ufeff", "\ud800", "def ", "lambda: ", "f'{", '"""']) | st.text(
-    max_size=3
-)
+PIECES = [*"()[]{}:\"'\\\0\n\t#@*=.", "\ufeff", "\ud800", "def ", "lambda: ", "f'{", '"""']
+NAMES = ["kernels/" + "a" * 200, "kernels/../x", "kernels/a\n", "/", ""]
+FLAGS = ["-O3", "-D", "-Xptxas -O3", "'", "\\", "-fplugin=x"]
+REQUESTS = [b"[" * 900_000, b"[" + b"9" * 9_000 + b"]", b'["\\ud800"]']
+pieces = st.sampled_from(PIECES) | st.text(max_size=3)
 
 
 @st.composite
@@ -80,12 +80,12 @@ def test_an_extreme_source_gets_a_verdict(name: str) -> None:
     screen({"model_new.py": corpus.MODEL_NEW + EXTREMES[name]})
 
 
-@given(st.text(max_size=120) | st.sampled_from(["kernels/" + "a" * 200, "kernels/../x", "kernels/a\n", "/", ""]))
+@given(st.text(max_size=120) | st.sampled_from(NAMES))
 def test_a_file_name_gets_a_verdict(name: str) -> None:
     screen({"model_new.py": corpus.MODEL_NEW, name: "", f"kernels/{name}": ""})
 
 
-@given(st.lists(st.text(max_size=30) | st.sampled_from(["-O3", "-D", "-Xptxas -O3", "'", "\\", "-fplugin=x"])))
+@given(st.lists(st.text(max_size=30) | st.sampled_from(FLAGS)))
 def test_compiler_flags_are_taken_or_refused(flags: list[str]) -> None:
     try:
         words = _words(flags)
@@ -94,7 +94,7 @@ def test_compiler_flags_are_taken_or_refused(flags: list[str]) -> None:
     assert refused_flag(words) in (None, *words)
 
 
-@given(st.binary(max_size=200) | st.sampled_from([b"[" * 900_000, b"[" + b"9" * 9_000 + b"]", b'["\\ud800"]']))
+@given(st.binary(max_size=200) | st.sampled_from(REQUESTS))
 def test_a_request_for_extensions_is_taken_or_refused(request: bytes) -> None:
     try:
         assert _validated(request) == []

@@ -44,10 +44,10 @@ class ConstructorMode(TorchDispatchMode):
     """
 
     def __init__(self, names: Collection[str], recorded: list[Any] | None):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names = names
         self.results: list[Any] = []
-        self.recorded: Iterator[Any] | None = None if recorded is None else iter(recorded)
+        self.recorded: Iterator[tuple[str, list[Any]]] | None = None if recorded is None else iter(recorded)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -64,7 +64,7 @@ class ConstructorMode(TorchDispatchMode):
             output = func(*args, **kwargs)
             self.results.append((name, [copied(value) for value in written or [output]]))
             return output
-        recorded_name, values = next(self.recorded, (None, None))
+        recorded_name, values = next(self.recorded, ("", []))
         if recorded_name != name:
             raise UnknownResult(name)
         if not written:
@@ -73,7 +73,8 @@ class ConstructorMode(TorchDispatchMode):
             targets, sources = (x if isinstance(x, list) else [x] for x in (target, value))
             for tensor, source in zip(targets, sources, strict=True):
                 tensor.resize_(source.shape).copy_(source)
-        return written[0] if len(func._schema.returns) == 1 else tuple(written) if func._schema.returns else None
+        returns = len(func._schema.returns)
+        return written[0] if returns == 1 else tuple(written) if returns else None
 
 
 def copied(value: Any) -> Any:

@@ -356,7 +356,8 @@ def construct_candidate(header: RoleHeader, libraries: bytes) -> torch.nn.Module
     elif libraries:
         Path(f"cuda_extension{header['suffix']}").write_bytes(libraries)
     inline_extension.write_files(header["files"])
-    return construct(importlib.import_module("model_new").ModelNew, header)
+    module: torch.nn.Module = construct(importlib.import_module("model_new").ModelNew, header)
+    return module
 
 
 def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:

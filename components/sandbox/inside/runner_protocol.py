@@ -1,10 +1,10 @@
 """The types of the JSON messages that the judge sends to its runners.
 
-A role begins with a RoleHeader. A runner in the role `describe`, `record` or `construct` answers once. In every other role
-it sends `R` when it is ready and then executes orders `{"op": …}` until the order `leave`. The orders are
-`parameters`, `fill` and `exact` for the role `reference`, `warm`, `time`, `check` and `release` (return free
-memory to the device) for the measured roles, and `save` for the role `compile`. After each order the runner
-sends `D`. This file imports nothing of the project.
+A role begins with a RoleHeader. A runner in the role `describe`, `record` or `construct` answers once. In
+every other role it sends `R` when it is ready and then executes orders `{"op": …}` until the order `leave`.
+The orders are `parameters`, `fill` and `exact` for the role `reference`, `warm`, `time`, `check` and
+`release` (return free memory to the device) for the measured roles, and `save` for the role `compile`. After
+each order the runner sends `D`. This file imports nothing of the project.
 """
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
