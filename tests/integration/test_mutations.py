@@ -26,6 +26,7 @@ SANDBOX = runner_factory.INSIDE_FOLDER
 INSIDE = (
     "zygote.py",
     "runner.py",
+    "constructor_mode.py",
     "delivery.py",
     "reference.py",
     "runner_support.py",
