@@ -1,7 +1,9 @@
 """Measurement of a candidate: verification, and alternating timed rounds with its baselines."""
 
 import contextlib
+import functools
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -124,15 +126,59 @@ def _load(params: JudgeParams, bench: TaskBench, built: BuiltCandidate, library:
         "extensions": built.extensions,
         "suffix": EXTENSION_SUFFIX,
         "rules": params.sandbox.rules,
+        "library_bytes": os.fstat(library).st_size,
     }
+    start = functools.partial(TimedRunner, bench.reference, header, seconds=params.sandbox.run_seconds)
     try:
         with rejecting(LOAD_ERRORS):
-            return TimedRunner(bench.reference, header, library, seconds=params.sandbox.run_seconds)
+            try:
+                return start(library)
+            except RunnerError as error:
+                if error.kind != "unknown_result":
+                    raise
+            with _constructor_results(params, bench, header, library) as library_and_results:
+                return start(library_and_results)
     except Rejected as error:
         if not built.failures:
             raise
         then = f"The file then failed to load ({error.status} {error.reason}): {error.log}"
         raise Rejected("build_failed", "compiler", "\n".join([*built.failures.values(), then])) from error
+
+
+@contextlib.contextmanager
+def _constructor_results(
+    params: JudgeParams, bench: TaskBench, header: RoleHeader, library: int
+) -> Iterator[int]:
+    """Yield a file with a candidate's library and, after it, what torch computed in its constructor.
+
+    A process that is used for nothing else runs the constructor (inside/constructor_mode.py). The file is in
+    memory; its size is limited as that of any file of a runner. Raises RunnerError if the constructor fails.
+    """
+    reference = bench.reference
+    header = {
+        **header,
+        "role": "construct",
+        "precision": params.precision,
+        "device": params.device,
+        "init_inputs": reference.layout.description.init_inputs,
+        "construction_seed": reference.construction_seed,
+    }
+    with (
+        os.fdopen(os.memfd_create("results"), "rb") as results,
+        os.fdopen(os.memfd_create("library_and_results"), "wb") as both,
+    ):
+        runner = reference.processes.factory.spawn(
+            header, (library, results.fileno()), seconds=params.sandbox.run_seconds
+        )
+        try:
+            runner.receive()
+        finally:
+            runner.close(wait=True)
+        results.seek(0)
+        both.write(os.pread(library, header["library_bytes"], 0))
+        shutil.copyfileobj(results, both)
+        both.flush()
+        yield both.fileno()
 
 
 def _verify(candidate: TimedRunner) -> None:

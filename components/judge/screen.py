@@ -42,9 +42,18 @@ FORBIDDEN_NAMES = frozenset(
 # Methods that give a tensor's values to Python or to another library. The operator blocker of the runner
 # cannot block computations there.
 OUT_OF_TORCH = frozenset("numpy tolist apply_ map_ map2_ storage untyped_storage".split())
-# Modules all of whose functions may be called in `__init__`, which is the only place for most of them. They
-# compute initial parameters there, which are replaced when load_state_dict loads the task's parameters.
-CONSTRUCTION_ONLY = frozenset({"nn", "torch"})
+# Functions that may be called in `__init__`, which is the only place for most of them. They compute initial
+# parameters there, which are replaced when load_state_dict loads the task's parameters. The functions of
+# torch that lead past its operators, such as torch.library.get_kernel and torch.cuda.graph, are left out.
+CONSTRUCTION_CALLS = re.compile(
+    r"(?:torch\.)?nn\.(?:(?:functional|init|parameter|utils(?:\.parametrizations)?)\.)?(?:[A-Z]\w*\.)?\w+"
+    r"|torch\.(?:linalg\.)?(?:[A-Z]\w*\.)?\w+"
+    r"|torch\.cuda\.(?:is_available|device_count|current_device|current_stream|synchronize|get_device_\w+)"
+)
+
+
+# Registration of a candidate's own operators in C++, with their namespace.
+OWN_OPERATORS = re.compile(r"\bTORCH_LIBRARY(?:_FRAGMENT)?\(\s*(?!aten\b|prim|torch)(\w+)\s*,")
 
 
 def screen_files(files: dict[str, str]) -> str | None:
@@ -127,7 +136,15 @@ def without_unused_parts(tree: ast.Module) -> ast.Module:
 
 
 def _extension_names(tree: ast.AST) -> frozenset[str]:
-    """Return the names that a file binds only to results of `load_inline` or `load`, or to cuda_extension."""
+    """Return the names under which a file calls its own native functions.
+
+    They are the names that it binds only to results of `load_inline` or `load`, or to cuda_extension, and the
+    namespaces `torch.ops.NAME` of operators that the sources in its text register.
+    """
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    registered = {
+        f"torch.ops.{name}" for text in texts if isinstance(text, str) for name in OWN_OPERATORS.findall(text)
+    }
     bound, extensions = Counter[str](), Counter[str]()
     for node in ast.walk(tree):
         match node:
@@ -150,14 +167,16 @@ def _extension_names(tree: ast.AST) -> frozenset[str]:
                 bound[name] += 1
             case ast.MatchMapping(rest=str(name)):
                 bound[name] += 1
-    return frozenset(name for name, count in extensions.items() if bound[name] == count)
+    return frozenset(name for name, count in extensions.items() if bound[name] == count) | registered
 
 
 def _call_reason(call: ast.Call, in_init: bool, extensions: frozenset[str]) -> str | None:
     name = _dotted_name(call.func)
     head, _, last = name.rpartition(".")
     root = name.split(".")[0]
-    if root in ("cuda_extension", "math", "super", "self") or root in extensions or name in BUILTINS:
+    if root in ("cuda_extension", "math", "super", "self") or name in BUILTINS:
+        return None
+    if root in extensions or head in extensions:
         return None
     if called_function(call):
         return None
@@ -167,7 +186,7 @@ def _call_reason(call: ast.Call, in_init: bool, extensions: frozenset[str]) -> s
             if last in TENSOR_METHODS or last == "__init__" or in_init
             else f"call:{last or 'expression'}"
         )
-    if in_init and root in CONSTRUCTION_ONLY:
+    if in_init and CONSTRUCTION_CALLS.fullmatch(name):
         return None
     if root in ("torch", "nn", "F"):
         return None if head == "torch" and last in TORCH_CALLS else f"call:{name}"
@@ -229,7 +248,7 @@ ALLOWED_SYMBOLS = re.compile(
     | _Z(?:nw|na|dl|da)\w+ | __cxa_\w+ | __gxx_personality_v0 | _Unwind_\w+
     | __(?:stack_chk_fail|errno_location|tls_get_addr|gmon_start__|assert_fail|sched_cpucount) | _ITM_\w+
     | (?:mem(?:cpy|move|set|cmp|chr)|str(?:len|cmp|ncmp|cpy|ncpy|chr|rchr|dup)|__mem\w+_chk|__str\w+_chk
-        |__v?[sf]?n?printf_chk|v?snprintf|abort|exit)
+        |__v?[sf]?n?printf_chk|v?snprintf|strerror|abort|exit)
     | _ZN2at4_ops\d+
         (?:empty_memory_format|empty_like|empty_strided|new_empty|zeros|zeros_like|view|reshape|contiguous
         |transpose_int|permute|expand|squeeze|squeeze_dim|unsqueeze|flatten_using_ints|select_int|slice_Tensor
@@ -238,6 +257,7 @@ ALLOWED_SYMBOLS = re.compile(
     | _ZN2at(?:8internal)?\d+
         (?:get_thread_num|set_thread_num|get_num_threads|in_parallel_region|lazy_init_num_threads)E\w+
     | _ZN5torch(?:16PyWarningHandler|29translate_exception_to_python)\w+ | __dynamic_cast
+    | _ZNR?5torch(?:7Library|11CppFunction|3jit\d+parse(?:Schema|Name|SchemaOrName)E)\w+
     | _ZNK?2at10TensorBase\w* | _ZN?K?8pybind116detail\w+ | _ZNK?6caffe28TypeMeta\w+
     | _ZNK?3c10(?!\w*(?:Dispatcher|OperatorHandle|DynamicLibrary|AsyncTask|ThreadPool))\w+
     | (?:fflush|f?printf|f?putc|putchar|f?puts|fwrite|stdout|stderr|pthread_mutex_(?:un)?lock
@@ -248,7 +268,7 @@ ALLOWED_SYMBOLS = re.compile(
         |lgamma|ceil|floor|round|trunc|rint|nearbyint|l?lround|l?lrint|fmod|remainder|fabs|fmax|fmin|fdim|fma
         |ldexp|frexp|modf|logb|ilogb|scalbn|copysign|nextafter|sincos|isnan|isinf|finite)f?
     | _ZGV\w+
-    | cuda(?!Ipc|Import|Export|Profiler|DeviceSetLimit|DeviceReset|CtxReset|SetDevice|DeviceEnablePeer)\w+
+    | cuda(?!Ipc|Import|Export|Profiler|DeviceSetLimit|DeviceReset|CtxReset|DeviceEnablePeer)\w+
     | __cuda\w+ | cublas\w+ | cudnn\w+
     )$"""
 )

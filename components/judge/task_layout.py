@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from components.core.params import Sandbox
 from components.core.records import Device, FrozenModel
@@ -68,8 +68,9 @@ MOST_ELEMENTS = 1 << 40
 
 
 def _check_shape(shape: list[int]) -> list[int]:
-    if math.prod(shape) >= MOST_ELEMENTS:
-        raise ValueError(f"a tensor has {math.prod(shape)} elements, more than {MOST_ELEMENTS}")
+    # Empty dimensions count as one, because the strides of the others must be numbers of 64 bits too.
+    if (elements := math.prod(size or 1 for size in shape)) >= MOST_ELEMENTS:
+        raise ValueError(f"a tensor has {elements} elements, more than {MOST_ELEMENTS}")
     return shape
 
 
@@ -96,7 +97,19 @@ class Description(FrozenModel):
     state: list[tuple[str, Shape, Dtype]] = Field(max_length=4096)
     parameters: list[str] = Field(max_length=4096)
     seconds: float = Field(ge=0, lt=1e6)
-    peak_bytes: int = Field(ge=0)
+    peak_bytes: int = Field(ge=0, lt=1 << 63)
+
+    @model_validator(mode="after")
+    def _check_entries(self) -> Self:
+        if len(self.inputs) != len(self.scalars) or any(
+            scalar is not None if spec else len(scalar or []) != 1
+            for spec, scalar in zip(self.inputs, self.scalars, strict=True)
+        ):
+            raise ValueError("an argument has to be in either inputs or scalars")
+        names = {name for name, _, _ in self.state}
+        if len(names) < len(self.state) or not names.issuperset(self.parameters):
+            raise ValueError("names in state have to be unique, and contain those in parameters")
+        return self
 
 
 @dataclass(frozen=True)

@@ -183,12 +183,16 @@ RUN_ERRORS: dict[str, Rejection] = {
     "forbidden": ("forbidden", "{text}", "computing with torch is forbidden: {text}"),
 }
 # Rejections by the kind of the RunnerError, for errors that are raised while the candidate is loaded. No
-# output exists yet while a candidate is loaded. The kinds `wrong` and `forbidden`, which are errors of a
-# call, are therefore reported as crashes.
+# output exists yet while a candidate is loaded. The kind `wrong`, which is an error of a call, is therefore
+# reported as a crash.
 LOAD_ERRORS: dict[str, Rejection] = RUN_ERRORS | {
     "error": ("load_failed", "import", "{text}"),
     "wrong": ("crashed", "wrong", "{text}"),
-    "forbidden": ("crashed", "forbidden", "{text}"),
+    "unknown_result": (
+        "load_failed",
+        "constructor",
+        "the constructor calls torch's operators in another order in each process; the next one was {text}.",
+    ),
 }
 
 

@@ -18,7 +18,11 @@ CPU_FLAGS = (
 )
 # Flag for full AVX-512 vectors, which torch uses too; by default g++ uses vectors of half that width.
 X86_FLAGS = ("-mprefer-vector-width=512",)
-CUDA_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=shared")
+# Without NVTX_DISABLE, algorithms of CUB and Thrust load a profiler's library, which the screening refuses.
+CUDA_FLAGS = (
+    *("-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden"),
+    *("-cudart=shared", "-DNVTX_DISABLE"),
+)
 # Flags with which torch compiles CUDA sources of extensions.
 TORCH_CUDA_FLAGS = (
     *("-D__CUDA_NO_HALF_OPERATORS__", "-D__CUDA_NO_HALF_CONVERSIONS__"),

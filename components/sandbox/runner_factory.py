@@ -164,7 +164,8 @@ class RunnerFactory:
 
     def _confinement(self, role: Role, kind: ZygoteKind) -> Confinement:
         """Return the resource limits and the system-call filter of a runner of this role and zygote."""
-        candidate, autotunes = role in ("candidate", "record"), kind == "compile" and self.device == "cuda"
+        candidate = role in ("candidate", "record", "construct")
+        autotunes = kind == "compile" and self.device == "cuda"
         limits = {
             "RLIMIT_FSIZE": TEMPORARY_BYTES,
             "RLIMIT_NOFILE": 256,

@@ -32,13 +32,16 @@ SUSPEND_SECONDS = 1.0
 MESSAGE_BYTES = 1 << 20
 # Maximum time to wait until killed runners have ended.
 EXIT_SECONDS = 20
-RunnerErrorKind = Literal["crashed", "timed_out", "protocol", "error", "out_of_memory", "wrong", "forbidden"]
+RunnerErrorKind = Literal[
+    "crashed", "timed_out", "protocol", "error", "out_of_memory", "wrong", "forbidden", "unknown_result"
+]
 # Kinds of errors that runners report, by the first letter of the message.
 ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
     b"E": "error",
     b"M": "out_of_memory",
     b"W": "wrong",
     b"F": "forbidden",
+    b"U": "unknown_result",
 }
 
 
@@ -47,7 +50,8 @@ class RunnerError(Exception):
 
     The runner crashed, exceeded its time or memory, sent a wrong message or reported an error. The kind
     "wrong" means an output that cannot be read or does not have the form of the reference output. The kind
-    "forbidden" means a call of a blocked operator.
+    "forbidden" means a call of a blocked operator, and "unknown_result" one in a constructor, whose result
+    has not been recorded.
     """
 
     def __init__(self, kind: RunnerErrorKind, text: str = ""):

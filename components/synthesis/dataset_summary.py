@@ -23,6 +23,7 @@ UNREADABLE = ("no_code", "cut_off", "contract")
 FIRST_LOOK = (
     *UNREADABLE,
     "hostile",
+    "foreign_import",
     "mislabelled",
     "duplicate_source",
     "duplicate_graph",

@@ -9,6 +9,7 @@ trivial answers to it are found wrong, and its eager time lies within data.eager
 import ast
 import math
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class TaskFilter:
 
     def _find_refusal(self, task: KernelTask) -> tuple[str, str]:
         if forbidden := find_forbidden(task.code):
-            return "hostile", forbidden
+            return forbidden
         if label_error := find_label_error(task.ops, task.data_source, task.code):
             return "mislabelled", label_error
         source, operators = digest_bytes(normalise(task.code).encode()), graph_digest(task.code)
@@ -124,30 +125,33 @@ FORBIDDEN_TORCH = re.compile(
 )
 
 
-def find_forbidden(code: str) -> str:
-    """Return a description of the first forbidden import, name or attribute, or an empty string.
+def find_forbidden(code: str) -> tuple[str, str] | None:
+    """Return the reason and a description of the first forbidden import, name or attribute, or None.
 
-    `code` must be valid Python.
+    `code` must be valid Python. The reason is "foreign_import" for a module that is not of Python's standard
+    library, and "hostile" for anything else.
     """
     for node in ast.walk(parse_python(code)):
         match node:
             case ast.Import(names=names):
-                foreign = [
-                    alias.name for alias in names if alias.name.partition(".")[0] not in ALLOWED_MODULES
-                ]
-                if foreign:
-                    return f"imports {foreign[0]}"
-            case ast.ImportFrom(module=module, level=level) if (
-                level or (module or "").partition(".")[0] not in ALLOWED_MODULES
-            ):
-                return f"imports {module}"
+                modules = [alias.name for alias in names]
+            case ast.ImportFrom(module=module, level=level):
+                modules = ["." * level + (module or "")]
             case ast.Name(id=name) if name in FORBIDDEN_NAMES:
-                return f"uses {name}"
+                return "hostile", f"uses {name}"
             case ast.Attribute(attr=name) if name in FORBIDDEN_ATTRIBUTES:
-                return f"uses {name}"
+                return "hostile", f"uses {name}"
             case ast.Attribute() if FORBIDDEN_TORCH.match(ast.unparse(node)):
-                return f"uses {ast.unparse(node)}"
-    return ""
+                return "hostile", f"uses {ast.unparse(node)}"
+            case _:
+                modules = []
+        for name in modules:
+            package = name.partition(".")[0]
+            if package not in ALLOWED_MODULES:
+                available = ", ".join(sorted(ALLOWED_MODULES))
+                reason = "hostile" if package in sys.stdlib_module_names else "foreign_import"
+                return reason, f"imports {name}; a task may import {available}"
+    return None
 
 
 def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:

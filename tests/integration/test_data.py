@@ -167,6 +167,13 @@ def test_hostile_sources_are_named(code: str) -> None:
     assert [finding.reason for finding in check_rows(rows, parameters().data).values()] == ["hostile"]
 
 
+def test_a_module_that_tasks_do_not_have_is_named() -> None:
+    rows = [KernelTask(code=f"from transformers.activations import NewGELU\n{task('return x')}")]
+    (finding,) = check_rows(rows, parameters().data).values()
+    assert finding.reason == "foreign_import"
+    assert "imports transformers.activations; a task may import " in finding.detail
+
+
 def test_labels_are_read_as_lists_and_as_texts_of_lists() -> None:
     for value in (["a", "b"], '["a", "b"]', "['a', 'b']", "a, b"):
         assert parse_operators(value) == ("a", "b")

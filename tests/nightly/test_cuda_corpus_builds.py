@@ -10,9 +10,10 @@ import pybind11
 import pytest
 
 from components.judge.screen import screen_files, screen_python, screen_symbols
+from components.sandbox.compiler_flags import CUDA_FLAGS
 
 WORKDIR = corpus.HERE.parent / "agent_workdir"
-FLAGS = ("-O1", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden", "-cudart=shared", "-arch=sm_90")
+FLAGS = (*CUDA_FLAGS, "-arch=sm_90")
 INCLUDES = (f"-I{WORKDIR}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}")
 CANDIDATES = [(group, name) for group in ("honest_cuda", "exploits_cuda") for name in corpus.names(group)]
 

@@ -129,17 +129,24 @@ def file_extension(
     }
 
 
-def _replace_functions(load: Callable[[Extension], Any]) -> None:
+def _replace_functions(load: Callable[[Extension, bool], Any]) -> None:
     """Replace torch.utils.cpp_extension by a module whose functions `load_inline` and `load` build nothing.
 
-    They call the argument `load` with the extension that their caller describes, and return its result.
+    They call the argument `load` with the extension that their caller describes and with whether it is a
+    module of Python, and return its result.
     """
     import torch.utils
 
+    def replacement(describe: Callable[..., Extension]) -> Callable[..., Any]:
+        def function(*args: Any, **options: Any) -> Any:
+            return load(describe(*args, **options), options.get("is_python_module", True))
+
+        return function
+
     module = types.ModuleType("torch.utils.cpp_extension")
     made: dict[str, Any] = {
-        "load_inline": lambda *args, **options: load(inline_extension(*args, **options)),
-        "load": lambda *args, **options: load(file_extension(*args, **options)),
+        "load_inline": replacement(inline_extension),
+        "load": replacement(file_extension),
     }
     made |= {"CUDA_HOME": "/usr/local/cuda" if torch.version.cuda else None, "ROCM_HOME": None}
     vars(module).update(made)
@@ -151,16 +158,19 @@ def install(built: list[BuiltExtension], libraries: bytes, suffix: str) -> None:
     """Write the built libraries to files, and make torch's `load_inline` and `load` return their modules.
 
     `libraries` has the bytes of all libraries, at the offsets that `built` gives, and `suffix` is the suffix
-    of their files. A call with sources that the judge has not built raises RuntimeError, as torch does if the
-    compiler fails.
+    of their files. A library that is no module of Python is loaded for the operators that it registers
+    (TORCH_LIBRARY). A call with sources that the judge has not built raises RuntimeError, as torch does if
+    the compiler fails.
     """
+    import torch
+
     known: dict[str, tuple[str, Path]] = {}
     for number, entry in enumerate(built):
         path = Path(f"extension_{number}{suffix}").absolute()
         path.write_bytes(libraries[entry["offset"] : entry["offset"] + entry["size"]])
         known[entry["digest"]] = (entry["name"], path)
 
-    def load(extension: Extension) -> Any:
+    def load(extension: Extension, is_python_module: bool) -> Any:
         digest = extension_digest(extension)
         if digest not in known:
             raise RuntimeError(
@@ -168,6 +178,8 @@ def install(built: list[BuiltExtension], libraries: bytes, suffix: str) -> None:
                 "the judge has built no extension with these sources"
             )
         name, path = known[digest]
+        if not is_python_module:
+            return torch.ops.load_library(path)
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -193,7 +205,7 @@ def record(files: Mapping[str, str], init_inputs: list[Any]) -> list[Extension]:
     """
     found: list[Extension] = []
 
-    def load(extension: Extension) -> _Recorded:
+    def load(extension: Extension, _: bool) -> _Recorded:
         found.append(extension)
         return _Recorded()
 

@@ -5,9 +5,11 @@ fork, so that all runners share one import of torch. The roles `candidate`, `eag
 measured with the same loop. The roles `describe` and `reference` are implemented in reference.py.
 
 A candidate must use its own kernels instead of torch's compute operators, so these are blocked in its process
-(`prepare_operator_block`). The operators' kernels are replaced in torch's dispatcher, for all threads and
-until the process ends. A dispatch mode could block the same calls, but a candidate can see whether a mode is
-set, and a mode that is always set costs time in every call.
+(`block_operators`). The operators' kernels are replaced in torch's dispatcher before any of the candidate's
+code runs, for all threads and until the process ends, so neither a kernel that the candidate looks up nor a
+CUDA graph that it captures contains them. A dispatch mode could block the same calls, but a candidate can see
+whether a mode is set, and a mode that is always set costs time in every call. What a constructor computes
+nevertheless comes from constructor_mode.py.
 """
 
 from __future__ import annotations
@@ -17,15 +19,18 @@ import ctypes
 import functools
 import gc
 import importlib
+import io
 import itertools
 import json
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import constructor_mode
 import inductor
 import inline_extension
 import reference
@@ -43,6 +48,12 @@ ALLOWED_OPERATORS = frozenset(
     empty empty_strided empty_like new_empty new_empty_strided zeros zeros_like new_zeros view _unsafe_view
     reshape alias detach as_strided slice select unsqueeze squeeze expand permute transpose t contiguous
     clone split unbind narrow lift_fresh _reshape_alias is_pinned copy_ fill_ zero_ _foreach_copy_""".split()
+)
+# Attributes of torch._C whose functions compute without the dispatcher: Static Runtime, the fuser of
+# TorchScript, oneDNN Graph, and executors of exported programs.
+ENGINES = (
+    *("StaticModule", "_jit_to_static_module", "_fuse_to_static_module", "_te"),
+    *("_jit_set_llga_enabled", "_nativert", "_aoti"),
 )
 # Maximum length of an order of the judge, in bytes.
 ORDER_BYTES = 1 << 14
@@ -133,6 +144,9 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
     elif header["role"] == "record":
         found = inline_extension.record(header["files"], [*map(restored, header["init_inputs"])])
         connection.send(b"R" + json.dumps(found).encode())
+    elif header["role"] == "construct":
+        record_constructor(header, *descriptors)
+        connection.send(b"R")
     elif header["role"] == "reference":
         with contextlib.closing(SharedTensors(header, descriptors)) as shared:
             make_references(connection, reference.ReferenceModel(header, shared), shared)
@@ -144,6 +158,8 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
                 connection.send(b"W" + str(error).encode())
             except ForbiddenOperator as error:
                 connection.send(b"F" + str(error).encode())
+            except constructor_mode.UnknownResult as error:
+                connection.send(b"U" + str(error).encode())
 
 
 def orders(connection: socket.socket) -> Iterator[dict[str, Any]]:
@@ -199,11 +215,21 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
     Each order makes one call for each of its input sets. `library` is the descriptor of a candidate's
     compiled library, or of the archive of the role `compile` (inductor.py).
     """
-    refuse_compute, artefacts = None, None
+    refuse_construction, artefacts = None, None
     if header["role"] == "candidate":
+        libraries = os.pread(library, os.fstat(library).st_size, 0)
+        mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if header["rules"] == "kernel-only":
-            refuse_compute = prepare_operator_block(shared.device)
-        call = load_candidate(header, shared, library)
+            size = header["library_bytes"]
+            libraries, recorded = libraries[:size], libraries[size:]
+            results = constructor_mode.load_results(io.BytesIO(recorded)) if recorded else []
+            mode = constructor_mode.ConstructorMode(compute_names(shared.device), results)
+            refuse_construction = block_operators(shared.device)
+        with mode:
+            module = construct_candidate(header, libraries)
+        if header["construction_seed"] is None:
+            shared.load_parameters(module)
+        call = eval_mode(module, shared.device)
     elif header["role"] == "noop":
         outputs = itertools.cycle(shared.noop_outputs())
 
@@ -226,8 +252,8 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
     gc.collect()
     gc.freeze()
     gc.disable()
-    if refuse_compute is not None:
-        refuse_compute()
+    if refuse_construction is not None:
+        refuse_construction()
     with torch.no_grad():
         connection.send(b"R")
         for order in orders(connection):
@@ -275,47 +301,71 @@ def compute_operators(key: str) -> list[tuple[str, str]]:
     ]
 
 
-def prepare_operator_block(device: str) -> Callable[[], None]:
-    """Return a function that makes every compute operator raise ForbiddenOperator.
+def compute_names(device: str) -> frozenset[str]:
+    """Return the full names of all operators that compute on cpu or `device`, constructors' ones left out."""
+    keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
+    return frozenset(
+        f"{space}::{name}"
+        for key in keys
+        for space, name in compute_operators(key)
+        if not constructor_mode.may_construct(name)
+    )
 
-    Call this before the candidate's code runs, and the returned function after the candidate's module is
-    made. The returned function does not look up names of this module, so a candidate that replaces them
-    changes nothing. A reference to each library object is leaked on purpose, because the original kernels
-    would be restored if the object were garbage collected.
+
+def block_operators(device: str) -> Callable[[], None]:
+    """Make every compute operator raise ForbiddenOperator, except those of constructors.
+
+    Return a function that blocks these too. Call this before the candidate's code runs, and the returned
+    function after the candidate's module is made. The returned function does not look up names of this
+    module, so a candidate that replaces them changes nothing. A reference to each library object is leaked on
+    purpose, because the original kernels would be restored if the object were garbage collected.
     """
     keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
-    operators = tuple((key, tuple(compute_operators(key))) for key in keys)
     library, partial, refuse = torch._C._dispatch_library, functools.partial, _refuse
     leak, as_object = ctypes.pythonapi.Py_IncRef, ctypes.py_object
 
-    def block() -> None:
-        for key, names in operators:
-            libraries: dict[str, Any] = {}
-            for space, name in names:
-                if space not in libraries:
-                    libraries[space] = library("IMPL", space, key, __file__, 0)
-                    leak(as_object(libraries[space]))
-                libraries[space].impl(name, key, partial(refuse, f"{space}.{name}"))
+    def block(operators: list[tuple[str, str, str]]) -> None:
+        libraries: dict[tuple[str, str], Any] = {}
+        for key, space, name in operators:
+            if (key, space) not in libraries:
+                libraries[key, space] = library("IMPL", space, key, __file__, 0)
+                leak(as_object(libraries[key, space]))
+            libraries[key, space].impl(name, key, partial(refuse, f"{space}.{name}"))
 
-    return block
+    operators = [(key, *names) for key in keys for names in compute_operators(key)]
+    constructors = [operator for operator in operators if constructor_mode.may_construct(operator[2])]
+    block([operator for operator in operators if not constructor_mode.may_construct(operator[2])])
+    for engine in ENGINES:
+        vars(torch._C).pop(engine, None)
+        sys.modules.pop(f"torch._C.{engine}", None)
+    return partial(block, constructors)
 
 
-def load_candidate(header: RoleHeader, shared: SharedTensors, library: int) -> Call:
-    """Write the candidate's files to the working folder and return its module with the task's weights.
+def record_constructor(header: RoleHeader, library: int, results: int) -> None:
+    """Construct the candidate where torch computes, and write the results of torch's operators to a file.
 
-    `library` is the descriptor of the compiled library, or of the libraries of all extensions, one after
-    another. It is empty if the candidate has none.
+    `library` is the descriptor of the candidate's library, and `results` that of the file.
     """
-    libraries = os.pread(library, os.fstat(library).st_size, 0)
+    mode = constructor_mode.ConstructorMode(compute_names(header["device"]), None)
+    with mode:
+        construct_candidate(header, os.pread(library, header["library_bytes"], 0))
+    with os.fdopen(os.dup(results), "wb") as file:
+        constructor_mode.save_results(mode, file)
+
+
+def construct_candidate(header: RoleHeader, libraries: bytes) -> torch.nn.Module:
+    """Write the candidate's files to the working folder and return its module, as constructed.
+
+    `libraries` is the compiled library, or the libraries of all extensions, one after another. It is empty if
+    the candidate has none.
+    """
     if header["extensions"] is not None:
         inline_extension.install(header["extensions"], libraries, header["suffix"])
     elif libraries:
         Path(f"cuda_extension{header['suffix']}").write_bytes(libraries)
     inline_extension.write_files(header["files"])
-    module = construct(importlib.import_module("model_new").ModelNew, header)
-    if header["construction_seed"] is None:
-        shared.load_parameters(module)
-    return eval_mode(module, shared.device)
+    module: torch.nn.Module = construct(importlib.import_module("model_new").ModelNew, header)
+    return module
 
 
 def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:

@@ -1,18 +1,19 @@
 """The types of the JSON messages that the judge sends to its runners.
 
-A role begins with a RoleHeader. A runner in the role `describe` or `record` answers once. In every other role
-it sends `R` when it is ready and then executes orders `{"op": …}` until the order `leave`. The orders are
-`parameters`, `fill` and `exact` for the role `reference`, `warm`, `time`, `check` and `release` (return free
-memory to the device) for the measured roles, and `save` for the role `compile`. After each order the runner
-sends `D`. This file imports nothing of the project.
+A role begins with a RoleHeader. A runner in the role `describe`, `record` or `construct` answers once. In
+every other role it sends `R` when it is ready and then executes orders `{"op": …}` until the order `leave`.
+The orders are `parameters`, `fill` and `exact` for the role `reference`, `warm`, `time`, `check` and
+`release` (return free memory to the device) for the measured roles, and `save` for the role `compile`. After
+each order the runner sends `D`. This file imports nothing of the project.
 """
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
 # Roles of a runner. `describe` describes the task, `record` finds the extensions that a candidate's file
-# requests, and `reference` makes inputs and expected outputs. The other roles are measured: a candidate, the
+# requests, `construct` records what torch computes in a candidate's constructor (constructor_mode.py), and
+# `reference` makes inputs and expected outputs. The other roles are measured: a candidate, the
 # baselines `eager` and `compile`, and the no-op.
-Role = Literal["describe", "record", "reference", "candidate", "eager", "compile", "noop"]
+Role = Literal["describe", "record", "construct", "reference", "candidate", "eager", "compile", "noop"]
 # Kinds of zygotes by what they load before a fork. `plain` loads torch, `compile` loads torch and Inductor,
 # and `probe` (preflight.py) loads neither.
 ZygoteKind = Literal["plain", "compile", "probe"]
@@ -59,6 +60,7 @@ class RoleHeader(TypedDict, total=False):
     precision: str  # `strict-fp32` or `tf32`
     code: str  # the task's source; not used by the role `candidate`
     files: dict[str, str]  # a candidate's Python sources by workspace path
+    library_bytes: int  # size of the library; recorded results of constructor_mode.py may follow it
     suffix: str  # file suffix of a candidate's library
     init_inputs: list[Any]  # arguments of the model's constructor
     # Seed of torch before the constructor, or None unless candidates get their weights by it.

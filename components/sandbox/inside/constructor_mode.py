@@ -1,0 +1,98 @@
+"""The mode in which a candidate is imported and constructed: torch computes none of it in this process.
+
+Allocations, views, copies, fills and random draws run as usual. Their results depend on no values of tensors,
+so nothing that keeps one of them can compute an output with it. A constructor that needs another operator,
+such as the product in `torch.randn(8, 8) * 0.02`, is run in a second process first, where torch computes and
+nothing is measured. That process records the results, and the measured one takes them as data.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any, BinaryIO
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operators that a constructor may call besides those that are always allowed, by name without overload.
+CONSTRUCTION_OPERATORS = frozenset(
+    """
+    arange eye full full_like linspace logspace ones ones_like scalar_tensor tril_indices triu_indices
+    rand rand_like randint randint_like randn randn_like randperm empty_permuted
+    uniform_ normal_ random_ exponential_ log_normal_ cauchy_ geometric_
+    _to_copy diagonal unfold split_with_sizes set_ resize_ _cudnn_rnn_flatten_weight""".split()
+)
+# Overloads of these names that draw with parameters from tensors, and thereby compute.
+FILLS_WITH_FLOATS = frozenset(["normal.float_float", "normal.float_float_out", "bernoulli_.float"])
+
+
+def may_construct(name: str) -> bool:
+    """Return whether a constructor may call the operator `name`, given with its overload."""
+    return name.split(".")[0] in CONSTRUCTION_OPERATORS or name in FILLS_WITH_FLOATS
+
+
+class UnknownResult(BaseException):
+    """Error raised if a constructor calls an operator whose result has not been recorded.
+
+    It is a BaseException, so that a candidate that catches Exception does not continue without the result.
+    """
+
+
+class ConstructorMode(TorchDispatchMode):
+    """Mode that records the results of the operators `names`, or returns recorded ones instead of computing.
+
+    `names` are the full names of the operators that compute. `recorded` is the list of results that another
+    process recorded for the same constructor, or None to compute and record them in `results`.
+    """
+
+    def __init__(self, names: Collection[str], recorded: list[Any] | None):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = names
+        self.results: list[Any] = []
+        self.recorded: Iterator[tuple[str, list[Any]]] | None = None if recorded is None else iter(recorded)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if (name := func.name()) not in self.names:
+            return func(*args, **kwargs)
+        written = [
+            args[i] if i < len(args) else kwargs[argument.name]
+            for i, argument in enumerate(func._schema.arguments)
+            if argument.is_out or (argument.alias_info is not None and argument.alias_info.is_write)
+        ]
+        if self.recorded is None:
+            output = func(*args, **kwargs)
+            self.results.append((name, [copied(value) for value in written or [output]]))
+            return output
+        recorded_name, values = next(self.recorded, ("", []))
+        if recorded_name != name:
+            raise UnknownResult(name)
+        if not written:
+            return values[0]
+        for target, value in zip(written, values, strict=True):
+            targets, sources = (x if isinstance(x, list) else [x] for x in (target, value))
+            for tensor, source in zip(targets, sources, strict=True):
+                tensor.resize_(source.shape).copy_(source)
+        returns = len(func._schema.returns)
+        return written[0] if returns == 1 else tuple(written) if returns else None
+
+
+def copied(value: Any) -> Any:
+    """Return an operator's output with every tensor cloned, so that later writes do not change it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
+
+
+def save_results(mode: ConstructorMode, file: BinaryIO) -> None:
+    """Write the results that `mode` has recorded."""
+    torch.save(mode.results, file)
+
+
+def load_results(file: BinaryIO) -> list[Any]:
+    """Return the results that `save_results` has written.
+
+    A candidate may have changed the bytes, so only tensors and plain values are accepted.
+    """
+    results: list[Any] = torch.load(file, weights_only=True)
+    return results
