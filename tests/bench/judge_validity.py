@@ -26,7 +26,7 @@ from components.core.config import resolve
 from components.core.task import KernelTask
 from components.judge.baselines import NOOP
 from components.judge.judge import Judge
-from components.judge.measurement import median_seconds, speedup, timed_rounds
+from components.judge.measurement import Timed, median_seconds, speedup, timed_rounds
 from components.judge.timed_runner import StagedInputs, TimedRunner
 from components.judge.verdict import MARGIN, Ratio
 from components.sandbox.build import EXTENSION_SUFFIX
@@ -75,7 +75,7 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
                     arms.append(TimedRunner(bench.reference, header, file.fileno(), seconds=RUNNER_SECONDS))
                 arms[-1].verify("check")
                 calls = bench.reference.layout.calls
-                staged = StagedInputs(bench.reference, calls).hold(bench.reference.inputs.fresh(calls))
+                staged = StagedInputs(bench.reference, calls).hold(bench.reference.inputs.repeated(calls))
                 arms[-1].round("time", staged)
             yield arms
         finally:
@@ -87,7 +87,9 @@ def measured(judge: Judge, arms: list[TimedRunner]) -> Ratio:
     """Seconds of the second arm over those of the first, as a verdict would say it."""
     with judge.bench(small_task(judge.params.device)) as bench:
         noop = bench.baselines.get(NOOP)
-        raw = timed_rounds(bench, {"candidate": arms[0], "eager": arms[1], "noop": noop}, ["eager"])
+        staged = StagedInputs(bench.reference, bench.reference.layout.calls)
+        arms_by_name: dict[Timed, TimedRunner] = {"candidate": arms[0], "eager": arms[1], "noop": noop}
+        raw = timed_rounds(bench, arms_by_name, ["eager"], staged)
     return speedup(raw, "eager", judge.params.sandbox.process_spread)
 
 
@@ -136,7 +138,9 @@ def fixed_cost(judge: Judge) -> str:
         files = repeating(judge.params.device, times)
         with pair(judge, files, files) as arms, judge.bench(small_task(judge.params.device)) as bench:
             noop = bench.baselines.get(NOOP)
-            raw = timed_rounds(bench, {"candidate": arms[0], "eager": arms[1], "noop": noop}, ["eager"])
+            staged = StagedInputs(bench.reference, bench.reference.layout.calls)
+        arms_by_name: dict[Timed, TimedRunner] = {"candidate": arms[0], "eager": arms[1], "noop": noop}
+        raw = timed_rounds(bench, arms_by_name, ["eager"], staged)
         seconds.append((median_seconds(raw, "candidate") + median_seconds(raw, "eager")) / 2)
     slope, cost = np.polyfit(FIXED_COST_WORK, seconds, 1)
     times = ", ".join(f"{took * 1e6:.1f}" for took in seconds)
