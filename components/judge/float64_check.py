@@ -11,11 +11,13 @@ import torch
 
 from components.judge.correctness import (
     PART_NUMEL,
+    block_size,
     first_mismatch,
     max_abs,
     row_magnitudes,
     same_special,
     smallest_limits,
+    wrong_blocks,
 )
 from components.judge.input_mixing import InputMix
 from components.judge.source_runner import SourceRunner
@@ -25,6 +27,8 @@ from components.judge.task_reference import TaskReference
 # 1 for two reasons. An output that departs little from eager's is not compared with float64 (`departures`).
 # And the largest error of hundreds of calls counts, which also for a correct kernel exceeds that of one call.
 TIMED_MULTIPLE = 2.0
+# Largest number of blocks of one call that are compared in a timed round.
+SAMPLED_BLOCKS = 4096
 # Bytes of outputs of several calls that are compared at a time.
 COMPARED_BYTES = 1 << 26
 
@@ -192,12 +196,17 @@ def round_departures(
             rows.view(calls, -1)[:, slot.offset : slot.offset + slot.bytes].view(getattr(torch, slot.dtype))
             for rows in (memory, baseline)
         )
-        largest = torch.maximum(largest, departures(ours, theirs, floors))
+        block = block_size(torch.Size(slot.shape))
+        largest = torch.maximum(largest, departures(ours, theirs, floors, block=block))
     return largest.tolist()
 
 
 def departures(
-    outputs: torch.Tensor, single: torch.Tensor, floors: float = TIMED_MULTIPLE - 1
+    outputs: torch.Tensor,
+    single: torch.Tensor,
+    floors: float = TIMED_MULTIPLE - 1,
+    *,
+    block: int | None = None,
 ) -> torch.Tensor:
     """Return how far the output of each call departs from a baseline's output for the same inputs.
 
@@ -209,13 +218,15 @@ def departures(
     largest absolute value. With the default `floors`, an output with a departure of at most 1 is correct,
     because the errors of output and baseline together are then at most `TIMED_MULTIPLE` times the limit of
     `ReferenceOutput`. With a larger departure, either the output or the baseline may be wrong. If n integers
-    differ, the departure is n + 1, and if NaN or infinity is in n different places, it is at least n + 1.
+    differ, the departure is n + 1, and if NaN or infinity is in n different places, it is at least n + 1. It
+    is at least 2 if a secret sample of the output's blocks has too many that are wrong (`wrong_blocks`).
+    `block` is the number of elements of a block, by default that of the shape of `single`.
 
     Many calls are compared at once, because on cuda each synchronisation takes as long as a small call.
     """
     if single.is_complex():
         outputs, single = torch.view_as_real(outputs), torch.view_as_real(single)
-    calls = len(single)
+    calls, block = len(single), block or block_size(single.shape[1:])
     found = torch.zeros(calls, dtype=torch.float64)
     step = max(1, COMPARED_BYTES // max(1, single[0].nbytes))
     for first in range(0, calls if single[0].numel() else 0, step):
@@ -233,11 +244,26 @@ def departures(
         max_error = torch.stack([largest for largest, _ in magnitudes]).amax(0)
         norm = torch.linalg.vector_norm(torch.stack([norm for _, norm in magnitudes]), dim=0)
         rms_error = norm / math.sqrt(ours.shape[1])
-        block = torch.maximum(*_in_units(max_error, rms_error, scale, single.dtype, floors))
+        units = torch.maximum(*_in_units(max_error, rms_error, scale, single.dtype, floors))
         for index in (~torch.isfinite(scale + max_error)).nonzero().flatten().tolist():
-            block[index] = _special_departure(ours[index], theirs[index], floors)
-        found[first : first + step] = block.cpu()
+            units[index] = _special_departure(ours[index], theirs[index], floors)
+        found[first : first + step] = torch.maximum(units, 2.0 * _wrong_samples(ours, theirs, block)).cpu()
     return found
+
+
+def _wrong_samples(outputs: torch.Tensor, single: torch.Tensor, block: int) -> torch.Tensor:
+    """Return for each call 1 if too many blocks in a random sample are wrong, and 0 otherwise.
+
+    Both tensors have the shape [calls, elements].
+    """
+    count = outputs.shape[1] // block
+    step = -(-count // SAMPLED_BLOCKS) or 1
+    first = secrets.randbelow(step)
+    ours, theirs = (
+        _at_least_float32(rows[:, : count * block].view(len(rows), count, block)[:, first::step])
+        for rows in (outputs, single)
+    )
+    return wrong_blocks(ours - theirs, theirs, None).double()
 
 
 def _in_units(

@@ -70,6 +70,7 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
                     "suffix": EXTENSION_SUFFIX,
                     "rules": "kernel-only",
                     "extensions": None,
+                    "library_bytes": library.stat().st_size,
                 }
                 with library.open("rb") as file:
                     arms.append(TimedRunner(bench.reference, header, file.fileno(), seconds=RUNNER_SECONDS))

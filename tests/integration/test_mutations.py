@@ -167,6 +167,7 @@ def seconds_between_rounds(judge: Judge) -> float:
                 "suffix": EXTENSION_SUFFIX,
                 "rules": "kernel-only",
                 "extensions": None,
+                "library_bytes": library.stat().st_size,
             },
             file.fileno(),
             seconds=30,

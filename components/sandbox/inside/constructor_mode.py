@@ -49,6 +49,11 @@ class ConstructorMode(TorchDispatchMode):
         self.results: list[Any] = []
         self.recorded: Iterator[tuple[str, list[Any]]] | None = None if recorded is None else iter(recorded)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, because torch otherwise imports Dynamo for two seconds in each process."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
