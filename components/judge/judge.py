@@ -51,6 +51,11 @@ OTHER_DESCRIPTORS = 512
 # Largest number of characters in the log of a verdict; the middle of a longer log is cut out.
 LOG_CHARACTERS = 2000
 REASON_CHARACTERS = 200
+# Log of a correct candidate on a task on which KernelBench's tolerances accept a trivial answer.
+TRIVIAL_ANSWER = (
+    "On this task a trivial answer is correct within KernelBench's tolerances too ({}), so they do not show "
+    "that the kernel computes the task."
+)
 
 
 class Judge:
@@ -116,6 +121,7 @@ class Judge:
                     "correct",
                     speedup=speedups,
                     seconds=seconds,
+                    log=TRIVIAL_ANSWER.format(bench.trivial_answer) if bench.trivial_answer else "",
                     evidence=self._evidence(bench) | candidate | evidence,
                 )
         except Rejected as error:
@@ -175,6 +181,7 @@ class Judge:
             "task": digest_bytes(reference.code.encode()),
             "seeds": [reference.parameter_seed, *reference.seeds[: len(reference.layout.distributions)]],
             "sets_per_round": reference.layout.calls,
+            "trivial_answer": bench.trivial_answer,
         }
 
     def admit(self, code: str, eager_seconds: tuple[float, float], *, headroom: bool = False) -> Admission:

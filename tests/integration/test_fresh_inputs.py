@@ -1,10 +1,15 @@
 """No two timed calls of a candidate get equal inputs, and inputs keep the structure of the task's own."""
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
+import judge_fixtures as corpus
 import pytest
 import torch
 
+from components.core.errors import TaskError
+from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.input_mixing import InputBank, InputMix, fingerprint
 from components.judge.input_structure import input_structures
@@ -177,16 +182,48 @@ def test_timed_inputs_of_structured_tasks_are_different_and_keep_their_structure
         assert len(seen) == 12 * reference.layout.calls
 
 
-FIXED = TASK.format(
-    names="x", sums="x.sum(), x.mean()", inputs="torch.manual_seed(0) and torch.randn(N, N).tril()"
+@pytest.mark.parametrize(
+    ("names", "sums", "inputs"),
+    [
+        ("x", "x.sum(), x.mean()", "torch.manual_seed(0) and torch.randn(N, N).tril()"),
+        ("", "torch.ones(()), torch.zeros(())", ""),
+    ],
+    ids=["fixed", "none"],
 )
+def test_a_task_whose_inputs_never_change_is_refused(
+    judge: Judge, names: str, sums: str, inputs: str
+) -> None:
+    verdict = judge.verdict(
+        KernelTask(code=TASK.format(names=names, sums=sums, inputs=inputs)), corpus.files("honest", "simd")
+    )
+    assert (verdict.status, verdict.reason) == ("infrastructure", "task")
+    assert "no tensor that differs between two seeds" in verdict.log
 
 
-def test_inputs_that_never_change_cannot_be_measured(judge: Judge) -> None:
-    with judge.bench(KernelTask(code=FIXED)) as bench:
+def test_inputs_that_run_out_are_not_repeated(judge: Judge) -> None:
+    code = TASK.format(names="x", sums="x.sum(), x.min()", inputs="torch.randint(0, 2, (8,))")
+    with (
+        pytest.raises(TaskError, match=r"equal inputs 8 times in a row|differs between two seeds"),
+        judge.bench(KernelTask(code=code)) as bench,
+    ):
         staged = StagedInputs(bench.reference, bench.reference.layout.calls)
-        with pytest.raises(Exception, match="equal inputs 8 times in a row"):
-            staged.hold_fresh(bench.reference.layout.calls, 0)
+        for number in range(500):
+            staged.hold_fresh(bench.reference.layout.calls, number)
+
+
+def test_a_verdict_by_kernelbenchs_tolerances_names_a_trivial_answer(
+    ci_params: Params, tmp_path: Path
+) -> None:
+    """All probabilities of a long row are below the absolute tolerance, so zeros are close to them."""
+    sandbox = ci_params.sandbox.model_copy(update={"tolerance": "kernelbench"})
+    params = ci_params.model_copy(update={"sandbox": sandbox})
+    code = corpus.changed_code("torch.softmax(0.1 * x * self.scale, -1)", "[torch.randn(8, 32768)]").replace(
+        "torch.ones(1024)", "torch.ones(32768)"
+    )
+    with contextlib.closing(Judge(params, tmp_path)) as judge, judge.bench(KernelTask(code=code)) as bench:
+        assert bench.trivial_answer == "zeros_pass"
+    with contextlib.closing(Judge(params, tmp_path)) as judge, judge.bench(corpus.TASK) as bench:
+        assert bench.trivial_answer == ""
 
 
 def test_a_fingerprint_depends_on_the_order_and_on_every_word() -> None:
