@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 class SourceRunner:
     """Runner of a task's own source that draws the inputs of timed calls, or computes float64 outputs.
 
-    It is started at the first use, and stopped with SIGSTOP whenever it does not compute. Its memory has one
-    call's inputs, and if it `computes`, copies of the parameters and the outputs. No other runner can access
-    this memory. If device memory is scarce, the inputs that it draws have the place of the task's last input
+    It is started at the first use, and stopped whenever it does not compute. Its memory has one call's
+    inputs, and if it `computes`, copies of the parameters and the outputs. No other runner can access this
+    memory. If device memory is scarce, the inputs that it draws have the place of the task's last input
     set, which is not needed if inputs are drawn. The methods may be called only while no runner of a
     candidate computes.
     """
@@ -89,7 +88,7 @@ class SourceRunner:
             runner.deadline = time.monotonic() + self.reference.params.sandbox.run_seconds
             with self.reference.scheduler.background_work(runner):
                 answer = runner.request(order)
-            runner.signal(signal.SIGSTOP)
+            runner.stop()
             return answer
 
     @contextlib.contextmanager
@@ -128,6 +127,7 @@ class SourceRunner:
         seconds = reference.params.sandbox.run_seconds
         self.runner = reference.processes.start(header, descriptors, seconds=seconds)
         self.runner.receive()
+        self.runner.stop()
         return self.runner
 
     def close(self) -> None:

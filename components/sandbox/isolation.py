@@ -366,7 +366,7 @@ def confined(
     }
     options = [f"--{name}={value}" for name, value in limits.items()]
     with os.fdopen(os.memfd_create("seccomp"), "wb", buffering=0) as file:
-        file.write(seccomp_program("baseline"))
+        file.write(seccomp_program("command"))
         file.seek(0)
         filtered = [*sandbox, "--seccomp", str(file.fileno()), "--", *(drop if can_change_uid() else ())]
         yield [*filtered, "prlimit", *options, "--", *KILLED_FIRST, *command], file.fileno()

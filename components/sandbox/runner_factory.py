@@ -178,7 +178,7 @@ class RunnerFactory:
             limits["RLIMIT_AS"] = self.sandbox.memory_bytes
         program = b""
         if self.sandbox.isolation == "bubblewrap":
-            program = seccomp_filter.seccomp_program("candidate" if candidate else "baseline", self.device)
+            program = seccomp_filter.seccomp_program("candidate" if candidate else "task", self.device)
         return {
             "limits": {
                 name: isolation.capped_by_hard_limit(getattr(resource, name), value)

@@ -233,7 +233,7 @@ print(json.dumps([name for name, action in {
 """
 
 
-@pytest.mark.parametrize("role", ["candidate", "baseline"])
+@pytest.mark.parametrize("role", ["candidate", "task", "command"])
 def test_no_role_may_do_what_outlives_it_or_is_counted_for_the_whole_account(
     role: str, tmp_path: Path
 ) -> None:
