@@ -14,6 +14,7 @@ from components.core.params import JudgeParams
 from components.core.progress import Report
 from components.judge.baselines import COMPILE, EAGER, NOOP, fastest_mode, start_early, start_modes
 from components.judge.candidate import BuiltCandidate
+from components.judge.source_runner import TOO_LONG
 from components.judge.statistics import net, paired_ratio, wanted_rounds
 from components.judge.task_bench import TaskBench
 from components.judge.timed_runner import StagedInputs, TimedRunner
@@ -39,6 +40,8 @@ RawSeconds = dict[Timed, list[float]]
 Measurement = tuple[Speedup, Seconds, dict[str, Any]]
 # Share of the time limit `sandbox.run_seconds` after which no more rounds are added to a measurement.
 ROUNDS_SHARE = 0.1
+# Number of timed rounds that are enough for a speed-up of a task that is almost too slow to be measured.
+LEAST_ROUNDS = 3
 
 
 def measure_candidate(
@@ -57,6 +60,7 @@ def measure_candidate(
     """
     with (
         _exclusive_device(bench, compare_compile),
+        bench.scheduler.limiting(params.sandbox.run_seconds),
         open(built.library or os.devnull, "rb") as library,
     ):
         baselines = bench.baselines
@@ -237,7 +241,9 @@ def timed_rounds(
 
     Raises Rejected if an output of the candidate is found to be wrong (`Float64Check.wrong_call`), or if the
     candidate changed its inputs. Raises RunnerError if the candidate fails, InfrastructureError if a baseline
-    fails, and TaskError if eager is too inexact to tell whether an output is wrong. The time of making
+    fails, and TaskError if eager is too inexact to tell whether an output is wrong, or if the task's own
+    runners use up the limit of this thread (`DeviceScheduler.limiting`). When half of it is used up, the rounds
+    end after `LEAST_ROUNDS`. The time of making
     inputs and of comparing outputs counts neither toward the candidate's time limit nor toward the rounds'
     share of it.
     """
@@ -260,6 +266,8 @@ def timed_rounds(
                 if name == "candidate":
                     raise
                 bench.baselines.drop_runner(runners[name])  # the next attempt starts a new one
+                if error.kind == "timed_out":
+                    raise TaskError(f"{name} took {TOO_LONG}") from error
                 raise InfrastructureError(f"{name}: {error}") from error
             if name != "candidate":
                 runners["candidate"].extend_deadline(time.monotonic() - began)
@@ -286,6 +294,8 @@ def timed_rounds(
             rounds = max(
                 wanted_rounds(speedup(raw, baseline), number, sandbox.most_rounds) for baseline in baselines
             )
+        if number >= LEAST_ROUNDS and 2 * bench.scheduler.left.seconds < sandbox.run_seconds:
+            break
         number += 1
     return raw
 

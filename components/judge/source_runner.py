@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,9 @@ from components.sandbox.runner_process import Runner, RunnerError
 
 if TYPE_CHECKING:
     from components.judge.task_reference import TaskReference
+
+# End of a sentence about work of the task's own source that held the device for too long.
+TOO_LONG = "longer in the timed rounds of one candidate than sandbox.run_seconds; make the task smaller."
 
 
 class SourceRunner:
@@ -85,8 +87,8 @@ class SourceRunner:
         with self._working() as runner:
             if self.reference.params.device == "cuda":
                 torch.cuda.synchronize()
-            runner.deadline = time.monotonic() + self.reference.params.sandbox.run_seconds
-            with self.reference.scheduler.background_work(runner):
+            scheduler, seconds = self.reference.scheduler, self.reference.params.sandbox.run_seconds
+            with scheduler.charged(runner, seconds), scheduler.background_work(runner):
                 answer = runner.request(order)
             runner.stop()
             return answer
@@ -95,13 +97,16 @@ class SourceRunner:
     def _working(self) -> Iterator[Runner]:
         """Return a context with the started runner, in which nothing else uses a GPU.
 
-        Raises InfrastructureError if the runner fails; the next use then starts another one.
+        Raises TaskError if the runner exceeds its time, and InfrastructureError if it fails otherwise; the
+        next use then starts another one.
         """
         try:
             with self.reference.scheduler.measuring():
                 yield self._started()
         except (RunnerError, torch.OutOfMemoryError) as error:
             self.close()
+            if isinstance(error, RunnerError) and error.kind == "timed_out":
+                raise TaskError("get_inputs() or the float64 outputs took " + TOO_LONG) from error
             raise InfrastructureError(f"runner of the task's source: {error}") from error
 
     def _started(self) -> Runner:
@@ -126,7 +131,8 @@ class SourceRunner:
         descriptors = tuple(buffer.fd for buffer in buffers.values())
         seconds = reference.params.sandbox.run_seconds
         self.runner = reference.processes.start(header, descriptors, seconds=seconds)
-        self.runner.receive()
+        with reference.scheduler.charged(self.runner, seconds):
+            self.runner.receive()
         self.runner.stop()
         return self.runner
 

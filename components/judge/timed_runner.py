@@ -18,8 +18,8 @@ from components.sandbox.inside import shared_memory
 from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_process import Runner, RunnerError
 
-# Time limit of a baseline's warm-up or round, as a multiple of `sandbox.run_seconds`. The limit is long,
-# because torch.compile compiles in the warm-up.
+# Time limit of a baseline's warm-up, as a multiple of `sandbox.run_seconds`. The limit is long, because
+# torch.compile compiles in the warm-up.
 BASELINE_LIMITS = 10
 # Maximum CPU time of a runner while it is stopped. A thread may still be leaving its core when it is counted
 # as stopped.
@@ -238,16 +238,18 @@ class TimedRunner:
         there, and the runner copies both to and from the device.
         """
         assert self.runner is not None
-        if self.role != "candidate":
-            # A baseline is used for many candidates, so each of its rounds has a limit of its own.
-            limit = BASELINE_LIMITS * self.reference.params.sandbox.run_seconds
-            self.runner.deadline = time.monotonic() + limit
         calls = len(staged.mixes)
         if self.layout.by_call:
             measure = self._call_round
         else:
             measure = self._device_round if "outputs" in self.memory.buffers else self._host_round
-        seconds = measure(self.runner, operation, calls, staged.inputs)
+        # A baseline is used for many candidates, so its time is limited by the round, not by its life.
+        with (
+            contextlib.nullcontext()
+            if self.role == "candidate"
+            else self.scheduler.charged(self.runner, self.reference.params.sandbox.run_seconds)
+        ):
+            seconds = measure(self.runner, operation, calls, staged.inputs)
         if self.layout.placement.shares_buffers:
             self.runner.resume()
             self.runner.request({"op": "release"})
