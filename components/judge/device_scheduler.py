@@ -214,7 +214,7 @@ class DeviceScheduler:
     def charged(self, runner: Runner, seconds: float) -> Iterator[None]:
         """Give `runner` a deadline for its work inside the context, and charge this thread for the work.
 
-        The deadline is in `seconds`, or when the limit of the thread (`limiting`) is used up if that is sooner.
+        The deadline is in `seconds`, or sooner if the limit of the thread (`limiting`) is used up before.
         """
         limit = min(seconds, self.left.seconds)
         runner.deadline = time.monotonic() + limit

@@ -1,7 +1,6 @@
 """Measurement of a candidate: verification, and alternating timed rounds with its baselines."""
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -30,6 +29,7 @@ from components.judge.verdict import (
 )
 from components.sandbox.build import EXTENSION_SUFFIX
 from components.sandbox.inside.runner_protocol import RoleHeader
+from components.sandbox.runner_factory import sealed_file
 from components.sandbox.runner_process import RunnerError
 
 # Names of the runners that are measured.
@@ -61,7 +61,7 @@ def measure_candidate(
     with (
         _exclusive_device(bench, compare_compile),
         bench.scheduler.limiting(params.sandbox.run_seconds),
-        open(built.library or os.devnull, "rb") as library,
+        open(sealed_file(built.library), "rb") as library,
     ):
         baselines = bench.baselines
         runners: dict[Timed, TimedRunner] = {"eager": baselines.get(EAGER), "noop": baselines.get(NOOP)}
@@ -242,10 +242,9 @@ def timed_rounds(
     Raises Rejected if an output of the candidate is found to be wrong (`Float64Check.wrong_call`), or if the
     candidate changed its inputs. Raises RunnerError if the candidate fails, InfrastructureError if a baseline
     fails, and TaskError if eager is too inexact to tell whether an output is wrong, or if the task's own
-    runners use up the limit of this thread (`DeviceScheduler.limiting`). When half of it is used up, the rounds
-    end after `LEAST_ROUNDS`. The time of making
-    inputs and of comparing outputs counts neither toward the candidate's time limit nor toward the rounds'
-    share of it.
+    runners use up the limit of this thread (`DeviceScheduler.limiting`). When half of it is used up, the
+    rounds end after `LEAST_ROUNDS`. The time of making inputs and of comparing outputs counts neither toward
+    the candidate's time limit nor toward the rounds' share of it.
     """
     reference, started = bench.reference, time.monotonic()
     sandbox, calls = reference.params.sandbox, reference.layout.calls

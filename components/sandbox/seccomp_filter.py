@@ -23,8 +23,8 @@ DENIED = """
     swapoff io_uring_setup io_uring_enter io_uring_register move_mount open_tree fsopen fsmount fsconfig
     fspick mount_setattr quotactl acct settimeofday clock_settime adjtimex clock_adjtime sethostname
     setdomainname iopl ioperm personality inotify_init inotify_init1 fanotify_init""".split()
-# Further system calls that all runners are denied. With them a process could send itself a later SIGCONT, which
-# resumes a runner that the judge has stopped.
+# Further system calls that all runners are denied. With them a process could send itself a later SIGCONT,
+# which resumes a runner that the judge has stopped.
 DENIED_TO_RUNNERS = ["timer_create", "setitimer", "alarm", "mq_open", "mq_notify"]
 # Further system calls that candidates are denied.
 DENIED_TO_CANDIDATES = [
@@ -61,8 +61,8 @@ CANDIDATE_FCNTL = (
     *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW),
     *(fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW),
 )
-# Commands that runners are denied, because they make the kernel send a signal when a descriptor is ready: those
-# of fcntl, and of ioctl FIOASYNC, FIOSETOWN and SIOCSPGRP.
+# Commands that runners are denied, because they make the kernel send a signal when a descriptor is ready:
+# those of fcntl, and of ioctl FIOASYNC, FIOSETOWN and SIOCSPGRP.
 RUNNER_FCNTL = (fcntl.F_SETOWN, F_SETSIG, F_SETOWN_EX)
 RUNNER_IOCTL = (0x5452, 0x8901, 0x8902)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4

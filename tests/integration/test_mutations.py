@@ -156,7 +156,7 @@ def seconds_between_rounds(judge: Judge) -> float:
     assert library is not None
     with (
         judge.bench(corpus.TASK) as bench,
-        library.open("rb") as file,
+        open(runner_factory.sealed_file(library), "rb") as file,
     ):
         arm = TimedRunner(
             bench.reference,

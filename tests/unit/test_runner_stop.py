@@ -22,7 +22,9 @@ def compute(block=bytes(1 << 16)):
 for _ in range(3):
     threading.Thread(target=compute, daemon=True).start()
 """
-CHILD = BUSY + """
+CHILD = (
+    BUSY
+    + """
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
@@ -30,13 +32,17 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 """
-STORM = BUSY + """
+)
+STORM = (
+    BUSY
+    + """
 def resume():
     until = time.monotonic() + 1
     while time.monotonic() < until:
         os.kill(os.getpid(), signal.SIGCONT)
 threading.Thread(target=resume, daemon=True).start()
 """
+)
 
 
 @contextlib.contextmanager
