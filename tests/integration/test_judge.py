@@ -253,6 +253,18 @@ def test_task_that_hangs_later_hangs_nobody(
     assert time.monotonic() - started < 60
 
 
+def test_processes_that_a_task_started_stand_still_between_its_rounds(judge: Judge) -> None:
+    busy = corpus.CODE + "\nimport os\nif os.fork() == 0:\n    while True:\n        pass\n"
+    with judge.bench(KernelTask(code=busy)) as bench:
+        runner = bench.baselines.get(EAGER).runner
+        assert runner is not None
+        (child,) = psutil.Process(runner.pid).children(recursive=True)
+        assert child.status() == psutil.STATUS_STOPPED
+        before = child.cpu_times()
+        time.sleep(0.1)
+        assert child.cpu_times() == before
+
+
 SLEEPY = """    calls = 0
 
     def rest(self, y):
