@@ -142,7 +142,7 @@ def run_utility(utility: Utility) -> None:
             )
             text, code = BUILD_SUCCEEDED, 0
             if built.library is not None:
-                atomic_write(Path("cuda_extension.so"), built.library.read_bytes())
+                atomic_write(Path("cuda_extension.so"), built.library)
             else:
                 text, code = f"Build failed: {built.log}", 1
         else:

@@ -205,7 +205,8 @@ def _timed(reference: TaskReference, baseline: Baseline) -> tuple[list[float], b
     runner = start_baseline(reference, baseline, warm_up_seconds=reference.params.sandbox.run_seconds)
     seconds, is_deterministic, first = [], True, None
     tolerance = reference.params.sandbox.absolute_tolerance
-    with reference.scheduler.measuring():
+    scheduler, limit = reference.scheduler, reference.params.sandbox.run_seconds
+    with scheduler.measuring(), scheduler.limiting(limit):
         mixes = reference.inputs.repeated(reference.layout.calls)
         staged = StagedInputs(reference, len(mixes)).hold(mixes)
         for _ in range(ROUNDS):

@@ -148,7 +148,8 @@ def _start_baseline(
             cleanup.callback(runner.close)
             if baseline != NOOP:
                 runner.warm_up(warm_up_seconds)
-                with reference.scheduler.preparing():
+                scheduler = reference.scheduler
+                with scheduler.preparing(), scheduler.limiting(reference.params.sandbox.run_seconds):
                     reason = runner.verify("time", loose=True)
                 if reason is not None:
                     hint = DIFFERS if baseline.role == "eager" else ""
@@ -214,7 +215,9 @@ def fastest_mode(baselines: BaselineCache) -> tuple[TimedRunner, Baseline, dict[
         return baselines.get(COMPILE), COMPILE, {}
     _load_seconds(baselines, modes)
     if not baselines.mode_seconds:
-        baselines.mode_seconds.update(baseline_seconds(baselines, modes))
+        reference = baselines.reference
+        with reference.scheduler.limiting(reference.params.sandbox.run_seconds):
+            baselines.mode_seconds.update(baseline_seconds(baselines, modes))
         if len(baselines.mode_seconds) == len(modes):  # A mode that failed may work the next time.
             seconds = {mode.mode: baselines.mode_seconds[mode] for mode in modes}
             store_mode_seconds(baselines.reference, list(seconds), seconds)

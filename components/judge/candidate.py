@@ -16,7 +16,7 @@ from typing import Annotated, cast
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from components.core.errors import UserError
-from components.core.files import atomic_write, digest_json
+from components.core.files import digest_json
 from components.core.params import Sandbox
 from components.core.records import FrozenModel
 from components.core.text import parse_python
@@ -138,17 +138,17 @@ class ScreenedCandidate:
 class BuiltCandidate:
     """A built candidate: the files that its runner imports, and its libraries.
 
-    `digest` is the digest of the files that were given. `library` is the path of a file, or None if the
-    candidate has no library. For a workspace the file is the library of kernels/. For a single Python file
-    that requests extensions from torch.utils.cpp_extension, `library` is a concatenation of their libraries,
-    and `extensions` has the offset and size of each. `extensions` is None if the candidate requests no
-    extension. `failures` maps the name of each extension that does not compile to the compiler's messages;
-    only candidates under sandbox.rules=any have such extensions.
+    `digest` is the digest of the files that were given. `library` is the content of the library, which is
+    empty if the candidate has none. For a workspace it is the library of kernels/. For a single Python file
+    that requests extensions from torch.utils.cpp_extension, it is a concatenation of their libraries, and
+    `extensions` has the offset and size of each. `extensions` is None if the candidate requests no extension.
+    `failures` maps the name of each extension that does not compile to the compiler's messages; only
+    candidates under sandbox.rules=any have such extensions.
     """
 
     digest: str
     files: dict[str, str]
-    library: Path | None
+    library: bytes
     extensions: list[BuiltExtension] | None = None
     failures: dict[str, str] = field(default_factory=dict)
 
@@ -211,7 +211,7 @@ def build_candidate(
     only_model = {"model_new.py": candidate.model}  # only the screened file can be imported
     suffixes = SOURCE_SUFFIXES[builder.device]
     if not is_screened and not any(name.endswith(suffixes) for name in candidate.files):
-        return BuiltCandidate(digest, only_model, None)
+        return BuiltCandidate(digest, only_model, b"")
     return BuiltCandidate(
         digest, only_model, _library(builder.build(candidate.files), builder, is_screened=is_screened)
     )
@@ -255,10 +255,10 @@ def _validated(requested: bytes) -> list[CheckedExtension]:
 
 def _build_extensions(
     extensions: list[CheckedExtension], builder: Builder, *, is_screened: bool
-) -> tuple[Path | None, list[BuiltExtension], dict[str, str]]:
-    """Build all extensions, and return the file of their libraries, their places in it, and failed builds.
+) -> tuple[bytes, list[BuiltExtension], dict[str, str]]:
+    """Build all extensions, and return their libraries one after another, their places, and failed builds.
 
-    The file is None if no extension compiles. Failed builds are the compiler's messages by name of the
+    Failed builds are the compiler's messages by name of the
     extension. Raises Rejected for CUDA sources on cpu, a refused compiler flag, a build that takes too long,
     and, if `is_screened` is set, an extension that does not compile or imports forbidden symbols.
     """
@@ -287,16 +287,12 @@ def _build_extensions(
             failures[checked.name] = result.log
             continue
         library = _library(result, builder, is_screened=is_screened)
-        libraries[requested] = checked.name, library.read_bytes()
-    if not libraries:
-        return None, [], failures
+        libraries[requested] = checked.name, library
     built, offset = list[BuiltExtension](), 0
     for digest, (name, content) in libraries.items():
         built.append(BuiltExtension(digest=digest, name=name, offset=offset, size=len(content)))
         offset += len(content)
-    bundle = builder.cache / f"{digest_json([entry['digest'] for entry in built])[:32]}.libraries"
-    atomic_write(bundle, b"".join(content for _, content in libraries.values()))
-    return bundle, built, failures
+    return b"".join(content for _, content in libraries.values()), built, failures
 
 
 def _readable(symbol: str) -> str:
@@ -316,7 +312,7 @@ def _words(flags: list[str]) -> list[str]:
     return [word for flag in flags for word in shlex.split(flag)]
 
 
-def _library(built: BuildResult, builder: Builder, *, is_screened: bool) -> Path:
+def _library(built: BuildResult, builder: Builder, *, is_screened: bool) -> bytes:
     """Return the library of the finished build `built`; raise Rejected if the build failed.
 
     If `is_screened` is set, Rejected is also raised if the library imports forbidden symbols.

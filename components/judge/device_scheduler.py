@@ -9,6 +9,7 @@ compiling, is background work, which is not waited for but paused during measure
 
 import contextlib
 import functools
+import math
 import os
 import threading
 import time
@@ -65,6 +66,12 @@ def _hardware_threads(core: int) -> frozenset[int]:
     return frozenset(number for span in spans for number in range(span[0], span[-1] + 1)) | {core}
 
 
+class TimeLeft(threading.local):
+    """Seconds for which runners of a task's own source may still work for this thread (`limiting`)."""
+
+    seconds: float = math.inf
+
+
 class DeviceScheduler:
     """Scheduler of shared and exclusive access to one device, and of reservations of its memory.
 
@@ -92,6 +99,7 @@ class DeviceScheduler:
         # Number of the last measurement for each caller, and the caller of each thread (`on_behalf_of`).
         self.last_turns: dict[str, int] = {}
         self.callers: dict[int, str] = {}
+        self.left = TimeLeft()
         self.measuring_thread: int | None = None
 
     @property
@@ -189,6 +197,32 @@ class DeviceScheduler:
             yield
         finally:
             del self.callers[thread]
+
+    @contextlib.contextmanager
+    def limiting(self, seconds: float) -> Iterator[None]:
+        """Limit all charged work of this thread inside the context together to `seconds` of wall time.
+
+        Other callers wait for the device meanwhile, so that no single limit of each round is enough.
+        """
+        before, self.left.seconds = self.left.seconds, seconds
+        try:
+            yield
+        finally:
+            self.left.seconds = before
+
+    @contextlib.contextmanager
+    def charged(self, runner: Runner, seconds: float) -> Iterator[None]:
+        """Give `runner` a deadline for its work inside the context, and charge this thread for the work.
+
+        The deadline is in `seconds`, or sooner if the limit of the thread (`limiting`) is used up before.
+        """
+        limit = min(seconds, self.left.seconds)
+        runner.deadline = time.monotonic() + limit
+        try:
+            yield
+        finally:
+            # The runner has moved its deadline by the time in which the machine was suspended.
+            self.left.seconds -= limit - (runner.deadline - time.monotonic())
 
     def trim_cache(self) -> None:
         """Release the device memory that torch caches if it exceeds `CACHED_SHARE` of the device's memory.

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from components.core.params import JudgeParams
 from components.core.progress import Report
 from components.judge.baselines import COMPILE, EAGER, NOOP, fastest_mode, start_early, start_modes
 from components.judge.candidate import BuiltCandidate
+from components.judge.source_runner import TOO_LONG
 from components.judge.statistics import net, paired_ratio, wanted_rounds
 from components.judge.task_bench import TaskBench
 from components.judge.timed_runner import StagedInputs, TimedRunner
@@ -31,6 +31,7 @@ from components.judge.verdict import (
 )
 from components.sandbox.build import EXTENSION_SUFFIX
 from components.sandbox.inside.runner_protocol import RoleHeader
+from components.sandbox.runner_factory import sealed_file
 from components.sandbox.runner_process import RunnerError
 
 # Names of the runners that are measured.
@@ -41,6 +42,8 @@ RawSeconds = dict[Timed, list[float]]
 Measurement = tuple[Speedup, Seconds, dict[str, Any]]
 # Share of the time limit `sandbox.run_seconds` after which no more rounds are added to a measurement.
 ROUNDS_SHARE = 0.1
+# Number of timed rounds that are enough for a speed-up of a task that is almost too slow to be measured.
+LEAST_ROUNDS = 3
 
 
 def measure_candidate(
@@ -59,7 +62,8 @@ def measure_candidate(
     """
     with (
         _exclusive_device(bench, compare_compile),
-        open(built.library or os.devnull, "rb") as library,
+        bench.scheduler.limiting(params.sandbox.run_seconds),
+        open(sealed_file(built.library), "rb") as library,
     ):
         baselines = bench.baselines
         runners: dict[Timed, TimedRunner] = {"eager": baselines.get(EAGER), "noop": baselines.get(NOOP)}
@@ -163,10 +167,7 @@ def _constructor_results(
         "init_inputs": reference.layout.description.init_inputs,
         "construction_seed": reference.construction_seed,
     }
-    with (
-        os.fdopen(os.memfd_create("results"), "rb") as results,
-        os.fdopen(os.memfd_create("library_and_results"), "wb") as both,
-    ):
+    with os.fdopen(os.memfd_create("results"), "rb") as results:
         runner = reference.processes.factory.spawn(
             header, (library, results.fileno()), seconds=params.sandbox.run_seconds
         )
@@ -175,10 +176,9 @@ def _constructor_results(
         finally:
             runner.close(wait=True)
         results.seek(0)
-        both.write(os.pread(library, header["library_bytes"], 0))
-        shutil.copyfileobj(results, both)
-        both.flush()
-        yield both.fileno()
+        content = os.pread(library, header["library_bytes"], 0) + results.read()
+    with open(sealed_file(content), "rb") as library_and_results:
+        yield library_and_results.fileno()
 
 
 def _verify(candidate: TimedRunner) -> None:
@@ -283,9 +283,10 @@ def timed_rounds(
 
     Raises Rejected if an output of the candidate is found to be wrong (`Float64Check.wrong_call`), or if the
     candidate changed its inputs. Raises RunnerError if the candidate fails, InfrastructureError if a baseline
-    fails, and TaskError if eager is too inexact to tell whether an output is wrong. The time of making
-    inputs and of comparing outputs counts neither toward the candidate's time limit nor toward the rounds'
-    share of it.
+    fails, and TaskError if eager is too inexact to tell whether an output is wrong, or if the task's own
+    runners use up the limit of this thread (`DeviceScheduler.limiting`). When half of it is used up, the
+    rounds end after `LEAST_ROUNDS`. The time of making inputs and of comparing outputs counts neither toward
+    the candidate's time limit nor toward the rounds' share of it.
     """
     reference, started = bench.reference, time.monotonic()
     sandbox, calls = reference.params.sandbox, reference.layout.calls
@@ -306,6 +307,8 @@ def timed_rounds(
                 if name == "candidate":
                     raise
                 bench.baselines.drop_runner(runners[name])  # the next attempt starts a new one
+                if error.kind == "timed_out":
+                    raise TaskError(f"{name} took {TOO_LONG}") from error
                 raise InfrastructureError(f"{name}: {error}") from error
             if name != "candidate":
                 runners["candidate"].extend_deadline(time.monotonic() - began)
@@ -332,6 +335,8 @@ def timed_rounds(
             rounds = max(
                 wanted_rounds(speedup(raw, baseline), number, sandbox.most_rounds) for baseline in baselines
             )
+        if number >= LEAST_ROUNDS and 2 * bench.scheduler.left.seconds < sandbox.run_seconds:
+            break
         number += 1
     return raw
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +18,16 @@ from components.sandbox.runner_process import Runner, RunnerError
 if TYPE_CHECKING:
     from components.judge.task_reference import TaskReference
 
+# End of a sentence about work of the task's own source that held the device for too long.
+TOO_LONG = "longer in the timed rounds of one candidate than sandbox.run_seconds; make the task smaller."
+
 
 class SourceRunner:
     """Runner of a task's own source that draws the inputs of timed calls, or computes float64 outputs.
 
-    It is started at the first use, and stopped with SIGSTOP whenever it does not compute. Its memory has one
-    call's inputs, and if it `computes`, copies of the parameters and the outputs. No other runner can access
-    this memory. If device memory is scarce, the inputs that it draws have the place of the task's last input
+    It is started at the first use, and stopped whenever it does not compute. Its memory has one call's
+    inputs, and if it `computes`, copies of the parameters and the outputs. No other runner can access this
+    memory. If device memory is scarce, the inputs that it draws have the place of the task's last input
     set, which is not needed if inputs are drawn. The methods may be called only while no runner of a
     candidate computes.
     """
@@ -86,23 +87,26 @@ class SourceRunner:
         with self._working() as runner:
             if self.reference.params.device == "cuda":
                 torch.cuda.synchronize()
-            runner.deadline = time.monotonic() + self.reference.params.sandbox.run_seconds
-            with self.reference.scheduler.background_work(runner):
+            scheduler, seconds = self.reference.scheduler, self.reference.params.sandbox.run_seconds
+            with scheduler.charged(runner, seconds), scheduler.background_work(runner):
                 answer = runner.request(order)
-            runner.signal(signal.SIGSTOP)
+            runner.stop()
             return answer
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[Runner]:
         """Return a context with the started runner, in which nothing else uses a GPU.
 
-        Raises InfrastructureError if the runner fails; the next use then starts another one.
+        Raises TaskError if the runner exceeds its time, and InfrastructureError if it fails otherwise; the
+        next use then starts another one.
         """
         try:
             with self.reference.scheduler.measuring():
                 yield self._started()
         except (RunnerError, torch.OutOfMemoryError) as error:
             self.close()
+            if isinstance(error, RunnerError) and error.kind == "timed_out":
+                raise TaskError("get_inputs() or the float64 outputs took " + TOO_LONG) from error
             raise InfrastructureError(f"runner of the task's source: {error}") from error
 
     def _started(self) -> Runner:
@@ -127,7 +131,9 @@ class SourceRunner:
         descriptors = tuple(buffer.fd for buffer in buffers.values())
         seconds = reference.params.sandbox.run_seconds
         self.runner = reference.processes.start(header, descriptors, seconds=seconds)
-        self.runner.receive()
+        with reference.scheduler.charged(self.runner, seconds):
+            self.runner.receive()
+        self.runner.stop()
         return self.runner
 
     def close(self) -> None:

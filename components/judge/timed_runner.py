@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
-import signal
 import time
 from typing import Literal
 
@@ -19,9 +18,12 @@ from components.sandbox.inside import shared_memory
 from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_process import Runner, RunnerError
 
-# Time limit of a baseline's warm-up or round, as a multiple of `sandbox.run_seconds`. The limit is long,
-# because torch.compile compiles in the warm-up.
+# Time limit of a baseline's warm-up, as a multiple of `sandbox.run_seconds`. The limit is long, because
+# torch.compile compiles in the warm-up.
 BASELINE_LIMITS = 10
+# Maximum CPU time of a runner while it is stopped. A thread may still be leaving its core when it is counted
+# as stopped.
+STOPPED_SECONDS = 0.01
 # Number of random byte positions at which the inputs of a timed round on cuda are checked for changes.
 SAMPLED_BYTES = 1 << 16
 
@@ -165,7 +167,14 @@ class TimedRunner:
     def _freeze(self) -> None:
         """Stop the runner between its rounds, so that its threads cannot slow down other runners."""
         if self.runner is not None:
-            self.runner.signal(signal.SIGSTOP)
+            self.runner.stop()
+
+    def _resume(self, runner: Runner) -> None:
+        """Resume the runner for a round; raise RunnerError if it has computed since the judge stopped it."""
+        seconds = runner.cpu_seconds() - runner.stopped_cpu_seconds
+        if seconds > STOPPED_SECONDS:
+            raise RunnerError("protocol", f"it computed for {seconds:.3f} s while it was stopped")
+        runner.resume()
 
     def warm_up(self, seconds: float) -> None:
         """Make one untimed call, in which torch.compile compiles, and ignore its result.
@@ -211,10 +220,11 @@ class TimedRunner:
 
         On cpu the judge reads each result out of the runner's memory, and then overwrites it if the runner is
         a candidate's. Results on cuda are overwritten before the next round. What a candidate does not write
-        in a call is therefore wrong. The time on cpu is the CPU time of all the runner's threads from before
-        the inputs exist until the last result is read, so that the work of every thread is included. An
-        honest runner waits at both moments and uses no CPU time. A call's inputs do not exist before the
-        previous call has been answered, because otherwise one pass over the weights could answer all calls
+        in a call is therefore wrong. The time on cpu is the CPU time of all the runner's threads between two
+        moments at which they all stand still: since its last round, before the inputs exist, and after the
+        last result is read. So the work of every thread is included, whenever it is done. An honest runner
+        waits at both moments and uses no CPU time. A call's inputs do not exist before the previous call has
+        been answered, because otherwise one pass over the weights could answer all calls
         (tests/exploits/batch).
 
         On cuda the time is the judge's wall time from before the inputs exist until the results are copied.
@@ -228,16 +238,18 @@ class TimedRunner:
         there, and the runner copies both to and from the device.
         """
         assert self.runner is not None
-        if self.role != "candidate":
-            # A baseline is used for many candidates, so each of its rounds has a limit of its own.
-            limit = BASELINE_LIMITS * self.reference.params.sandbox.run_seconds
-            self.runner.deadline = time.monotonic() + limit
         calls = len(staged.mixes)
         if self.layout.by_call:
             measure = self._call_round
         else:
             measure = self._device_round if "outputs" in self.memory.buffers else self._host_round
-        seconds = measure(self.runner, operation, calls, staged.inputs)
+        # A baseline is used for many candidates, so its time is limited by the round, not by its life.
+        with (
+            contextlib.nullcontext()
+            if self.role == "candidate"
+            else self.scheduler.charged(self.runner, self.reference.params.sandbox.run_seconds)
+        ):
+            seconds = measure(self.runner, operation, calls, staged.inputs)
         if self.layout.placement.shares_buffers:
             self.runner.resume()
             self.runner.request({"op": "release"})
@@ -256,8 +268,8 @@ class TimedRunner:
         is_candidate = self.role == "candidate"
         inspected_call = secrets.randbelow(calls) if is_candidate else None
         stride, slots = self.layout.outputs.stride, self.layout.outputs.slots
-        start = runner.cpu_seconds()
-        runner.signal(signal.SIGCONT)
+        start = runner.stopped_cpu_seconds  # so that no CPU time between two rounds is left out
+        self._resume(runner)
         np.copyto(targets[0], sources[0])  # a copy by torch would wake other threads
         runner.send({"op": operation, "sets": calls})
         for index in range(calls):
@@ -285,7 +297,7 @@ class TimedRunner:
             runner.acknowledge()
         runner.receive()
         self._freeze()
-        seconds = runner.cpu_seconds() - start
+        seconds = runner.stopped_cpu_seconds - start
         self.inputs_changed = self._inputs_differ(inputs, staged)
         return seconds
 
@@ -324,7 +336,7 @@ class TimedRunner:
     def _wake(self, runner: Runner, operation: Operation) -> None:
         """Resume the runner on the core of timed rounds, and before a timed round make an untimed launch."""
         runner.set_cores(self.scheduler.timed_cores)
-        runner.signal(signal.SIGCONT)
+        self._resume(runner)
         if operation == "time":  # without inputs, so that nothing can be computed untimed
             if self.layout.placement.shares_buffers:
                 self._write_warm_up_inputs()

@@ -21,7 +21,14 @@ import pybind11
 
 from components.core.config import PROJECT
 from components.core.errors import InfrastructureError
-from components.core.files import atomic_write, check_executable, digest_json, remove_stale, user_cache
+from components.core.files import (
+    atomic_write,
+    check_executable,
+    digest_bytes,
+    digest_json,
+    remove_stale,
+    user_cache,
+)
 from components.core.params import Sandbox
 from components.core.records import Device
 from components.sandbox import isolation
@@ -75,19 +82,32 @@ MACHINE_FAULT = re.compile(
     r" (?:Resource temporarily unavailable|Cannot allocate memory)"
     r"|nvcc error\s*: '[^']+' died due to signal (?:9|15)\b[^:]*"
 )
+# Number of times that a build is tried if a signal ended a process of it, or if it took too long.
+ATTEMPTS = 2
+# Pattern of what compilers say about a process that a signal ended. The signal can come from outside, so the
+# failure of such a build is not cached.
+SIGNALLED = re.compile(
+    r"signal terminated program|terminated with signal|died due to signal"
+    r"|internal compiler error: (?:Segmentation fault|Bus error|Aborted)"
+)
+# Pattern of these messages if the process had used up its CPU time.
+TIME_USED_UP = re.compile(r"CPU time limit exceeded|died due to signal 24\b")
+# Limit of a compiler's CPU time, as a share of that of its wall time, which is then used up first only on a
+# busy machine.
+CPU_SHARE = 0.9
 # Symbol that replaces a list of imported symbols longer than MAX_OUTPUT_BYTES. No list of allowed symbols
 # contains it, so the candidate is rejected.
 TOO_MANY_SYMBOLS = "too_many_symbols"
 # Number that is included in the name of every cached build. Increase it if the format or the meaning of the
 # cached files changes.
-CACHE_FORMAT = 5
+CACHE_FORMAT = 6
 
 
 @dataclass(frozen=True)
 class BuildResult:
-    """A built library with the symbols that it imports, or the compiler's output if the build failed."""
+    """The content of a built library with the symbols that it imports, or the output of a failed build."""
 
-    library: Path | None
+    library: bytes | None
     log: str = ""
     symbols: tuple[str, ...] = ()
     timed_out: bool = False
@@ -103,6 +123,13 @@ def is_compiler_error(result: subprocess.CompletedProcess[str]) -> bool:
     lines = [line for line in result.stderr.splitlines() if not MACHINE_FAULT.fullmatch(line.strip())]
     has_diagnostics = any(map(DIAGNOSTIC.search, lines)) or len(result.stderr.encode()) >= MAX_OUTPUT_BYTES
     return result.returncode in COMPILER_CRASHED or (result.returncode == COMPILER_FAILED and has_diagnostics)
+
+
+def is_signalled(result: subprocess.CompletedProcess[str]) -> bool:
+    """Return whether a signal ended a process of a failed build, so that another try may succeed."""
+    if result.returncode in (0, COMPILER_FAILED):
+        return result.returncode != 0 and bool(SIGNALLED.search(result.stderr))
+    return result.returncode > 128
 
 
 def compile_own(source: Path, target: Path, flags: Sequence[str]) -> None:
@@ -195,8 +222,9 @@ class Builder:
         """Return the library built from the candidate's files in kernels/, or the compiler's errors.
 
         Builds that fail with diagnostics of the compiler are cached too, because a compiler gives the same
-        result every time; builds that took too long are not. Raises InfrastructureError if the build fails
-        for another reason: the sandbox or nm cannot be run, or the machine ends the compiler.
+        result every time. Builds that took too long or that a signal ended are not, and are tried twice.
+        Raises InfrastructureError if the build fails for another reason: the sandbox or nm cannot be run, or
+        the machine ends the compiler.
         """
         kernels = {name: text for name, text in sorted(files.items()) if name.startswith("kernels/")}
         suffixes = SOURCE_SUFFIXES[self.device]
@@ -242,7 +270,10 @@ class Builder:
             with contextlib.suppress(OSError):  # the file does not exist or belongs to another user
                 os.utime(path)
         if symbols.exists():
-            return BuildResult(library, symbols=tuple(symbols.read_text().split()))
+            digest, *known = symbols.read_text().split()
+            content = library.read_bytes()
+            if digest_bytes(content) == digest:
+                return BuildResult(content, symbols=tuple(known))
         if failed.exists():
             return BuildResult(None, failed.read_text())
         with self._build_folder() as folder:
@@ -251,9 +282,16 @@ class Builder:
                 path.write_text(text)
                 path.chmod(0o644)
             inside = "/in" if self.is_isolated else str(folder / "in")
-            try:
-                result, names = self._compile(folder, [word.replace("{in}", inside) for word in command])
-            except subprocess.TimeoutExpired:
+            command = [word.replace("{in}", inside) for word in command]
+            for _ in range(ATTEMPTS):
+                try:
+                    result, names = self._compile(folder, command)
+                    timed_out = result.returncode != 0 and bool(TIME_USED_UP.search(result.stderr))
+                    if timed_out or not is_signalled(result):
+                        break
+                except subprocess.TimeoutExpired:
+                    timed_out = True
+            if timed_out:
                 log = f"the build took longer than {self.sandbox.build_seconds:g} s"
                 return BuildResult(None, log, timed_out=True)
             if result.returncode != 0:
@@ -262,12 +300,14 @@ class Builder:
                         f"a build ended with exit code {result.returncode}: {result.stderr[-500:]}"
                     )
                 log = result.stderr.replace(f"{inside}/", "").replace(f"{self.paths.inside(TEMPLATE)}/", "")
-                atomic_write(failed, log[:MAX_LOG_BYTES])
+                if not is_signalled(result):
+                    atomic_write(failed, log[:MAX_LOG_BYTES])
                 return BuildResult(None, log[:MAX_LOG_BYTES])
-            atomic_write(library, (folder / "out" / "library.so").read_bytes())
+            content = (folder / "out" / "library.so").read_bytes()
+            atomic_write(library, content)
             # Written last, because the existence of this file shows that the library is complete.
-            atomic_write(symbols, "\n".join(names))
-        return BuildResult(library, symbols=names)
+            atomic_write(symbols, "\n".join([digest_bytes(content), *names]))
+        return BuildResult(content, symbols=names)
 
     def _paths(self) -> isolation.PathMap:
         """Return the sandbox paths of the host folders that a compiler needs besides a build's sources."""
@@ -350,7 +390,7 @@ class Builder:
                     temporary_bytes=TEMPORARY_BYTES,
                     memory_bytes=MAX_MEMORY_BYTES,
                     file_bytes=MAX_LIBRARY_BYTES,
-                    seconds=self.sandbox.build_seconds,
+                    seconds=CPU_SHARE * self.sandbox.build_seconds - 1,
                 )
                 command, filter_fd = stack.enter_context(confined)
                 environment, pass_fds = isolation.BUBBLEWRAP_ENVIRONMENT, (filter_fd,)

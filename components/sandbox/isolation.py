@@ -362,11 +362,14 @@ def confined(
         "core": 0,
         "nofile": capped_by_hard_limit(resource.RLIMIT_NOFILE, 256),
         "nproc": process_limit(capped_by_hard_limit(resource.RLIMIT_NPROC, 512)),
-        "cpu": capped_by_hard_limit(resource.RLIMIT_CPU, int(seconds) + 1),
+        # At the hard limit the signal is SIGKILL, as that of a machine whose memory runs out.
+        "cpu": ":".join(
+            str(capped_by_hard_limit(resource.RLIMIT_CPU, int(seconds) + extra)) for extra in (1, 6)
+        ),
     }
     options = [f"--{name}={value}" for name, value in limits.items()]
     with os.fdopen(os.memfd_create("seccomp"), "wb", buffering=0) as file:
-        file.write(seccomp_program("baseline"))
+        file.write(seccomp_program("command"))
         file.seek(0)
         filtered = [*sandbox, "--seccomp", str(file.fileno()), "--", *(drop if can_change_uid() else ())]
         yield [*filtered, "prlimit", *options, "--", *KILLED_FIRST, *command], file.fileno()

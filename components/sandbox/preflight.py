@@ -219,7 +219,7 @@ def _probe(runner: Runner) -> str:
         runner.is_private_memory(addresses[0], PROBE_BYTES)
     except (InfrastructureError, RunnerError) as error:
         return f"{READ_FAILED}: {error}"
-    runner.pause()
+    runner.stop()
     runner.resume()
     runner.cpu_seconds()
     status = Path(f"/proc/{runner.pid}/status").read_text()

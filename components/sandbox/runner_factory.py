@@ -1,6 +1,7 @@
 """The factory of runners: it starts zygotes inside bubblewrap and lets them fork runners on demand."""
 
 import contextlib
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -44,6 +45,8 @@ TEMPORARY_BYTES = 1 << 29
 # The same for a runner that compiles for a GPU, where max-autotune compiles hundreds of kernels to time them.
 AUTOTUNE_BYTES = 1 << 32
 INSIDE_FOLDER = Path(__file__).resolve().parent / "inside"
+# Seals after which nobody can change a file's content or size, or its seals.
+ALL_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 WARM_KINDS: tuple[ZygoteKind, ...] = ("plain", "compile")
 
 
@@ -76,6 +79,19 @@ def torch_cache(parent: Path) -> Path:
     return folder
 
 
+def sealed_file(content: bytes) -> int:
+    """Return the descriptor of a file in memory that nobody can change, with `content`.
+
+    A process can open any file again of which it has a descriptor, and for writing if the file's owner is its
+    own account.
+    """
+    descriptor = os.memfd_create("sealed", os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, ALL_SEALS)
+    return descriptor
+
+
 class RunnerFactory:
     """Factory that starts one zygote of each kind (seconds) and forks runners from them (milliseconds).
 
@@ -97,7 +113,7 @@ class RunnerFactory:
         # long as the factory.
         self.starter = ThreadPoolExecutor(1, thread_name_prefix="zygote")
         # Descriptor of an empty file, sent in place of the library if a role has no library.
-        self.empty_library = os.memfd_create("empty")
+        self.empty_library = sealed_file(b"")
         self.failed_starts: dict[ZygoteKind, int] = {}
         # Process descriptors of the runners that may not have ended yet.
         self.pidfds: list[int] = []
@@ -179,7 +195,7 @@ class RunnerFactory:
             limits["RLIMIT_AS"] = self.sandbox.memory_bytes
         program = b""
         if self.sandbox.isolation == "bubblewrap":
-            program = seccomp_filter.seccomp_program("candidate" if candidate else "baseline", self.device)
+            program = seccomp_filter.seccomp_program("candidate" if candidate else "task", self.device)
         return {
             "limits": {
                 name: isolation.capped_by_hard_limit(getattr(resource, name), value)

@@ -17,12 +17,13 @@ import socket
 import struct
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from components.core.errors import InfrastructureError
+from components.sandbox.process_tree import halted_by_pid
 
 # Maximum time between two polls.
 POLL_SECONDS = 1.0
@@ -32,6 +33,10 @@ SUSPEND_SECONDS = 1.0
 MESSAGE_BYTES = 1 << 20
 # Maximum time to wait until killed runners have ended.
 EXIT_SECONDS = 20
+# Maximum time to wait until the threads of a runner have stopped.
+STOP_SECONDS = 10
+# Pause between two looks at threads that have not stopped yet.
+LOOK_SECONDS = 2e-5
 RunnerErrorKind = Literal[
     "crashed", "timed_out", "protocol", "error", "out_of_memory", "wrong", "forbidden", "unknown_result"
 ]
@@ -107,6 +112,12 @@ def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
                 raise subprocess.TimeoutExpired(process.args, seconds) from None
 
 
+def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
 def has_ended(pidfd: int, seconds: float) -> bool:
     """Wait up to `seconds` until the process of a process descriptor has ended, and return whether it has."""
     poll = select.poll()
@@ -130,6 +141,10 @@ class Runner:
     # The time.monotonic() at which `pause` stopped the runner, or None if it is not paused. The time of a
     # pause is not included in the runner's wall time.
     paused_since: float | None = None
+    # The CPU time of the runner when `stop` last stopped it.
+    stopped_cpu_seconds: float = 0.0
+    # The PIDs of the runner's child processes and their children, which `stop` stopped too.
+    stopped_children: tuple[int, ...] = ()
 
     def send(self, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
         try:
@@ -272,21 +287,50 @@ class Runner:
             raise RunnerError("crashed", "the process is gone") from error
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the runner; SIGSTOP stops all of its threads and SIGCONT resumes them."""
+        """Send a signal to the runner's process."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd, number)
 
-    def pause(self) -> None:
-        """Suspend the runner until `resume`, so that it does not disturb measurements of other runners.
+    def stop(self) -> None:
+        """Stop the runner and its child processes until `resume`, and wait until no thread of them runs.
 
-        The time until then does not count toward its limit of wall time.
+        The CPU time is read afterwards, because the kernel adds the time of a running thread to it only at
+        the next tick of the timer. A process can cancel its stop with SIGCONT while one of its threads still
+        runs, so the signal is repeated, and all threads have to be seen stopped twice. The runner is killed
+        and RunnerError raised if it does not stop in `STOP_SECONDS`.
         """
         self.signal(signal.SIGSTOP)
+        deadline, seen = time.monotonic() + STOP_SECONDS, 0
+        while seen < 2:
+            halted = halted_by_pid(self.pid)
+            if all(halted.values()):
+                seen += 1
+                continue
+            if time.monotonic() > deadline:
+                self.signal(signal.SIGKILL)
+                raise RunnerError("protocol", f"it did not stop within {STOP_SECONDS} s")
+            seen = 0
+            time.sleep(LOOK_SECONDS)
+            self.signal(signal.SIGSTOP)
+            _signal_all([pid for pid in halted if pid != self.pid], signal.SIGSTOP)
+        self.stopped_children = tuple(pid for pid in halted if pid != self.pid)
+        self.stopped_cpu_seconds = self.cpu_seconds()
+
+    def pause(self) -> None:
+        """Stop the runner until `resume`, so that it does not disturb measurements of other runners.
+
+        The time until then does not count toward its limit of wall time. A runner that does not stop is
+        killed.
+        """
+        with contextlib.suppress(RunnerError):
+            self.stop()
         self.paused_since = self.paused_since or time.monotonic()
 
     def resume(self) -> None:
-        """Resume a paused runner."""
+        """Resume a stopped or paused runner and its child processes."""
         self.extend_deadline()
+        _signal_all(self.stopped_children, signal.SIGCONT)
+        self.stopped_children = ()
         self.signal(signal.SIGCONT)
 
     def extend_deadline(self) -> None:

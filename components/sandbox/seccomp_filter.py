@@ -23,14 +23,14 @@ DENIED = """
     swapoff io_uring_setup io_uring_enter io_uring_register move_mount open_tree fsopen fsmount fsconfig
     fspick mount_setattr quotactl acct settimeofday clock_settime adjtimex clock_adjtime sethostname
     setdomainname iopl ioperm personality inotify_init inotify_init1 fanotify_init""".split()
+# Further system calls that all runners are denied. With them a process could send itself a later SIGCONT,
+# which resumes a runner that the judge has stopped.
+DENIED_TO_RUNNERS = ["timer_create", "setitimer", "alarm", "mq_open", "mq_notify"]
 # Further system calls that candidates are denied.
 DENIED_TO_CANDIDATES = [
     *("fork", "vfork", "execve", "execveat", "setrlimit"),
     # Locks and times of a shared file could be used to send messages to another runner.
     *("flock", "utime", "utimes", "utimensat", "futimesat"),
-    # With these calls a process could send itself a later SIGCONT, which resumes a runner that the judge has
-    # paused.
-    *("timer_create", "setitimer", "alarm", "mq_open", "mq_notify"),
     *("semget", "msgget", "io_setup"),  # they use kernel memory, or a number limited for the whole host
 ]
 # Further system calls that candidates on cpu are denied.
@@ -56,15 +56,15 @@ CREATE_FLAGS = (os.O_CREAT, 0o20000000)
 # whole account.
 ACCOUNT_FCNTL = (fcntl.F_SETLEASE, fcntl.F_NOTIFY, fcntl.F_SETPIPE_SZ)
 F_SETSIG, F_SETOWN_EX = 10, 15
-# Commands of fcntl that candidates are denied: file locks, and the receiver of signals of a descriptor.
+# Commands of fcntl that candidates are denied: file locks.
 CANDIDATE_FCNTL = (
     *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW),
     *(fcntl.F_OFD_GETLK, fcntl.F_OFD_SETLK, fcntl.F_OFD_SETLKW),
-    *(fcntl.F_SETOWN, F_SETSIG, F_SETOWN_EX),
 )
-# Commands of ioctl that candidates are denied: FIOASYNC, FIOSETOWN and SIOCSPGRP. They make the kernel send a
-# signal when a descriptor is ready.
-CANDIDATE_IOCTL = (0x5452, 0x8901, 0x8902)
+# Commands that runners are denied, because they make the kernel send a signal when a descriptor is ready:
+# those of fcntl, and of ioctl FIOASYNC, FIOSETOWN and SIOCSPGRP.
+RUNNER_FCNTL = (fcntl.F_SETOWN, F_SETSIG, F_SETOWN_EX)
+RUNNER_IOCTL = (0x5452, 0x8901, 0x8902)
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 CLONE_FILES, CLONE_THREAD = 0x00000400, 0x00010000
 # The flags of clone that make namespaces. They are CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID
@@ -73,12 +73,13 @@ NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0
 
 
 @functools.cache
-def seccomp_program(role: Literal["candidate", "baseline"], device: str = "cpu") -> bytes:
+def seccomp_program(role: Literal["candidate", "task", "command"], device: str = "cpu") -> bytes:
     """Return the filter for a role as a BPF program.
 
     A `candidate` may start threads, but no processes and no programs, and it may open only local sockets. On
-    cpu it also cannot make memory that its address-space limit does not include. The filter `baseline`, which
-    compilers and the agent's shell use too, allows starting programs.
+    cpu it also cannot make memory that its address-space limit does not include. A runner of a `task`'s own
+    source may start programs, as torch.compile does. Neither may make the kernel send it a later signal, as a
+    `command`, that is a compiler or the agent's shell, may.
     """
     import pyseccomp
 
@@ -97,6 +98,7 @@ def seccomp_program(role: Literal["candidate", "baseline"], device: str = "cpu")
         program.add_rule(pyseccomp.ERRNO(errno.EPERM), call, *arguments)
 
     names = DENIED + (DENIED_TO_CANDIDATES if candidate else [])
+    names += DENIED_TO_RUNNERS if role != "command" else []
     for name in names + (DENIED_TO_CPU_CANDIDATES if candidate and device == "cpu" else []):
         deny(name)
     # A setuid program that remains after the sandbox has ended would give others the account's rights.
@@ -114,6 +116,11 @@ def seccomp_program(role: Literal["candidate", "baseline"], device: str = "cpu")
     program.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     for flag in NAMESPACE_FLAGS:
         deny("clone", (0, flag, flag))
+    if role != "command":
+        for command in RUNNER_FCNTL:
+            deny("fcntl", (1, WORD, command))
+        for command in RUNNER_IOCTL:
+            deny("ioctl", (1, WORD, command))
     if candidate:
         # Local sockets stay allowed, because the CUDA driver does not start without one (error 304).
         nonzero = pyseccomp.Arg(2, pyseccomp.NE, 0)
@@ -125,13 +132,9 @@ def seccomp_program(role: Literal["candidate", "baseline"], device: str = "cpu")
         deny("clone", (0, CLONE_FILES, 0))
         program.add_rule(pyseccomp.ERRNO(errno.EPERM), "close_range", nonzero)
         program.add_rule(pyseccomp.ERRNO(errno.EPERM), "prlimit64", nonzero)
-        for call, position, commands in (
-            ("fcntl", 1, CANDIDATE_FCNTL),
-            ("ioctl", 1, CANDIDATE_IOCTL),
-            ("prctl", 0, (PR_SET_DUMPABLE,)),
-        ):
-            for command in commands:
-                deny(call, (position, WORD, command))
+        deny("prctl", (0, WORD, PR_SET_DUMPABLE))
+        for command in CANDIDATE_FCNTL:
+            deny("fcntl", (1, WORD, command))
     with os.fdopen(os.memfd_create("bpf"), "w+b") as file:
         program.export_bpf(file)
         file.seek(0)

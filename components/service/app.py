@@ -136,7 +136,7 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
         return {"protocol": protocol_digest(params), "version": VERSION, "settings": values}
 
     @app.get("/health")
-    def health() -> dict[str, str]:
+    async def health() -> dict[str, str]:
         """Return the judge's version and device."""
         return {"status": "ok", "version": VERSION, "device": service.params.device}
 
@@ -145,7 +145,7 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
         """Return the metrics for Prometheus; only a token of an operator may read them."""
         if not token.operator:
             raise ServiceError(403, "metrics: only a token made with --operator may read them.")
-        telemetry.SERVICE_JOBS.set(service.store.active())
+        telemetry.SERVICE_JOBS.set(service.store.active()[0])
         return Response(generate_latest(telemetry.REGISTRY), media_type=CONTENT_TYPE_LATEST)
 
     return app

@@ -8,7 +8,7 @@ result itself is in the journal of verdicts. Jobs that ended long ago are delete
 import sqlite3
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     measurement INTEGER NOT NULL,
     changed REAL NOT NULL,
     body TEXT NOT NULL,
+    size INTEGER NOT NULL DEFAULT 0,
     error TEXT NOT NULL DEFAULT '',
     status INTEGER NOT NULL DEFAULT 200,
     attempts INTEGER NOT NULL DEFAULT 0
@@ -36,7 +37,8 @@ CREATE TABLE IF NOT EXISTS jobs (
 CREATE TABLE IF NOT EXISTS submissions (token TEXT NOT NULL, created REAL NOT NULL);
 CREATE INDEX IF NOT EXISTS days ON submissions (token, created);
 CREATE INDEX IF NOT EXISTS queued ON jobs (token, seq) WHERE state = 'queued';
-CREATE INDEX IF NOT EXISTS active ON jobs (token) WHERE state IN ('queued', 'running');
+DROP INDEX IF EXISTS active;
+CREATE INDEX IF NOT EXISTS sizes ON jobs (token, size) WHERE state IN ('queued', 'running');
 CREATE INDEX IF NOT EXISTS subjects ON jobs (subject);
 CREATE INDEX IF NOT EXISTS ended ON jobs (changed) WHERE state NOT IN ('queued', 'running');
 UPDATE jobs SET state = 'failed', status = 503, body = '', changed = strftime('%s', 'now'),
@@ -54,7 +56,8 @@ class StoredJob:
     the candidate, so all measurements of a candidate for one token have the same subject. `measurement` is
     the number of the measurement, from 1 on. `changed` is the time.time() of the submission or of the last
     change of the state, and `body` the request as JSON. `error` and the HTTP status `status` say why a job
-    failed. `seq` is the place of the job in the order of submissions.
+    failed. `size` is the number of bytes of the request. `seq` is the place of the job in the order of
+    submissions.
     """
 
     id: str
@@ -68,6 +71,7 @@ class StoredJob:
     changed: float = field(default_factory=time.time)
     error: str = ""
     status: int = 200
+    size: int = 0
     seq: int = 0
     # Number of times that a process has begun the job.
     attempts: int = 0
@@ -86,6 +90,9 @@ class JobStore:
         columns = [row["name"] for row in self._rows("PRAGMA table_info(jobs)")]
         if "created" in columns:  # a queue of an earlier version
             self._rows("ALTER TABLE jobs RENAME COLUMN created TO changed")
+        if columns and "size" not in columns:
+            self._rows("ALTER TABLE jobs ADD COLUMN size INTEGER NOT NULL DEFAULT 0")
+            self._rows("UPDATE jobs SET size = length(CAST(body AS BLOB))")
         self.database.executescript(SCHEMA)
 
     def _rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
@@ -104,6 +111,7 @@ class JobStore:
 
         If its state is `queued`, a submission of its token is recorded, also if it replaces a failed job.
         """
+        job = replace(job, size=len(job.body.encode()))
         columns = [name for name in vars(job) if name != "seq"]
         self._rows(
             f"INSERT OR REPLACE INTO jobs ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
@@ -160,11 +168,12 @@ class JobStore:
         )
         return [str(row["id"]) for row in rows]
 
-    def active(self, token: str | None = None) -> int:
-        """Return the number of jobs of a token, or of all tokens, that are queued or running."""
+    def active(self, token: str | None = None) -> tuple[int, int]:
+        """Return the number and the bytes of the jobs that are queued or running, of a token or of all."""
         condition = "" if token is None else " AND token = ?"
-        statement = f"SELECT count(*) FROM jobs WHERE state IN ('queued', 'running'){condition}"
-        return int(self._number(statement, *(() if token is None else (token,))))
+        statement = f"SELECT count(*), sum(size) FROM jobs WHERE state IN ('queued', 'running'){condition}"
+        row = self._rows(statement, *(() if token is None else (token,)))[0]
+        return int(row[0]), int(row[1] or 0)
 
     def position(self, job: StoredJob) -> int:
         """Return the number of queued jobs of the job's token up to and including the job."""

@@ -49,6 +49,8 @@ DAY = 86_400.0
 RETRY_SECONDS = 1.0
 # Jobs of all tokens that may be queued or running.
 CAPACITY = 20_000
+# Bytes of the requests of such jobs, of one token and of all.
+OWN_BYTES, ALL_BYTES = 256 << 20, 1 << 30
 # Seconds after which a caller is asked to try again if its own jobs, or those of all, fill the queue.
 OWN_QUEUE_SECONDS, QUEUE_SECONDS = 2.0, 20.0
 
@@ -114,7 +116,7 @@ class JobService:
                 if job is None or job.state == "cancelled":
                     self._check_measurements(token, made)
                 if not is_known:
-                    self._check_quota(token)
+                    self._check_quota(token, len(made.body))
                 self.store.put(replace(made, state="done", body="") if is_known else made)
                 self.condition.notify()
         return self.view(token, made.id)
@@ -184,15 +186,18 @@ class JobService:
                 "times; use one of those measurements, or ask the service's operator for more.",
             )
 
-    def _check_quota(self, token: Token) -> None:
-        active = self.store.active(token.name)
-        if active >= token.queued:
+    def _check_quota(self, token: Token, size: int) -> None:
+        """Raise ServiceError unless a request of `size` bytes has a place in the queue and in the quota."""
+        active, own_bytes = self.store.active(token.name)
+        if active >= token.queued or own_bytes + size > OWN_BYTES:
             raise ServiceError(
                 429,
-                f"queue: the token {token.name} has {active} jobs waiting, and may have {token.queued}.",
+                f"queue: the token {token.name} has {active} jobs of {own_bytes >> 20} MB waiting, and may "
+                f"have {token.queued} of {OWN_BYTES >> 20} MB.",
                 retry_after=OWN_QUEUE_SECONDS,
             )
-        if self.store.active() >= self.capacity:
+        jobs, all_bytes = self.store.active()
+        if jobs >= self.capacity or all_bytes + size > ALL_BYTES:
             raise ServiceError(
                 429, "queue: the service has no place for another job.", retry_after=QUEUE_SECONDS
             )

@@ -20,6 +20,7 @@ from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.pool.service_client import socket_address, socket_path
 from components.service.app import make_app
+from components.service.connections import BACKLOG, BoundedServer
 from components.service.jobs import DAY, JobService
 from components.service.judges import WarmJudges
 from components.service.tokens import LOCAL, OWNER, Token, TokenFile
@@ -59,7 +60,7 @@ def bind(address: str, *, has_tokens: bool) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(place)
-        listener.listen(1024)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise UserError(
@@ -86,7 +87,7 @@ def serving(
 
 
 def make_server(service: JobService, callers: TokenFile | Token) -> uvicorn.Server:
-    return uvicorn.Server(
+    return BoundedServer(
         uvicorn.Config(
             make_app(service, callers),
             log_level="error",

@@ -31,6 +31,7 @@ from components.judge.timed_runner import StagedInputs, TimedRunner
 from components.judge.verdict import MARGIN, Ratio
 from components.sandbox.build import EXTENSION_SUFFIX
 from components.sandbox.inside.runner_protocol import RoleHeader
+from components.sandbox.runner_factory import sealed_file
 
 RUNNER_SECONDS = 300
 REPEATS_PER_RUNNER = 5
@@ -72,7 +73,7 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
                     "extensions": None,
                     "library_bytes": library.stat().st_size,
                 }
-                with library.open("rb") as file:
+                with open(sealed_file(library), "rb") as file:
                     arms.append(TimedRunner(bench.reference, header, file.fileno(), seconds=RUNNER_SECONDS))
                 arms[-1].verify("check")
                 calls = bench.reference.layout.calls

@@ -1,10 +1,14 @@
 """Builds of candidates, and what the cache keeps of them."""
 
 import os
+import signal
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import judge_fixtures as corpus
+import psutil
 import pytest
 
 from components.core.errors import InfrastructureError
@@ -40,11 +44,14 @@ def test_builds_that_nobody_asks_for_are_forgotten_and_those_in_use_are_kept(
     aged()
     assert first.build(used).library == built.library
     builder()
-    assert sorted(path.suffix for path in cache.iterdir()) == [".so", ".symbols"] and built.library.is_file()
+    assert sorted(path.suffix for path in cache.iterdir()) == [".so", ".symbols"]
     aged()
     again = builder()
     assert list(cache.iterdir()) == []
-    assert again.build(used).library == built.library and built.library.is_file()
+    assert again.build(used).library == built.library
+    (library,) = cache.glob("*.so")
+    library.write_bytes(b"changed by another process")
+    assert again.build(used).library == built.library, "a damaged build is made again"
 
 
 def test_a_build_that_the_machine_ends_is_not_cached(
@@ -62,6 +69,62 @@ def test_a_build_that_the_machine_ends_is_not_cached(
         with pytest.raises(InfrastructureError, match="Killed signal"):
             builder.build(files)
     assert builder.build(files).library is not None
+
+
+def compilers() -> set[int]:
+    """Return the PIDs of the compilers proper that this process has started."""
+    return {
+        process.pid for process in psutil.Process().children(recursive=True) if process.name() == "cc1plus"
+    }
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_compiler_that_is_ended_once_from_outside_is_started_again(
+    judge: Judge, tmp_path: Path, number: signal.Signals
+) -> None:
+    builder = Builder(judge.params.sandbox, judge.params.device, tmp_path)
+    files = SIMD | {"kernels/slow.cpp": "#include <functional>\n#include <map>\n#include <random>\n"}
+    with ThreadPoolExecutor(1) as executor:
+        building = executor.submit(builder.build, files)
+        while not (found := compilers()) and not building.done():
+            time.sleep(0.01)
+        for pid in found:
+            os.kill(pid, number)
+        assert building.result().library is not None, building.result().log
+
+
+def test_a_compiler_that_is_always_ended_is_not_cached_as_the_candidates_failure(
+    judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder, line = Builder(judge.params.sandbox, judge.params.device, tmp_path), "Segmentation fault signal"
+    crashed = subprocess.CompletedProcess(
+        [], COMPILER_FAILED, "", f"g++: internal compiler error: {line} terminated program cc1plus"
+    )
+    with monkeypatch.context() as patched:
+        patched.setattr(builder, "_compile", lambda folder, command: (crashed, ()))
+        assert line in builder.build(SIMD).log
+    assert builder.build(SIMD).library is not None
+
+
+def test_a_build_that_waits_for_the_machine_is_tried_again_and_one_that_computes_on_is_not(
+    judge: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder, tries = Builder(judge.params.sandbox, judge.params.device, tmp_path), list[str]()
+
+    def waits(*_: object) -> None:
+        tries.append("waits")
+        raise subprocess.TimeoutExpired("g++", 1)
+
+    def computes(*_: object) -> tuple[subprocess.CompletedProcess[str], tuple[str, ...]]:
+        tries.append("computes")
+        line = "g++: fatal error: CPU time limit exceeded signal terminated program cc1plus"
+        return subprocess.CompletedProcess([], COMPILER_FAILED, "", line), ()
+
+    for compile in (waits, computes):
+        monkeypatch.setattr(builder, "_compile", compile)
+        built = builder.build(SIMD)
+        assert built.timed_out and built.library is None
+    assert tries == ["waits", "waits", "computes"]
 
 
 @pytest.mark.parametrize(

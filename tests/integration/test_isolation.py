@@ -145,6 +145,33 @@ def test_candidate_sees_nothing_of_the_compile_baseline_and_cannot_change_its_ar
         assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
 
 
+OVERWRITE = """
+import os
+for number in map(int, os.listdir("/proc/self/fd")):
+    try:
+        library = os.open(f"/proc/self/fd/{number}", os.O_RDWR)
+        if os.pread(library, 4, 0) == bytes([127]) + b"ELF":
+            os.pwrite(library, bytes(65536), 0)
+            os.ftruncate(library, 0)
+    except OSError:
+        pass
+"""
+
+
+def test_a_candidate_cannot_change_the_library_that_the_next_one_with_its_kernels_gets(judge: Judge) -> None:
+    """An ordinary account's runners have its uid outside, so that they could open its files for writing."""
+    files = corpus.files("honest", "simd")
+    for model in (files["model_new.py"] + OVERWRITE, files["model_new.py"]):
+        verdict = judge.verdict(corpus.TASK, files | {"model_new.py": model}, compare_compile=None)
+        assert verdict.status == "correct", (verdict.reason, verdict.log)
+    opened = "os.open(f'/proc/self/fd/{number}', os.O_RDWR)"
+    written = "attempt(lambda: os.pwrite(" + opened + ", b'x', 0))"
+    header = "os.pread(number, 4, 0) == bytes([127]) + b'ELF'"
+    names = "[int(name) for name in os.listdir('/proc/self/fd')]"
+    libraries = f"[number for number in {names} if attempt(lambda: {header}) == 'True']"
+    assert ask(judge, f"[{written} for number in {libraries}]") == ["PermissionError"]
+
+
 def test_what_a_candidate_prints_is_not_there_for_the_next(judge: Judge) -> None:
     ask(
         judge,
@@ -233,7 +260,7 @@ print(json.dumps([name for name, action in {
 """
 
 
-@pytest.mark.parametrize("role", ["candidate", "baseline"])
+@pytest.mark.parametrize("role", ["candidate", "task", "command"])
 def test_no_role_may_do_what_outlives_it_or_is_counted_for_the_whole_account(
     role: str, tmp_path: Path
 ) -> None:

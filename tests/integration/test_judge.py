@@ -245,11 +245,53 @@ def test_task_that_hangs_later_hangs_nobody(
         .replace("import torch\n", "import time\nimport torch\n", 1)
     )
     started = time.monotonic()
-    with pytest.raises(InfrastructureError, match="timed_out"):
-        with_limits(3, 30).verdict(
-            KernelTask(code=code), SIMD | {KERNEL: SIMD[KERNEL].replace("v > 0.0f ? v : 0.1f * v", "v")}
-        )
+    verdict = with_limits(3, 30).verdict(
+        KernelTask(code=code), SIMD | {KERNEL: SIMD[KERNEL].replace("v > 0.0f ? v : 0.1f * v", "v")}
+    )
+    assert (verdict.status, verdict.reason) == ("infrastructure", "task")
+    assert "eager took longer" in verdict.log
     assert time.monotonic() - started < 60
+
+
+def test_processes_that_a_task_started_stand_still_between_its_rounds(judge: Judge) -> None:
+    busy = corpus.CODE + "\nimport os\nif os.fork() == 0:\n    while True:\n        pass\n"
+    with judge.bench(KernelTask(code=busy)) as bench:
+        runner = bench.baselines.get(EAGER).runner
+        assert runner is not None
+        (child,) = psutil.Process(runner.pid).children(recursive=True)
+        assert child.status() == psutil.STATUS_STOPPED
+        before = child.cpu_times()
+        time.sleep(0.1)
+        assert child.cpu_times() == before
+
+
+SLEEPY = """    calls = 0
+
+    def rest(self, y):
+        Model.calls += any(frame.name == "measure" for frame in traceback.extract_stack())
+        if Model.calls > 7:  # those of warm-up and verification
+            time.sleep(1)
+        return y
+
+    def forward"""
+
+
+@pytest.mark.usefixtures("no_compile_baseline")
+def test_a_task_that_sleeps_in_timed_rounds_holds_the_device_no_longer_than_a_candidate_may(
+    with_limits: Callable[[float, float], Judge],
+) -> None:
+    """Asleep, a baseline uses no CPU time, and each of its rounds ends within its own limit."""
+    code = corpus.changed_code("self.rest(torch.sigmoid(x) * self.scale - 0.3)")
+    code = code.replace("    def forward", SLEEPY)
+    code = code.replace("import torch\n", "import time\nimport traceback\nimport torch\n", 1)
+    files = SIMD | {KERNEL: SIMD[KERNEL].replace("v > 0.0f ? v : 0.1f * v", "v")}
+    judge = with_limits(4, 30)
+    with judge.bench(KernelTask(code=code)) as bench:
+        bench.baselines.get(EAGER)
+    started = time.monotonic()
+    verdict = judge.verdict(KernelTask(code=code), files)
+    assert verdict.status in ("correct", "infrastructure"), verdict
+    assert time.monotonic() - started < 10
 
 
 def test_a_large_input_is_mixed_in_pieces_as_a_small_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

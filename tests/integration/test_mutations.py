@@ -27,7 +27,7 @@ from components.sandbox import runner_factory, seccomp_filter
 from components.sandbox.build import EXTENSION_SUFFIX
 from components.sandbox.inside import shared_memory
 from components.sandbox.runner_factory import RunnerFactory
-from components.sandbox.runner_process import Runner
+from components.sandbox.runner_process import Runner, RunnerError
 
 pytestmark = pytest.mark.usefixtures("no_compile_baseline")
 SANDBOX = runner_factory.INSIDE_FOLDER
@@ -157,7 +157,7 @@ def seconds_between_rounds(judge: Judge) -> float:
     assert library is not None
     with (
         judge.bench(corpus.TASK) as bench,
-        library.open("rb") as file,
+        open(runner_factory.sealed_file(library), "rb") as file,
     ):
         arm = TimedRunner(
             bench.reference,
@@ -175,10 +175,8 @@ def seconds_between_rounds(judge: Judge) -> float:
         try:
             arm.verify("check")
             assert arm.runner is not None
-            time.sleep(0.05)  # the signal that stops it is answered when it is next scheduled
-            before = arm.runner.cpu_seconds()
             time.sleep(0.2)
-            return arm.runner.cpu_seconds() - before
+            return arm.runner.cpu_seconds() - arm.runner.stopped_cpu_seconds
         finally:
             arm.close()
 
@@ -187,7 +185,8 @@ def test_no_stop_between_rounds(cold_judge: Judge, monkeypatch: pytest.MonkeyPat
     """Between its rounds a candidate stands still, whatever its threads would do to the baselines."""
     assert seconds_between_rounds(cold_judge) < 0.002
     monkeypatch.setattr(TimedRunner, "_freeze", lambda self: None)
-    assert seconds_between_rounds(cold_judge) > 0.01
+    with pytest.raises(RunnerError, match="while it was stopped"):
+        seconds_between_rounds(cold_judge)
 
 
 def test_no_screen_of_symbols(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 from service_fixtures import PARAMS, TASK, TextJudges, body, service, token
 
 from components.core.errors import UserError
+from components.service import jobs as service_jobs
 from components.service.app import BODY_BYTES, make_app
 from components.service.job_store import JobStore, StoredJob
 from components.service.jobs import JobService
@@ -28,7 +29,7 @@ def request(text: str = "", **fields: Any) -> JudgementBody:
 
 
 def wait_until_idle(jobs: JobService) -> None:
-    while jobs.store.active():
+    while jobs.store.active()[0]:
         time.sleep(0.002)
 
 
@@ -294,6 +295,24 @@ def test_equal_requests_at_once_are_one_measurement(tmp_path: Path, judges: Text
     assert judges.measured == [("bob", "a")]
 
 
+def test_the_bytes_that_a_token_and_all_tokens_may_queue_are_limited(
+    tmp_path: Path, judges: TextJudges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_jobs, "OWN_BYTES", 50_000)
+    monkeypatch.setattr(service_jobs, "ALL_BYTES", 80_000)
+    large = "x = 1\n" * 5000
+    with service(tmp_path, judges, workers=0) as jobs:
+        held = jobs.submit(BOB, request(large))
+        with pytest.raises(ServiceError, match="jobs of 0 MB waiting") as error:
+            jobs.submit(BOB, request(large + "y = 1"))
+        assert error.value.status == 429
+        jobs.submit(EVE, request(large))
+        with pytest.raises(ServiceError, match="no place"):
+            jobs.submit(token("carol"), request(large))
+        jobs.cancel(BOB, held.id)
+        jobs.submit(BOB, request(large + "y = 1"))
+
+
 def test_a_caller_learns_nothing_of_the_jobs_of_others(tmp_path: Path, judges: TextJudges) -> None:
     with service(tmp_path, judges, workers=0) as jobs:
         before = jobs.submit(EVE, request("a"))
@@ -308,7 +327,7 @@ def test_a_caller_learns_nothing_of_the_jobs_of_others(tmp_path: Path, judges: T
 
         for ask in (jobs.view, jobs.find, jobs.cancel):
             assert refusal(ask, others[0]) == refusal(ask, others[1]) == refusal(ask, "0" * 64)
-        assert jobs.store.active() == 4
+        assert jobs.store.active()[0] == 4
 
 
 def test_no_wording_of_a_request_measures_an_equal_candidate_more_often(

@@ -1,8 +1,15 @@
 """The HTTP server of the service on a real socket, and the pool that judges on it."""
 
 import contextlib
+import errno
 import http.client
+import logging
+import os
+import resource
+import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +22,7 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.judge.pool.local_pool import Candidate, Job
 from components.judge.pool.open_pool import open_pool
+from components.service import connections as service_connections
 from components.service.app import BODY_BYTES
 from components.service.server import bind
 
@@ -96,3 +104,96 @@ def test_a_pool_names_what_is_wrong_with_its_service(address: str, tmp_path: Pat
     assert "sandbox.rounds is 5 there and 7 here" in error_of(other)
     with pytest.raises(UserError, match=r"pool\.judges"):
         open_pool(at(address, judges=2), tmp_path / "verdicts")
+
+
+SLOW_BODY = b"POST /v1/judgements HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n\r\n{"
+
+
+@contextlib.contextmanager
+def connected(address: str, number: int, sent: bytes = b"") -> Iterator[list[socket.socket]]:
+    """Open connections that send `sent` and nothing more."""
+    host, port = address.removeprefix("http://").split(":")
+    with contextlib.ExitStack() as stack:
+        made = []
+        for _ in range(number):
+            made.append(stack.enter_context(socket.create_connection((host, int(port)), 10)))
+            made[-1].sendall(sent)
+        yield made
+
+
+def are_closed(connections: list[socket.socket], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    for connection in connections:
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            while connection.recv(4096):
+                pass
+        except TimeoutError:
+            return False
+        except ConnectionError:
+            pass
+    return True
+
+
+def test_clients_that_send_nothing_keep_nobody_from_connecting(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_connections, "MOST_CONNECTIONS", 20)
+    with connected(address, 60) as idle, connected(address, 30, SLOW_BODY) as slow:
+        assert httpx.get(f"{address}/health").status_code == 200
+        assert httpx.post(f"{address}/v1/judgements?wait=10", json=body("a")).status_code == 200
+        assert are_closed(idle + slow[:10]), "those that have waited longest make room"
+
+
+def test_a_request_that_does_not_come_is_not_waited_for(
+    tmp_path: Path, judges: TextJudges, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_connections, "REQUEST_SECONDS", 0.5)
+    with (
+        text_service(tmp_path, judges) as address,
+        connected(address, 3) as idle,
+        connected(address, 3, SLOW_BODY) as slow,
+    ):
+        answer = httpx.post(f"{address}/v1/judgements?wait=10", json=body("sleep 1.5"))
+        assert answer.status_code == 200, "an answer may take longer"
+        assert are_closed(idle + slow, 1)
+
+
+def test_a_service_whose_connections_are_all_being_answered_says_so(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service_connections, "MOST_CONNECTIONS", 1)
+    with ThreadPoolExecutor(1) as executor:
+        waits = executor.submit(
+            httpx.post, f"{address}/v1/judgements?wait=10", json=body("sleep 1"), timeout=30
+        )
+        while (answer := httpx.get(f"{address}/health")).status_code == 200 and not waits.done():
+            time.sleep(0.05)
+        assert answer.status_code == 503 and "no place" in answer.json()["error"]
+        assert waits.result().status_code == 200
+
+
+def test_a_service_without_descriptors_accepts_again_when_there_are_some(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A traceback may need a file, so that logging it fails too."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(logging.getLogger("asyncio"), "error", fail)
+    monkeypatch.setattr(service_connections, "DESCRIPTOR_SHARE", 1.0)
+    assert httpx.get(f"{address}/health").status_code == 200
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.open("/dev/null", os.O_RDONLY)
+    os.close(spare)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 4, limits[1]))
+    try:
+        host, port = address.removeprefix("http://").split(":")
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for _ in range(8):  # of the client and the server, in this process
+                stack.enter_context(socket.create_connection((host, int(port)), 2))
+            time.sleep(0.3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert httpx.get(f"{address}/health", timeout=20).status_code == 200

@@ -34,3 +34,13 @@ def test_a_single_job_is_not_kept_waiting_by_a_flood(report: Any) -> None:
     flood = report["flood"]
     assert flood["flood_still_queued"] > 20
     assert max(flood["measured_between"]) <= 6
+
+
+def test_an_honest_caller_is_served_beside_clients_that_send_nothing() -> None:
+    command = [sys.executable, str(corpus.HERE / "bench" / "crowded_service.py"), "--calls", "10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["idle_closed"] >= 4000
+    for kind in ("health", "verdict"):
+        assert seen["beside"][kind]["median"] < 3 * seen["alone"][kind]["median"] + 0.2, seen

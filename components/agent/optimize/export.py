@@ -70,10 +70,10 @@ def drop_in(model_new: str) -> str:
     return "".join([*lines[:index], LOADER, "\n", *lines[index:]])
 
 
-def write_workspace(folder: Path, code: str, files: dict[str, str], library: Path | None) -> None:
+def write_workspace(folder: Path, code: str, files: dict[str, str], library: bytes | None) -> None:
     """Write a workspace with the task's source `code` and the candidate's `files` to the new folder `folder`.
 
-    `files` has texts by workspace path. `library` is the candidate's built library, which is copied to
+    `files` has texts by workspace path. `library` is the candidate's built library, which is written to
     cuda_extension.so, or None if there is none.
     """
     template = PROJECT / "agent_workdir"
@@ -85,7 +85,7 @@ def write_workspace(folder: Path, code: str, files: dict[str, str], library: Pat
     for name, text in files.items():
         (folder / name).write_text(text)
     if library is not None:
-        shutil.copyfile(library, folder / "cuda_extension.so")
+        (folder / "cuda_extension.so").write_bytes(library)
 
 
 def check_output_folder(out: Path) -> None:
