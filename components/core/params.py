@@ -135,6 +135,10 @@ class Sandbox(FrozenModel):
     build_workers: Count = throughput("builds that run in parallel")
     warm_tasks: Count = throughput("tasks whose baselines are kept warm")
     attempts: Count = throughput("tries of a judgement that failed by the judge's own fault")
+    measurable_share: Share = throughput(
+        "least share of the tasks of a data set or a suite that the judge can measure on its device; the "
+        "others are left out, and a training stage or an evaluation with a smaller share is refused"
+    )
 
 
 class Adapter(FrozenModel):

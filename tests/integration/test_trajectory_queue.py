@@ -5,7 +5,10 @@ import concurrent.futures
 import dataclasses
 import json
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from training_fixtures import NoPool, episode, params, stage
 
 from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories, updates_of
-from components.core.errors import StageFailed, UserError
+from components.core.errors import InfrastructureError, StageFailed, UserError, error_chain
 from components.core.task import KernelTask
 from components.judge.verdict import Verdict
 from components.training.run_stage import run_stage
@@ -189,6 +192,50 @@ def test_trajectories_that_a_killed_step_was_moving_are_taken_by_the_next_one(tm
     again = Line(tmp_path, staleness=0)
     assert again.step(0, tmp_path) == [[0, index] for index in range(4)] and again.begun == []
     assert [place.name for place in (tmp_path / "trajectories").iterdir()] == ["step-0000"]
+
+
+class Losing(Line):
+    """A queue on whose attempts with an index in `reasons` the judge fails, for the reason there."""
+
+    reasons: Mapping[int, str] = MappingProxyType({})
+
+    async def run(self, request: RolloutRequest, index: int) -> Trajectory:
+        trajectory = await super().run(request, index)
+        if index not in self.reasons:
+            return trajectory
+        verdict = Verdict(status="infrastructure", reason=self.reasons[index], log="it takes 9.0 GB")
+        return dataclasses.replace(trajectory, verdicts=(verdict,), reward=None)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "may_retry"),
+    [({1: "too_large", 3: "too_large"}, False), ({0: "judge", 1: "too_large"}, True)],
+)
+def test_a_step_that_loses_more_than_a_quarter_to_the_judge_is_not_trained_on_and_continues(
+    tmp_path: Path, reasons: dict[int, str], may_retry: bool
+) -> None:
+    line = Losing(tmp_path, staleness=0)
+    line.step(0, tmp_path)
+    line.reasons = reasons
+    with pytest.raises(UserError) as stop:
+        line.step(1, tmp_path)
+    line.queue.close()
+    for reason, count in Counter(reasons.values()).items():
+        assert f"{count} {reason}: it takes 9.0 GB" in str(stop.value)
+    assert "step 2: the judge failed on 2 of" in str(stop.value)
+    assert any(isinstance(seen, InfrastructureError) for seen in error_chain(stop.value)) == may_retry
+    assert [place.name for place in (tmp_path / "trajectories").iterdir()] == ["step-0000"]
+    again = Losing(tmp_path, staleness=0)
+    assert again.step(1, tmp_path) == [[1, index] for index in range(4)]
+    assert {f"t/1/{index}" for index in reasons} <= set(again.begun)
+    again.queue.close()
+
+
+def test_a_step_that_loses_a_quarter_to_the_judge_goes_on(tmp_path: Path) -> None:
+    line = Losing(tmp_path, staleness=0)
+    line.reasons = {2: "judge"}
+    assert line.step(0, tmp_path) == [[0, index] for index in range(4)]
+    line.queue.close()
 
 
 def test_an_error_of_one_trajectory_is_raised_by_the_step_and_keeps_the_finished_ones(tmp_path: Path) -> None:
