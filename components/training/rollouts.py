@@ -295,6 +295,7 @@ def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:
         stage.pool,
         stage.params,
         stage.out / LEFT_OUT,
+        least_share=stage.params.sandbox.measurable_share,
         origin=str(stage.dataset / TASKS),
         progress=stage.progress,
     )

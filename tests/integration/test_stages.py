@@ -359,7 +359,8 @@ def test_equal_rewards_leave_the_explained_variance_undefined_and_pass(tmp_path:
     async def equal(request: RolloutRequest, *rest: Any) -> Trajectory:
         return dataclasses.replace(await episode(request, *rest), reward=1.0)
 
-    run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), equal)
+    with pytest.raises(StageFailed, match="all equal"):
+        run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), equal)
     made = stage(tmp_path, "critic", "critic.epochs=1", "critic.min_explained_variance=0.99")
     result = critic.run(dataclasses.replace(made, trajectories=(tmp_path / "warmup/trajectories",)))
     assert "undefined" in result.stopped and "explained_variance_held_out" not in result.figures

@@ -35,7 +35,7 @@ class Memory:
             return Admission(True, "", {})
         return Admission(False, "too_large", {"detail": f"{code} takes 9.0 GB, and 7.2 GB can be used"})
 
-    def check(self, folder: Path, *sets: str) -> dict[str, tuple[str, str]]:
+    def check(self, folder: Path, *sets: str, share: float = 0.5) -> dict[str, tuple[str, str]]:
         """Check all tasks, each of which is listed twice, with this judge and a journal in `folder`."""
         memory: Any = self
 
@@ -45,7 +45,9 @@ class Memory:
 
         params = resolve("ci", sets).params
         pool, file = Pool(params, folder / "verdicts"), folder / "left_out.json"
-        return refused_tasks(TASKS * 2, pool, params, file, origin="tasks", progress=Quiet())
+        return refused_tasks(
+            TASKS * 2, pool, params, file, least_share=share, origin="tasks", progress=Quiet()
+        )
 
 
 def test_tasks_that_cannot_be_measured_are_left_out_with_count_reason_bytes_and_parameter(
@@ -78,10 +80,18 @@ def test_a_refusal_is_not_kept_in_the_journal_and_an_admission_is(tmp_path: Path
     assert set(again.asked) == {task.code for task in TASKS[2:]}
 
 
-@pytest.mark.parametrize(("capacity", "share"), [(1, 0.5), (2, 0.75), (0, 0.0)])
-def test_too_few_measurable_tasks_refuse_the_stage(tmp_path: Path, capacity: int, share: float) -> None:
-    with pytest.raises(UserError, match=r"tasks: . of 4 tasks .*7\.2 GB.*measurable_share is") as refusal:
-        Memory(capacity).check(tmp_path, f"sandbox.measurable_share={share}")
+@pytest.mark.parametrize(
+    ("capacity", "share", "says"),
+    [
+        (1, 0.5, r"1 tasks remain, less than the share of 0\.5 in sandbox\.measurable_share"),
+        (0, 0.0, "0 tasks"),
+    ],
+)
+def test_too_few_measurable_tasks_refuse_the_stage(
+    tmp_path: Path, capacity: int, share: float, says: str
+) -> None:
+    with pytest.raises(UserError, match=rf"tasks: . of 4 tasks .*7\.2 GB.*{says}") as refusal:
+        Memory(capacity).check(tmp_path, share=share)
     assert refusal.value.exit_code == 2 and not (tmp_path / "left_out.json").exists()
 
 

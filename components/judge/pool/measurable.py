@@ -32,6 +32,7 @@ def refused_tasks(
     params: Params,
     file: Path,
     *,
+    least_share: float = 0.0,
     origin: str,
     progress: Progress,
 ) -> dict[str, tuple[str, str]]:
@@ -39,8 +40,8 @@ def refused_tasks(
 
     They are stored in `file` and read from there the next time, so that a call that continues with the same
     tasks and settings of the judge leaves out the same ones. `origin` names the tasks in messages. Raises
-    UserError, and stores nothing, if the judge fails or if less than sandbox.measurable_share of the tasks
-    can be judged.
+    UserError, and stores nothing, if the judge fails, if no task can be judged, or if the share of those that
+    can be judged is below `least_share`, which is sandbox.measurable_share or 0.
     """
     subject = digest_json([protocol_digest(params), [task.task_id for task in tasks]])
     if file.is_file() and (stored := read_json(file))["subject"] == subject:
@@ -58,12 +59,10 @@ def refused_tasks(
             f"{origin}: the judge failed in the check of {len(failed)} of {len(checks)} tasks ({failed[0]}); "
             "run cuda-agent doctor, and then the same command again."
         ) from InfrastructureError(failed[0])
-    share = params.sandbox.measurable_share
-    if len(refused) == len(checks) or len(checks) - len(refused) < share * len(checks):
-        raise UserError(
-            f"{origin}: {left_out(refused, len(checks))}; sandbox.measurable_share is {share:g}, and "
-            f"{len(checks) - len(refused)} tasks are left."
-        )
+    remaining = len(checks) - len(refused)
+    if not remaining or remaining < least_share * len(checks):
+        limit = f", less than the share of {least_share:g} in sandbox.measurable_share" if remaining else ""
+        raise UserError(f"{origin}: {left_out(refused, len(checks))}; {remaining} tasks remain{limit}.")
     if refused:
         logging.getLogger(__name__).warning("%s: %s", origin, left_out(refused, len(checks)))
     write_json(file, {"subject": subject, "refused": refused})
