@@ -46,7 +46,8 @@ def refused_tasks(
     subject = digest_json([protocol_digest(params), [task.task_id for task in tasks]])
     if file.is_file() and (stored := read_json(file))["subject"] == subject:
         return {task_id: (reason, detail) for task_id, (reason, detail) in stored["refused"].items()}
-    checks = {task.task_id: pool.check(task.code) for task in tasks}
+    codes = {task.task_id: task.code for task in tasks}
+    checks = {task_id: pool.check(code) for task_id, code in codes.items()}
     for number, _ in enumerate(as_completed(checks.values())):
         progress.update("task check", number + 1, len(checks))
     refused: dict[str, tuple[str, str]] = {}
