@@ -171,8 +171,8 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
     """Train the actor of `stage` for `ppo.steps` steps, continuing from the last saved state.
 
     `critic_folder` is the checkpoint that the critic starts with, if there is a critic, and `episode` samples
-    one trajectory. Raises StageFailed if the rewards of every step are equal, so that the actor learned from
-    none.
+    one trajectory. Raises StageFailed if the actor learned from fewer than `ppo.min_updates` steps, because
+    the rewards of the others were all equal.
     """
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
 
@@ -227,8 +227,10 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
     with closing(policy):
         end = fit(state, ppo.steps, ppo_step, shown=SHOWN, save_every=ppo.checkpoint_every)
     metrics = state.metrics
-    if not end.reason and not end.progress and (reason := nothing_learned(metrics.records)):
-        raise StageFailed(f"{stage.name}: {reason}")
+    updates = sum(not record["equal_rewards"] for record in metrics.records)
+    if updates < ppo.min_updates and not end.reason and not end.progress:
+        raise StageFailed(f"{stage.name}: {equal_rewards_text(metrics.records)}.")
+    remarks = [policy.left_out, "" if updates else equal_rewards_text(metrics.records)]
     first, last = slice(0, 2), slice(-2, None)
     return finish(
         state,
@@ -238,26 +240,27 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
         rewards=(metrics.mean("reward", first), metrics.mean("reward", last)),
         figures={name: metrics.mean(name, last) for name in SUMMARY} | {"steps": float(len(metrics.records))},
         end=end,
-        stopped=policy.left_out,
+        stopped="; ".join(filter(None, remarks)),
     )
 
 
-def nothing_learned(records: Sequence[Mapping[str, float | None]]) -> str:
-    """Return why the actor learned from no step of those with these metrics, or "" if it learned from one.
+def equal_rewards_text(records: Sequence[Mapping[str, float | None]]) -> str:
+    """Return a clause on the steps from which the actor learned nothing, of those with these metrics.
 
-    The reason says whether equal rewards were earned, or were left after the judge had failed on others.
+    It says whether equal rewards were earned, or were left after the judge had failed on other trajectories.
     """
-    if not records or not all(record["equal_rewards"] for record in records):
-        return ""
-    reason = "the rewards of every batch were all equal, so the policy was not changed"
-    after_drops = sum(record["equal_rewards_after_drops"] or 0 for record in records)
+    equal = [record for record in records if record["equal_rewards"]]
+    reason = (
+        f"the rewards of a batch were all equal in {len(equal)} of {len(records)} steps, which did not "
+        "change the policy"
+    )
+    after_drops = sum(record["equal_rewards_after_drops"] or 0 for record in equal)
     if not after_drops:
-        return f"{reason}; give tasks of mixed difficulty or more samples."
-    dropped = sum(record["dropped"] or 0 for record in records)
+        return f"{reason}; give tasks of mixed difficulty or more samples"
+    dropped = sum(record["dropped"] or 0 for record in equal)
     return (
-        f"{reason}, but in {after_drops:.0f} of {len(records)} steps only after trajectories were dropped, "
-        f"{dropped:.0f} in all, because the judge failed on them; run cuda-agent doctor, and repeat the "
-        "stage in a new folder."
+        f"{reason}, but in {after_drops:.0f} of them only after trajectories were dropped, {dropped:.0f} in "
+        "all, because the judge failed on them; run cuda-agent doctor, and repeat the stage in a new folder"
     )
 
 

@@ -47,7 +47,8 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
     """Sample trajectories with the policy of the checkpoint `stage.actor`, and fine-tune it on a selection.
 
     `select` chooses the trajectories. `episode` samples one trajectory. After the fine-tuning, the policy is
-    sampled again on some of the tasks, to measure its effect. Raises StageFailed if no trajectory is chosen.
+    sampled again on some of the tasks, to measure its effect. Raises StageFailed if fewer than
+    rejection.min_kept trajectories are chosen.
     """
     started, params, rejection = time.monotonic(), stage.params, stage.params.rejection
     rollouts = rejection.rollouts
@@ -70,13 +71,13 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
         policy.publish(actor, 0)
         sampled, sampling = policy.sample(rollouts.tasks * rollouts.samples, step=0, steps=1)
         kept, reasons = select(sampled, rejection)
-        if not kept:
-            outcomes = ", ".join(f"{count} {name}" for name, count in reasons.most_common() if count)
-            raise StageFailed(
-                f"{stage.name}: no trajectory passed the filters ({outcomes}), and the judge failed on "
-                f"{sampling['dropped']} more, so the policy was not changed; give easier tasks or more "
-                "samples."
-            )
+        outcomes = ", ".join(f"{count} {name}" for name, count in reasons.most_common())
+        few_kept = (
+            f"too few trajectories passed the filters to change the policy ({outcomes}), and the judge failed "
+            f"on {sampling['dropped']} more; give easier tasks or more samples"
+        )
+        if len(kept) < rejection.min_kept:
+            raise StageFailed(f"{stage.name}: {few_kept}.")
         batches = schedule(
             kept, rejection, lambda count: demonstrations(params, stage.actor, count), seed=params.seed
         )
@@ -94,7 +95,7 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
         end = fit(state, len(batches), tuning_step, shown=("loss",), save_every=save_every)
 
         before = after = reward_figures(sampled)
-        if not end.progress:
+        if batches and not end.progress:
             policy.publish(actor, len(batches))
             count = min(rollouts.tasks, MAX_TASKS_AFTER)
             after = reward_figures(policy.sample(count, step=1, steps=2)[0])
@@ -109,7 +110,7 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
         | {f"after_{name}": value for name, value in after.items()}
         | {"steps": float(len(batches)), "loss": state.metrics.mean("loss", slice(-1, None))},
         end=end,
-        stopped=policy.left_out,
+        stopped="; ".join(filter(None, (policy.left_out, "" if batches else few_kept))),
     )
 
 

@@ -189,9 +189,11 @@ def test_tasks_that_the_judge_cannot_measure_are_not_sampled_and_the_result_says
 
 def test_a_stage_of_which_no_trajectory_passes_the_filters_fails(tmp_path: Path) -> None:
     made = stage(tmp_path, "rejection", "rejection.min_reward=3")
-    with pytest.raises(StageFailed, match=r"no trajectory passed the filters \(32 low_reward\)"):
+    with pytest.raises(StageFailed, match=r"too few trajectories passed .* \(32 low_reward, 0 kept\)"):
         run_stage(made, episode)
     assert not (made.out / "stage.json").exists()
+    lenient = stage(tmp_path, "rejection", "rejection.min_reward=3", "rejection.min_kept=0")
+    assert "too few trajectories" in run_stage(lenient, episode).stopped
 
 
 def test_a_kl_penalty_keeps_the_policy_near_its_start(tmp_path: Path) -> None:

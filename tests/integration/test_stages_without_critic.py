@@ -43,6 +43,6 @@ def test_rewards_that_are_equal_within_every_task_change_nothing(tmp_path: Path)
         return rewarded
 
     made = stage(tmp_path, "agentic", "agentic.advantages=group", "agentic.steps=2")
-    with pytest.raises(StageFailed, match="the policy was not changed"):
+    with pytest.raises(StageFailed, match="did not change the policy"):
         run_stage(made, by_task)
     assert len(earned) > 1, "the tasks do not all earn the same"
