@@ -47,6 +47,8 @@ class ChatEpisode(Episode):
         calls = await asyncio.to_thread(
             self.perform, reply.content, requests, cut=reply.finish_reason == "length"
         )
+        if self.finish_reason:
+            return
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.calls:
             message["tool_calls"] = [
@@ -66,7 +68,7 @@ class ChatEpisode(Episode):
             ]
         else:
             text = "\n".join(f"<tool_response>\n{call.observation}\n</tool_response>" for call in calls)
-            observations = [{"role": "user", "content": text}] if calls else []
+            observations = [{"role": "user", "content": text}]
         self.messages += [message, *observations]
 
     def _ask(self, history: list[dict[str, Any]]) -> ChatTurn:

@@ -25,7 +25,7 @@ from components.agent.chat_template import ChatTemplate
 from components.agent.in_flight import BusyMeter, keep_in_flight
 from components.agent.rewards import Reward, milestone, reward_of
 from components.agent.tool_parser import Request
-from components.agent.tools import Tools
+from components.agent.tools import JudgeFailed, Tools
 from components.agent.trajectory import ToolCall, Trajectory, Turn
 from components.agent.workspace import Workspace
 from components.bootstrap.canonicalize import canonicalize
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 SHORTENED = "[an older observation, shortened]"
 # Number of tokens that must be left in the context window; with fewer, an episode ends.
 MIN_TURN_TOKENS = 16
+# Largest share of the trajectories of a training step, or of a batch of an evaluation, that may be lost
+# because the judge failed. With more, the stage or the evaluation stops.
+MAX_LOST_SHARE = 0.25
 
 
 def _ignore(*_: object) -> None:
@@ -130,6 +133,8 @@ class Episode(abc.ABC):
         self.turns: list[Turn] = []
         self.finish_reason = ""
         self.error = ""
+        # The verdict of the judge that failed during a tool call, which ended the episode.
+        self.failure: Verdict | None = None
         # Number of observations that are shortened in the history from which the present turn is sampled.
         self.shortened = 0
         # The token ids so far, with the mask of those that were sampled and their log-probabilities, and the
@@ -187,11 +192,20 @@ class Episode(abc.ABC):
         """Run the tool calls of a sampled turn, record the turn, and return the calls with observations.
 
         `text` is the turn as text, and `requests` are the calls in it. Sets `finish_reason` if the turn ends
-        the trajectory. `cut` says whether the turn reached its token limit.
+        the trajectory, as a failure of the judge does, after which no call is run. `cut` says whether the
+        turn reached its token limit.
         """
-        calls = tuple(self.tools.run(request) for request in requests)
+        run: list[ToolCall] = []
+        try:
+            for request in requests:
+                run.append(self.tools.run(request))
+        except JudgeFailed as error:
+            self.failure, self.error = error.verdict, str(error)
+        calls = tuple(run)
         self.turns.append(Turn(text, calls, self.shortened))
-        if cut:
+        if self.failure is not None:
+            self.finish_reason = "judge"
+        elif cut:
             self.finish_reason = "length"
         elif not calls:
             self.finish_reason = "stop"
@@ -200,9 +214,9 @@ class Episode(abc.ABC):
         return calls
 
     def finish(self) -> Trajectory:
-        """End the episode, judge the final files, and return the trajectory."""
+        """End the episode, judge the final files unless the judge has failed, and return the trajectory."""
         self.tools.close()
-        final = self.judge()
+        final = self.failure or self.judge()
         trajectory = Trajectory(
             task_id=self.task.task_id,
             ids=self.ids,
@@ -210,7 +224,7 @@ class Episode(abc.ABC):
             sampler_logprob=self.logprobs,
             turns=tuple(self.turns),
             verdicts=(*self.tools.verdicts, final),
-            reward=0.0,
+            reward=None,
             finish_reason=self.finish_reason,
             policy_version=self.versions[-1] if self.versions else self.policy.version,
             versions=tuple((name, len(list(same))) for name, same in itertools.groupby(self.versions)),
@@ -343,7 +357,7 @@ async def run_episode(
 
     The final verdict is on the candidate's files at the end of the episode. A mistake of the policy, such as
     a wrong tool call, raises no exception. If the final verdict has the status `infrastructure`, the judge
-    failed, so the trajectory must not be used to assess the policy.
+    failed, so the trajectory must not be used to assess the policy, and it has no reward.
     """
     episode = await asyncio.to_thread(TokenEpisode, request, index, sampler, tokenizer)
     return await episode.run()

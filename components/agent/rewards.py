@@ -38,11 +38,13 @@ def load_reward(path: str) -> Reward:
     return function
 
 
-def reward_of(trajectory: Trajectory, function: Reward) -> float:
-    """Return the reward that `function` gives to a trajectory.
+def reward_of(trajectory: Trajectory, function: Reward) -> float | None:
+    """Return the reward that `function` gives to a trajectory, or None if the judge failed on it.
 
     Raises UserError if the function returns anything but a finite number.
     """
+    if not trajectory.is_judged:
+        return None
     value = function(trajectory)
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(

@@ -35,6 +35,14 @@ MAX_LINES, MAX_LINE_CHARACTERS = 2000, 2000
 FAILURE = "invalid tool call"
 
 
+class JudgeFailed(Exception):
+    """Error raised in place of an observation if the judge itself failed; `verdict` says why."""
+
+    def __init__(self, verdict: Verdict):
+        super().__init__(f"{verdict.reason}: {verdict.log}")
+        self.verdict = verdict
+
+
 class Tools:
     """Executor of the tool calls of one trajectory on its workspace.
 
@@ -72,13 +80,16 @@ class Tools:
     def run(self, request: Request) -> ToolCall:
         """Execute one tool call and return its record.
 
-        A mistake in the call raises no exception but is described in the observation.
+        A mistake in the call raises no exception but is described in the observation. Raises JudgeFailed if
+        the judge failed in this call or for a command in the background, so that the policy never sees that.
         """
         arguments = request.error or validated(request.name, request.arguments)
         if isinstance(arguments, str):
             return ToolCall(request.name, request.arguments, f"{FAILURE}: {arguments}.", valid=False)
         self._pull()
         observation = readable(self._dispatch(arguments), self.limit)
+        if self._shell is not None and self._shell.socket.failure is not None:
+            raise self._shell.socket.failure
         # A command in the background may have used the judge since the previous call.
         before, self._counted = self._counted, len(self.verdicts)
         return ToolCall(request.name, request.arguments, observation, verdicts=self._counted - before)
@@ -257,6 +268,8 @@ class Tools:
 
     def _verdict(self) -> Verdict:
         verdict = self.judge()
+        if verdict.status == "infrastructure":
+            raise JudgeFailed(verdict)
         self.verdicts.append(verdict)
         return verdict
 
@@ -276,11 +289,8 @@ class Tools:
         return self._shell
 
     def _in_shell(self, command: str, seconds: float) -> CommandResult:
-        shell = self._started()
-        result = shell.run(command, seconds)
+        result = self._started().run(command, seconds)
         self._pull()
-        if shell.socket.failure is not None:
-            raise shell.socket.failure  # the failure is the judge's own, so it is no observation
         return result
 
     def _pull(self) -> None:

@@ -65,9 +65,12 @@ class Trajectory:
     weights that sampled tokens, in order, each with its number of tokens.
 
     `verdicts` are all verdicts of the episode in order. The last verdict is on the candidate's files at the
-    end. `reward` is what a function of rewards.py or of the user gave. `finish_reason` is stop (the last turn
-    has no tool call), length (a token or context limit), turns (the limit of turns), time (the deadline) or
-    server (the policy's server failed, and `error` says why).
+    end, or its status is `infrastructure`, because the judge failed during or after the last turn. `reward`
+    is what a function of rewards.py or of the user gave, and None if the judge failed. `finish_reason` is
+    stop (the last turn has no tool call), length (a token or context limit), turns (the limit of turns), time
+    (the deadline), server (the policy's server failed) or judge (the judge failed when a tool call needed it,
+    so this call and those after it are missing in the last turn). `error` says why a server or the judge
+    failed.
 
     `files` are the candidate's files at the end by workspace path, and `start` are its files before the first
     turn. `task` is the source of the task. `settings` has the keys `device`, `in_turns` (whether several
@@ -81,7 +84,7 @@ class Trajectory:
     sampler_logprob: Sequence[float]
     turns: tuple[Turn, ...]
     verdicts: tuple[Verdict, ...]
-    reward: float
+    reward: float | None
     finish_reason: str
     policy_version: str
     files: dict[str, str] = field(default_factory=dict)
@@ -100,6 +103,17 @@ class Trajectory:
     @property
     def final(self) -> Verdict:
         return self.verdicts[-1]
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the trajectory has a verdict on the policy, because the judge did not fail."""
+        return self.final.status != "infrastructure"
+
+    @property
+    def earned(self) -> float:
+        """The reward of a trajectory on which the judge did not fail."""
+        assert self.reward is not None, f"the judge failed on a trajectory of task {self.task_id}"
+        return self.reward
 
 
 def updates_of(version: str) -> int:

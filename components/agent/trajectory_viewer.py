@@ -59,8 +59,15 @@ def choose(trajectories: Sequence[Trajectory], number: int, folder: Path) -> tup
     if not 0 <= number <= len(trajectories):
         raise UserError(f"{folder}: there is no trajectory {number}; it holds {len(trajectories)}.")
     if number == 0:
-        number = max(range(len(trajectories)), key=lambda index: (trajectories[index].reward, -index)) + 1
+        # A trajectory without a reward, because the judge failed on it, comes last.
+        rewards = [-math.inf if one.reward is None else one.reward for one in trajectories]
+        number = rewards.index(max(rewards)) + 1
     return number, trajectories[number - 1]
+
+
+def reward_text(trajectory: Trajectory) -> str:
+    """Return the reward in a form for people, which is "none" if the judge failed on the trajectory."""
+    return "none" if trajectory.reward is None else f"{trajectory.reward:g}"
 
 
 def steps(trajectory: Trajectory) -> list[Step]:
@@ -222,4 +229,4 @@ def lines(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
         f"\nended by {trajectory.finish_reason}{f': {trajectory.error}' if trajectory.error else ''}",
         "bold",
     )
-    yield f"final answer: {words(trajectory.final)}; reward {trajectory.reward:g}", "bold"
+    yield f"final answer: {words(trajectory.final)}; reward {reward_text(trajectory)}", "bold"

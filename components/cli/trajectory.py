@@ -47,7 +47,13 @@ def trajectory_show(
     rows = []
     for index, one in enumerate(trajectories, 1):
         calls = sum(len(turn.calls) for turn in one.turns)
-        counts = (str(index), one.task_id, str(len(one.turns)), str(calls), f"{one.reward:g}")
+        counts = (
+            str(index),
+            one.task_id,
+            str(len(one.turns)),
+            str(calls),
+            trajectory_viewer.reward_text(one),
+        )
         rows.append((*counts, one.finish_reason, trajectory_viewer.words(one.final)))
     print_table(("", "task", "turns", "calls", "reward", "ended by", "final answer"), rows)
     return Output({"trajectories": [_record(one) for one in trajectories]})

@@ -135,6 +135,10 @@ class Sandbox(FrozenModel):
     build_workers: Count = throughput("builds that run in parallel")
     warm_tasks: Count = throughput("tasks whose baselines are kept warm")
     attempts: Count = throughput("tries of a judgement that failed by the judge's own fault")
+    measurable_share: Share = throughput(
+        "least share of a data set's training tasks that the judge must be able to measure on its device; a "
+        "training stage leaves out the others, and is refused if the share is smaller"
+    )
 
 
 class Adapter(FrozenModel):

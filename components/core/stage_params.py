@@ -73,6 +73,10 @@ class Ppo(FrozenModel):
     min_explained_variance: float | None = result(
         "the stage stops when the critic explains less on three steps in a row; null is off"
     )
+    min_updates: Natural = result(
+        "the stage fails if the rewards were not all equal in fewer steps than this, so that it has hardly "
+        "updated the policy; 0 is off"
+    )
     checkpoint_every: Count | Minutes = throughput(
         "steps between resumable states, or the least time between them, such as 20min"
     )
@@ -88,6 +92,7 @@ class Rejection(FrozenModel):
 
     rollouts: Rollouts = Field(description="how trajectories are sampled")
     min_reward: float = result("keep trajectories whose reward is greater than this; the paper uses 0")
+    min_kept: Natural = result("the stage fails if it keeps fewer trajectories than this; 0 is off")
     per_task: Count = result("kept trajectories per task")
     epochs: Count = result("passes of supervised fine-tuning over the kept trajectories")
     batch: Count = result("trajectories of one optimizer step")

@@ -8,6 +8,7 @@ best of several noisy measurements would overestimate the speed-up.
 Every result is written to disk as soon as it is known, so a repeated call with the same folder continues:
 
     out/plan.json               settings of the evaluation; other settings in the same folder are refused
+    out/left_out.json           tasks that the judge cannot measure on this device
     out/episodes/0000/ ...      trajectories, one folder for each batch of tasks
     out/tasks/<task_id>.json    result of one task
     out/cost.json               device-seconds by phase, without the seconds of interrupted steps
@@ -21,11 +22,11 @@ from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
 
-from components.agent.episode import RolloutRequest
+from components.agent.episode import MAX_LOST_SHARE, RolloutRequest
 from components.agent.policies import Policy
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core.config import result_values
-from components.core.errors import UserError
+from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_json, read_json, write_json
 from components.core.progress import Progress
 from components.core.task import KernelTask
@@ -41,13 +42,12 @@ from components.evaluation.metrics import (
     summarise,
 )
 from components.judge.pool.local_pool import Candidate, Job, JudgePool
+from components.judge.pool.measurable import MENDS, refused_tasks
 from components.judge.verdict import Admission, Labels, Verdict
 
 # Seconds to wait before final answers on which the judge failed are measured again, for each retry. Tasks on
 # which the judge fails even in the last retry become errors of the evaluation.
 RETRY_SECONDS = (0.0, 30.0, 120.0)
-# Reasons for refusing admission to a task on which nothing can be measured.
-NOT_MEASURABLE = ("too_large", "does_not_run")
 # Reasons for refusing admission that do not make a task degenerate; the empty one stands for admitted.
 SOUND = ("", "eager_time", "infrastructure")
 
@@ -70,9 +70,9 @@ def evaluate(
     be measured and whether a wrong kernel could pass on it. It is called for tasks without evidence of an
     earlier admission, before the policy attempts any. Tasks on which a wrong kernel could pass are marked as
     degenerate but remain included in the figures. Tasks whose own source fails, and tasks that take more
-    memory than there is, are left out and listed in `Evaluation.not_measurable`. Raises UserError if there is
-    no task, if no task can be measured, if `out` holds a different evaluation, or if the policy's server does
-    not answer.
+    memory than there is (`refused_tasks`), are left out and listed in `Evaluation.not_measurable`. Raises
+    UserError if there is no task, if too few tasks can be measured, if `out` holds a different evaluation, if
+    the policy's server does not answer, or if the judge fails during too many attempts.
     """
     params = policy.params
     if not tasks:
@@ -84,11 +84,19 @@ def evaluate(
     if (out / RESULTS).is_file():
         return load_evaluation(out)
 
-    admissions = _admissions(tasks, admit, progress) if admit is not None else {}
-    refused = {task_id: found for task_id, found in admissions.items() if found.reason in NOT_MEASURABLE}
+    suite = f"evaluation.suite: {params.evaluation.suite}"
+    file = out / "left_out.json"
+    refused = refused_tasks(tasks, pool, params, file, origin=suite, progress=progress)
     measurable = [task for task in tasks if task.task_id not in refused]
+    admissions = _admissions(measurable, admit, progress) if admit is not None else {}
+    refused |= {
+        task_id: (found.reason, str(found.evidence["detail"]))
+        for task_id, found in admissions.items()
+        if found.reason in MENDS
+    }
+    measurable = [task for task in measurable if task.task_id not in refused]
     if not measurable:
-        detail = next(iter(refused.values())).evidence["detail"]
+        _, detail = next(iter(refused.values()))
         raise UserError(
             f"evaluation.suite: no task of {params.evaluation.suite} can be measured on this device "
             f"({detail}); give another suite, or a device with more memory."
@@ -114,7 +122,7 @@ def evaluate(
                 task_id=task.task_id,
                 name=task.name,
                 level=task.level,
-                reason=refused[task.task_id].evidence["detail"],
+                reason=refused[task.task_id][1],
             )
             for task in tasks
             if task.task_id in refused
@@ -186,7 +194,8 @@ def _attempts(
 
     They are sampled in batches of `policy.batch`. An interrupted evaluation continues after the last batch
     that is complete, also with another `policy.batch`, because each trajectory has a seed of its own. Raises
-    UserError if the policy's server answers no turn of a batch.
+    UserError if the policy's server answers no turn of a batch, or if the judge ended more than
+    MAX_LOST_SHARE of its trajectories; the batch is not stored then.
     """
     settings = policy.params.evaluation
     requested = [task for task in tasks for _ in range(settings.attempts)]
@@ -223,6 +232,12 @@ def _attempts(
                 f"--policy {policy.name}: {trajectories[0].error}; "
                 "fix the server, the same command continues."
             )
+        lost = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "judge"]
+        if len(lost) > MAX_LOST_SHARE * len(trajectories):
+            raise UserError(
+                f"{out}: the judge failed during {len(lost)} of {len(trajectories)} attempts "
+                f"({lost[0][:300]}); run cuda-agent doctor, and then the same command again, which continues."
+            ) from InfrastructureError(lost[0])
         save_trajectories(folder, trajectories)
         add_cost(out, "episodes", time.monotonic() - started)
         found += trajectories
@@ -230,8 +245,9 @@ def _attempts(
     return [found[first : first + count] for first in range(0, len(found), count)]
 
 
-def _measurable(attempt: Trajectory) -> bool:
-    return bool(attempt.files) and attempt.finish_reason != "server"
+def _has_answer(attempt: Trajectory) -> bool:
+    """Return whether the attempt has files, and neither the policy's server nor the judge ended it."""
+    return bool(attempt.files) and attempt.finish_reason not in ("server", "judge")
 
 
 def _measure(
@@ -268,7 +284,7 @@ def _measure(
         for future in as_completed(pending):
             task_id, verdict = pending[future], future.result()
             task, own = first[task_id]
-            if verdict.status == "infrastructure" and delay is not None and _measurable(own[0]):
+            if verdict.status == "infrastructure" and delay is not None and _has_answer(own[0]):
                 continue
             reason = admissions[task_id].reason if task_id in admissions else ""
             results[task_id] = _result(task, own, verdict, "" if reason in SOUND else reason)
@@ -294,10 +310,10 @@ def _measure(
 def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
     """Measure the files of a finished attempt once more, and return a future of the verdict.
 
-    An attempt without files keeps the verdict from the end of its episode. If the policy's server failed, the
-    verdict has the status `infrastructure`. Nothing is measured in either case.
+    An attempt without files keeps the verdict from the end of its episode. If the policy's server or the
+    judge ended the attempt, the verdict has the status `infrastructure`. Nothing is measured in these cases.
     """
-    if _measurable(attempt):
+    if _has_answer(attempt):
         return pool.submit(
             Job(task, Candidate.of(attempt.files), f"evaluation/final/{epoch}", compare_compile=True)
         )

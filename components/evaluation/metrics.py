@@ -59,12 +59,13 @@ class Measurement(FrozenModel):
 class Attempt(FrozenModel):
     """One trajectory on a task.
 
-    `status` and `reward` are those of the verdict on the final answer at the end of the episode. `first` is
-    the verdict within the episode on the first kernel that was judged, or None in records without it.
+    `status` and `reward` are those of the verdict on the final answer at the end of the episode; there is no
+    reward if the judge failed. `first` is the verdict within the episode on the first kernel that was judged,
+    or None in records without it.
     """
 
     status: Status
-    reward: float
+    reward: float | None
     turns: int = 0
     finish_reason: str = ""
     first: Measurement | None = None
@@ -321,7 +322,7 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
     attempts = [[one for one in row.attempts if one.status != "infrastructure"] for row in rows]
     tried = np.array([len(each) for each in attempts], dtype=float)
     solved = [sum(attempt.status == "correct" for attempt in each) for each in attempts]
-    rewards = [math.fsum(attempt.reward for attempt in each) for each in attempts]
+    rewards = [math.fsum(one.reward for one in each if one.reward is not None) for each in attempts]
     figures = {
         "pass_rate": (np.array([row.correct for row in rows], dtype=float), every),
         "mean_reward": (np.array([row.milestone for row in rows], dtype=float) * judged, judged),

@@ -24,7 +24,7 @@ from components.judge.admission import admit
 from components.judge.candidate import BuiltCandidate, build_candidate, screen_candidate
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.measurement import measure_candidate
-from components.judge.task_bench import BenchCache, TaskBench
+from components.judge.task_bench import BenchCache, TaskBench, make_reference
 from components.judge.verdict import (
     LOAD_ERRORS,
     VERSION,
@@ -184,16 +184,36 @@ class Judge:
             "trivial_answer": bench.trivial_answer,
         }
 
-    def admit(self, code: str, eager_seconds: tuple[float, float], *, headroom: bool = False) -> Admission:
+    def admit(
+        self,
+        code: str,
+        eager_seconds: tuple[float, float],
+        *,
+        headroom: bool = False,
+        memory_only: bool = False,
+    ) -> Admission:
         """Return the admission of the task with source `code`.
 
         `eager_seconds` is the range in which the time of one call must be. With `headroom`, the task must
         also compile and leave device memory for other tasks, and its time under torch.compile is measured
-        too.
+        too. With `memory_only`, nothing is measured, and the task is admitted if its source runs and the
+        memory suffices to judge its candidates.
         """
+        if memory_only:
+            return self._admit_memory(code)
         # An admission shows that a task is sound, whatever the rules of the candidates.
         params = with_standard_labels(self.params)
         return admit(params, self.runner_factory, self.scheduler, code, eager_seconds, headroom=headroom)
+
+    def _admit_memory(self, code: str) -> Admission:
+        """Return whether candidates of the task can be judged: its source runs, and the memory suffices."""
+        try:
+            make_reference(self.params, self.runner_factory, self.scheduler, code, makes_data=False).close()
+        except TaskTooLarge as error:
+            return Admission(False, "too_large", {"detail": str(error)})
+        except TaskError as error:
+            return Admission(False, "does_not_run", {"detail": str(error)})
+        return Admission(True, "", {})
 
     def prepare(self) -> None:
         """Start the zygotes, the processes that runners are forked from, without waiting for them."""

@@ -20,6 +20,38 @@ from components.judge.task_reference import ProcessPerRole, TaskReference
 from components.sandbox.runner_factory import RunnerFactory
 
 
+def make_reference(
+    params: JudgeParams,
+    runner_factory: RunnerFactory,
+    scheduler: DeviceScheduler,
+    code: str,
+    *,
+    makes_data: bool = True,
+) -> TaskReference:
+    """Make the reference data of the task with source `code`, as judging its candidates needs them.
+
+    If the device memory is too small beside other tasks, a second attempt reserves all of it. If `makes_data`
+    is false, only the layout of the data is determined. Raises TaskError if the task's source fails, and
+    TaskTooLarge if judging the task takes more memory than there is.
+    """
+    processes = ProcessPerRole(params.device, runner_factory)
+    for reserved in (0, scheduler.reservable_bytes):
+        try:
+            return TaskReference(
+                params,
+                scheduler,
+                code,
+                processes,
+                Sizing(),
+                describing_bytes=reserved,
+                makes_data=makes_data,
+            )
+        except TaskError as error:
+            if not error.out_of_memory or reserved == scheduler.reservable_bytes:
+                raise
+    raise AssertionError("the second attempt returns or raises")
+
+
 class TaskBench:
     """Reference data and baselines with which the candidates of one task are judged."""
 
@@ -28,20 +60,11 @@ class TaskBench:
     ):
         """Make the reference data of the task with source `code`, and end the runner that makes them.
 
-        The runner is ended so that it does not exist while candidates run. If the device memory is too small
-        beside other tasks, a second attempt reserves all of it. Raises TaskError if the task's source fails.
+        The runner is ended so that it does not exist while candidates run. Raises TaskError if the task's
+        source fails.
         """
-        processes = ProcessPerRole(params.device, runner_factory)
         self.scheduler = scheduler
-        for reserved in (0, scheduler.reservable_bytes):
-            try:
-                self.reference = TaskReference(
-                    params, scheduler, code, processes, Sizing(), describing_bytes=reserved
-                )
-                break
-            except TaskError as error:
-                if not error.out_of_memory or reserved == scheduler.reservable_bytes:
-                    raise
+        self.reference = make_reference(params, runner_factory, scheduler, code)
         self.reference.end_runner(wait=self.reference.layout.placement.shares_buffers)
         self._refuse_repeated_inputs()
         self.baselines = BaselineCache(self.reference)

@@ -167,8 +167,11 @@ class TaskReference:
         describing_bytes: int = 0,
         extra_bytes: int = 0,
         largest_bytes: int | None = None,
+        makes_data: bool = True,
     ):
         """Start a runner of the task's source, and make the data in the layout that its description requires.
+
+        If `makes_data` is false, only the layout is determined.
 
         `memory_share` is the share of a GPU's memory that the runner may allocate. Device memory of
         `describing_bytes` is reserved while the runner describes the task, and of `extra_bytes` beyond the
@@ -194,7 +197,8 @@ class TaskReference:
             self.bytes = memory_need(self.layout, budget.runner_bytes).device
             if largest_bytes is not None and self.bytes > largest_bytes:
                 raise TaskTooLarge(f"takes {self.bytes / 2**30:.0f} GiB of the device to judge")
-            self._fill(extra_bytes)
+            if makes_data:
+                self._fill(extra_bytes)
             cleanup.pop_all()
 
     def _describe(self) -> Description:

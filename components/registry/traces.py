@@ -67,7 +67,8 @@ def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
     """Yield name, folder and content of each trajectory in a stage's folder that is to be logged.
 
     All trajectories of an evaluation are logged. Of a training stage, those with the highest and the lowest
-    reward in SAMPLED_STEPS of its steps are logged.
+    reward in SAMPLED_STEPS of its steps are logged. Those without a reward, because the judge failed on them,
+    are left out.
     """
     for batch in sorted((folder / "episodes").glob("*")):
         for index, trajectory in enumerate(load_trajectories(batch)):
@@ -75,8 +76,8 @@ def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
     steps = sorted((folder / "trajectories").glob("step-*"))
     spread = {round(part * (len(steps) - 1) / (SAMPLED_STEPS - 1)) for part in range(SAMPLED_STEPS)}
     for step in sorted(spread) if steps else ():
-        sampled = load_trajectories(steps[step])
-        rewards = [trajectory.reward for trajectory in sampled]
+        sampled = [one for one in load_trajectories(steps[step]) if one.reward is not None]
+        rewards = [trajectory.earned for trajectory in sampled]
         for index in sorted({rewards.index(max(rewards)), rewards.index(min(rewards))}):
             yield f"{steps[step].name}/{index}", steps[step], sampled[index]
 
@@ -115,7 +116,8 @@ class _Trace:
                     self._judged("measured", verdicts.pop(0), done)
             heard = [call.observation for call in turn.calls]
         self._judged("verdict", trajectory.final, root)
-        self._say("reward", trajectory.reward, root)
+        if trajectory.reward is not None:
+            self._say("reward", trajectory.reward, root)
         self._span(
             "episode",
             SpanType.AGENT,

@@ -138,7 +138,9 @@ class JobService:
 
     def _admission(self, token: Token, body: AdmissionBody) -> StoredJob:
         protocol = protocol_digest(body.settings(self.params))
-        key = admission_key(protocol, body.eager_seconds, body.code, headroom=body.headroom)
+        key = admission_key(
+            protocol, body.eager_seconds, body.code, headroom=body.headroom, memory_only=body.memory_only
+        )
         key = digest_json([token.name, key])
         return StoredJob(
             id=key,
@@ -347,7 +349,10 @@ class JobService:
                 request = AdmissionBody.model_validate_json(job.body)
                 params = request.settings(self.params)
                 admission = admit_with_retries(
-                    params, lambda: self.judges.admit(params, request.code, headroom=request.headroom)
+                    params,
+                    lambda: self.judges.admit(
+                        params, request.code, headroom=request.headroom, memory_only=request.memory_only
+                    ),
                 )
                 if admission.reason == "infrastructure":
                     error = f"the judge failed: {admission.evidence.get('detail', '')}"

@@ -131,16 +131,16 @@ class WarmJudges:
                 closed = self._remove_idle(before=time.monotonic() - self.idle_seconds)
             self._close_judges(closed)
 
-    def admit(self, params: Params, code: str, *, headroom: bool) -> Admission:
+    def admit(self, params: Params, code: str, *, headroom: bool, memory_only: bool) -> Admission:
         """Return the admission of the task with source `code`.
 
         With `headroom`, the task must also compile and leave device memory for other tasks, and its time
         under torch.compile is measured too. A task whose eager time is not in the window `data.eager_seconds`
-        of `params` is refused.
+        of `params` is refused. With `memory_only`, the task only has to run and the memory to suffice.
         """
         params = with_standard_labels(params)
         with self.using(params) as judge:
-            return judge.admit(code, params.data.eager_seconds, headroom=headroom)
+            return judge.admit(code, params.data.eager_seconds, headroom=headroom, memory_only=memory_only)
 
     def on_behalf_of(self, caller: str) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this thread's measurements count as those of `caller`.

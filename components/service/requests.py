@@ -122,6 +122,9 @@ class AdmissionBody(Body):
     eager_seconds: tuple[FiniteFloat, FiniteFloat] = Field(
         (1e-9, 1e9), description="window for the eager time of one call, seconds"
     )
+    memory_only: bool = Field(
+        False, description="measure nothing, and check only that it runs and can be judged in the memory"
+    )
 
     def settings(self, params: Params) -> Params:
         params = super().settings(params)

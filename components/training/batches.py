@@ -137,7 +137,7 @@ def collate(trajectories: Sequence[Trajectory]) -> Rollout:
     return Rollout(
         **vars(batch),
         sampler_logprob=torch.from_numpy(np.concatenate(logprobs)),
-        rewards=torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float32),
+        rewards=torch.tensor([trajectory.earned for trajectory in trajectories], dtype=torch.float32),
     )
 
 

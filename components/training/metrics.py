@@ -98,9 +98,9 @@ def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
     count, milestones = len(trajectories), [milestone(trajectory.final) for trajectory in trajectories]
     by_task: dict[str, set[float]] = {}
     for trajectory in trajectories:
-        by_task.setdefault(trajectory.task_id, set()).add(trajectory.reward)
+        by_task.setdefault(trajectory.task_id, set()).add(trajectory.earned)
     return {
-        "reward": sum(trajectory.reward for trajectory in trajectories) / count,
+        "reward": sum(trajectory.earned for trajectory in trajectories) / count,
         **{f"m_{value}": milestones.count(value) / count for value in (-1, 1, 2, 3)},
         "truncated": sum(trajectory.finish_reason == "length" for trajectory in trajectories) / count,
         "equal_reward_tasks": sum(len(rewards) == 1 for rewards in by_task.values()) / len(by_task),

@@ -13,7 +13,7 @@ critic would hardly depend on a reward that comes more than about a hundred toke
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from components.agent.trajectory import Trajectory
-from components.core.errors import UserError
+from components.core.errors import StageFailed, UserError
 from components.core.stage_params import Ppo
 from components.core.task import KernelTask
 from components.policy.adapter import adapter_disabled
@@ -171,12 +171,12 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
     """Train the actor of `stage` for `ppo.steps` steps, continuing from the last saved state.
 
     `critic_folder` is the checkpoint that the critic starts with, if there is a critic, and `episode` samples
-    one trajectory.
+    one trajectory. Raises StageFailed if the actor learned from fewer than `ppo.min_updates` steps, because
+    the rewards of the others were all equal.
     """
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
-    tasks = stage.tasks()
 
-    def choose(wave: int) -> list[KernelTask]:
+    def choose(tasks: Sequence[KernelTask], wave: int) -> list[KernelTask]:
         chosen = choose_tasks(tasks, rollouts.tasks, seed=params.seed, step=wave)
         return [task for task in chosen for _ in range(rollouts.samples)]
 
@@ -204,8 +204,11 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
         # the critic, which whitening would scale up. Without a critic, all advantages are 0 if the rewards
         # are equal within each task.
         is_equal = len({trajectory.reward for trajectory in trajectories}) == 1
-        equal_rewards = is_equal if critic else not experience.advantages.any()
-        record.figures |= scores | {"equal_rewards": float(equal_rewards)}
+        equal_rewards = bool(is_equal if critic else not experience.advantages.any())
+        record.figures |= scores | {
+            "equal_rewards": float(equal_rewards),
+            "equal_rewards_after_drops": float(equal_rewards and figures["dropped"] > 0),
+        }
         tokens = sum(batch.lengths)
         record.end_phase("score", tokens)
         if reason := collapse(ppo, record.figures, state.metrics.records):
@@ -223,12 +226,11 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
 
     with closing(policy):
         end = fit(state, ppo.steps, ppo_step, shown=SHOWN, save_every=ppo.checkpoint_every)
-    metrics, stopped = state.metrics, ""
-    if metrics.records and all(record["equal_rewards"] for record in metrics.records):
-        stopped = (
-            "the rewards of every batch were all equal, so the policy was not changed; "
-            "give tasks of mixed difficulty or more samples"
-        )
+    metrics = state.metrics
+    updates = sum(not record["equal_rewards"] for record in metrics.records)
+    if updates < ppo.min_updates and not end.reason and not end.progress:
+        raise StageFailed(f"{stage.name}: {equal_rewards_text(metrics.records)}.")
+    remarks = [policy.left_out, "" if updates else equal_rewards_text(metrics.records)]
     first, last = slice(0, 2), slice(-2, None)
     return finish(
         state,
@@ -238,7 +240,27 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
         rewards=(metrics.mean("reward", first), metrics.mean("reward", last)),
         figures={name: metrics.mean(name, last) for name in SUMMARY} | {"steps": float(len(metrics.records))},
         end=end,
-        stopped=stopped,
+        stopped="; ".join(filter(None, remarks)),
+    )
+
+
+def equal_rewards_text(records: Sequence[Mapping[str, float | None]]) -> str:
+    """Return a clause on the steps from which the actor learned nothing, of those with these metrics.
+
+    It says whether equal rewards were earned, or were left after the judge had failed on other trajectories.
+    """
+    equal = [record for record in records if record["equal_rewards"]]
+    reason = (
+        f"the rewards of a batch were all equal in {len(equal)} of {len(records)} steps, which did not "
+        "change the policy"
+    )
+    after_drops = sum(record["equal_rewards_after_drops"] or 0 for record in equal)
+    if not after_drops:
+        return f"{reason}; give tasks of mixed difficulty or more samples"
+    dropped = sum(record["dropped"] or 0 for record in equal)
+    return (
+        f"{reason}, but in {after_drops:.0f} of them only after trajectories were dropped, {dropped:.0f} in "
+        "all, because the judge failed on them; run cuda-agent doctor, and repeat the stage in a new folder"
     )
 
 
@@ -269,7 +291,7 @@ def score(
         figures["value"] = float(values.mean())
     else:
         tasks = [trajectory.task_id for trajectory in trajectories]
-        by_row = torch.tensor(leave_one_out([trajectory.reward for trajectory in trajectories], tasks))
+        by_row = torch.tensor(leave_one_out([trajectory.earned for trajectory in trajectories], tasks))
         advantages = by_row.repeat_interleave(torch.from_numpy(np.diff(batch.offsets)))
         figures["single_sample_tasks"] = float(sum(count == 1 for count in Counter(tasks).values()))
     importance = importance_weights(old_logprob, batch.sampler_logprob, own, ppo.importance_cap)

@@ -22,9 +22,11 @@ from torch import Tensor, nn
 from components.agent.trajectory import Trajectory
 from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.tokenizer import encode_conversations
+from components.core.errors import StageFailed
 from components.core.files import digest_json
 from components.core.params import Params
 from components.core.stage_params import Rejection
+from components.core.task import KernelTask
 from components.policy.checkpoint import load_tokenizer
 from components.synthesis.compose import compose_training_tasks
 from components.training.batches import Packed, Streams, make_batch
@@ -45,14 +47,20 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
     """Sample trajectories with the policy of the checkpoint `stage.actor`, and fine-tune it on a selection.
 
     `select` chooses the trajectories. `episode` samples one trajectory. After the fine-tuning, the policy is
-    sampled again on some of the tasks, to measure its effect.
+    sampled again on some of the tasks, to measure its effect. Raises StageFailed if fewer than
+    rejection.min_kept trajectories are chosen.
     """
     started, params, rejection = time.monotonic(), stage.params, stage.params.rejection
     rollouts = rejection.rollouts
-    chosen = choose_tasks(stage.tasks(), rollouts.tasks, seed=params.seed, step=0)
-    # The attempts before the fine-tuning, and those after it.
-    waves = ([task for task in chosen for _ in range(rollouts.samples)], chosen[:MAX_TASKS_AFTER])
-    policy = TrainedPolicy(stage, rollouts, episode, lambda wave: waves[wave])
+
+    def choose(tasks: Sequence[KernelTask], wave: int) -> list[KernelTask]:
+        """Return the tasks of the attempts before the fine-tuning (wave 0), or of those after it."""
+        chosen = choose_tasks(tasks, rollouts.tasks, seed=params.seed, step=0)
+        return (
+            chosen[:MAX_TASKS_AFTER] if wave else [task for task in chosen for _ in range(rollouts.samples)]
+        )
+
+    policy = TrainedPolicy(stage, rollouts, episode, choose)
     with closing(policy):
         actor = DeepSpeedEngine(
             Actor(policy.model, rollouts.temperature),
@@ -61,8 +69,15 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
             gradient_clip=params.warmup.gradient_clip,
         )
         policy.publish(actor, 0)
-        sampled, _ = policy.sample(len(waves[0]), step=0, steps=1)
+        sampled, sampling = policy.sample(rollouts.tasks * rollouts.samples, step=0, steps=1)
         kept, reasons = select(sampled, rejection)
+        outcomes = ", ".join(f"{count} {name}" for name, count in reasons.most_common())
+        few_kept = (
+            f"too few trajectories passed the filters to change the policy ({outcomes}), and the judge failed "
+            f"on {sampling['dropped']} more; give easier tasks or more samples"
+        )
+        if len(kept) < rejection.min_kept:
+            raise StageFailed(f"{stage.name}: {few_kept}.")
         batches = schedule(
             kept, rejection, lambda count: demonstrations(params, stage.actor, count), seed=params.seed
         )
@@ -82,8 +97,8 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
         before = after = reward_figures(sampled)
         if batches and not end.progress:
             policy.publish(actor, len(batches))
-            after = reward_figures(policy.sample(len(waves[1]), step=1, steps=2)[0])
-    nothing_kept = "no trajectory passed the filters; the weights are those the stage started from"
+            count = min(rollouts.tasks, MAX_TASKS_AFTER)
+            after = reward_figures(policy.sample(count, step=1, steps=2)[0])
     return finish(
         state,
         policy.model,
@@ -95,7 +110,7 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
         | {f"after_{name}": value for name, value in after.items()}
         | {"steps": float(len(batches)), "loss": state.metrics.mean("loss", slice(-1, None))},
         end=end,
-        stopped="" if batches else nothing_kept,
+        stopped="; ".join(filter(None, (policy.left_out, "" if batches else few_kept))),
     )
 
 
@@ -126,7 +141,7 @@ def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[li
         else:
             kept[bytes(trajectory.ids)] = trajectory
     per_task: Counter[str] = Counter()
-    for one in sorted(kept.values(), key=lambda one: (-one.reward, -_speedup(one), len(one.ids))):
+    for one in sorted(kept.values(), key=lambda one: (-one.earned, -_speedup(one), len(one.ids))):
         per_task[one.task_id] += 1
         if per_task[one.task_id] > rejection.per_task:
             reasons["over_task_limit"] += 1
@@ -140,7 +155,7 @@ def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:
 
     The reasons are low_reward, length_clipped, invalid_call and redundant_call (`has_loop`).
     """
-    if trajectory.reward <= rejection.min_reward:
+    if trajectory.earned <= rejection.min_reward:
         return "low_reward"
     if trajectory.finish_reason == "length":
         return "length_clipped"

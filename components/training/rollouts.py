@@ -19,6 +19,7 @@ from components.agent.trajectory import Trajectory, load_trajectories
 from components.core import stage_params
 from components.core.files import atomic_folder
 from components.core.task import KernelTask
+from components.judge.pool.measurable import left_out, refused_tasks
 from components.policy.adapter import add_adapter
 from components.policy.checkpoint import (
     BUCKET_BYTES,
@@ -35,8 +36,8 @@ from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.metrics import Figures, ages
 from components.training.networks import load_policy
 from components.training.ranks import join_world
-from components.training.stage import Stage, derived_seed
-from components.training.trajectory_queue import TrajectoryQueue, fault_of
+from components.training.stage import LEFT_OUT, TASKS, Stage, derived_seed
+from components.training.trajectory_queue import TrajectoryQueue, is_trainable
 
 # Type of functions such as `components.agent.episode.run_episode`, the agent loop. From a request, the
 # index of a task in it, a sampler and the tokenizer, they return one trajectory of this task.
@@ -109,7 +110,7 @@ class TrainedPolicy:
         stage: Stage,
         rollouts: stage_params.Rollouts,
         run_episode: RunEpisode,
-        choose: Callable[[int], Sequence[KernelTask]],
+        choose: Callable[[Sequence[KernelTask], int], Sequence[KernelTask]],
         *,
         staleness: int = 0,
         group: int = 1,
@@ -117,9 +118,10 @@ class TrainedPolicy:
         """Load the checkpoint `stage.actor` as the attribute `model`, and make the sampler of its weights.
 
         `rollouts` are the parameters of the sampling, and `run_episode` samples one trajectory.
-        `choose(wave)` returns the tasks of a wave of attempts, one for each attempt. A trajectory is dropped
-        once the oldest weights that sampled a token of it are more than `staleness` steps old. Each `group`
-        consecutive attempts of a wave are trained on together or not at all.
+        `choose(tasks, wave)` returns the tasks of a wave of attempts, one for each attempt, from those of the
+        data set that the judge can measure. A trajectory is dropped once the oldest weights that sampled a
+        token of it are more than `staleness` steps old. Each `group` consecutive attempts of a wave are
+        trained on together or not at all. Raises UserError if too few tasks can be measured.
         """
         params = stage.params
         settings, device = params.engine, params.device
@@ -127,6 +129,8 @@ class TrainedPolicy:
         self.stage, self.rollouts, self.choose = stage, rollouts, choose
         self.reward = load_reward(params.reward)
         self.world = join_world(device, settings)
+        # The tasks that are sampled, and a clause on those that the judge cannot measure, or "".
+        self.tasks, self.left_out = _measurable(stage) if self.world.rank == 0 else ([], "")
         self.tokenizer = load_tokenizer(stage.actor)
         self.model = load_policy(stage.actor, params)
         self.staleness = staleness
@@ -162,7 +166,7 @@ class TrainedPolicy:
         """Return the request to sample the attempts of the wave with the number `wave`."""
         stage, rollouts = self.stage, self.rollouts
         return RolloutRequest(
-            tasks=self.choose(wave),
+            tasks=self.choose(self.tasks, wave),
             params=stage.params,
             pool=stage.pool,
             epoch=f"{stage.out.name}/{wave}",
@@ -234,16 +238,17 @@ class TrainedPolicy:
         """Return the trajectories of step `step` of `steps`, with metrics; every rank must call this.
 
         If the step's trajectories are not on disk yet, rank 0 waits for `count` of them and stores them.
-        Those that cannot be trained on (`fault_of`) are left out of the result. Raises UserError, and
-        stores nothing, if these are all; the next run then samples the step again.
+        Those that are not trainable are left out of the result. Raises UserError, and stores nothing, if
+        these are all or if the judge failed on too many (`TrajectoryQueue.take`); the next run then samples
+        the step again.
 
-        The metrics are the number of trajectories that were left out (`dropped`), and the mean and the
-        largest age of the own tokens in steps (`age`, `age_max`). If rank 0 waited, it also returns the
-        seconds of this wait (`idle_trainer`), the seconds since the last step in which sampler and judge were
-        idle (`idle_sampler`, `idle_judge`), and the share of trajectories that were dropped for their age
-        since then (`dropped_for_age`). With vLLM, rank 0 also returns metrics of the health and the load of
-        the servers, in which events such as retries are counted since the last call. A sampler that uses the
-        trained weights themselves computes nothing from the return until the next `publish`.
+        The metrics are the number of trajectories that were left out because the judge failed (`dropped`),
+        and the mean and the largest age of the own tokens in steps (`age`, `age_max`). If rank 0 waited, it
+        also returns the seconds of this wait (`idle_trainer`), the seconds since the last step in which
+        sampler and judge were idle (`idle_sampler`, `idle_judge`), and the share of trajectories dropped for
+        their age since then (`dropped_for_age`). With vLLM, rank 0 also returns metrics of the health and the
+        load of the servers, in which events such as retries are counted since the last call. A sampler that
+        uses the trained weights themselves computes nothing from the return until the next `publish`.
         """
         folder, figures = step_folder(self.stage.out, step), Figures()
         if self.queue is not None and not folder.is_dir():
@@ -268,8 +273,8 @@ class TrainedPolicy:
         # Read them from disk even if they were just written, so that a resumed step computes from the same
         # values as a fresh one.
         sampled = load_trajectories(folder)
-        trajectories = [trajectory for trajectory in sampled if not fault_of(trajectory)]
-        figures["dropped"] = len(sampled) - len(trajectories)
+        trajectories = [trajectory for trajectory in sampled if is_trainable(trajectory)]
+        figures["dropped"] = sum(not trajectory.is_judged for trajectory in sampled)
         return trajectories, figures | ages(sampled, step)
 
     def close(self) -> None:
@@ -277,6 +282,25 @@ class TrainedPolicy:
         if self.queue is not None:
             self._resume()
             self.queue.close()
+
+
+def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:
+    """Return the training tasks that the judge can measure, and a clause on the others, or "".
+
+    Raises UserError if the judge can measure too few of them.
+    """
+    tasks = stage.tasks()
+    refused = refused_tasks(
+        tasks,
+        stage.pool,
+        stage.params,
+        stage.out / LEFT_OUT,
+        least_share=stage.params.sandbox.measurable_share,
+        origin=str(stage.dataset / TASKS),
+        progress=stage.progress,
+    )
+    remaining = [task for task in tasks if task.task_id not in refused]
+    return remaining, left_out(refused, len({task.task_id for task in tasks}))
 
 
 def step_folder(out: Path, step: int) -> Path:

@@ -5,6 +5,7 @@ The folder contains:
 checkpoint/         the trained checkpoint: a Hugging Face folder with its manifest
 trajectories/       folders step-NNNN with the trajectories that each step has trained on
 sampling/           trajectories that no step has taken yet, while the stage runs
+left_out.json       tasks that the judge cannot measure on this device
 metrics.jsonl       one JSON object per step
 state/              resumable states
 stage.json          the StageResult; it is written last, so a stage with this file is finished
@@ -35,6 +36,7 @@ RESULT = "stage.json"
 UNFINISHED = "unfinished.json"
 CHECKPOINT = "checkpoint"
 SAMPLING = "sampling"
+LEFT_OUT = "left_out.json"
 TASKS = "tasks.parquet"
 # Largest number of times that a task occurs in one pass of training.
 MAX_REPEATS = 4

@@ -18,31 +18,27 @@ import dataclasses
 import itertools
 import shutil
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.agent.episode import RolloutRequest
+from components.agent.episode import MAX_LOST_SHARE, RolloutRequest
 from components.agent.in_flight import BusyMeter, keep_in_flight
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories, updates_of
-from components.core.errors import UserError
+from components.core.errors import InfrastructureError, UserError
 from components.core.files import sync
-from components.judge.pool.local_pool import JudgePool
+from components.judge.pool.local_pool import TASK_FAULTS, JudgePool
 from components.training.stage import SAMPLING
 
 # Wave and index of an attempt.
 Attempt = tuple[int, int]
 
 
-def fault_of(trajectory: Trajectory) -> str:
-    """Return why a trajectory cannot be trained on: the judge failed, or it has no token of the policy.
-
-    The result is "" if it can be trained on.
-    """
-    if trajectory.final.status == "infrastructure":
-        return trajectory.final.reason or "infrastructure"
-    return "" if any(trajectory.action_mask) else "no token was sampled"
+def is_trainable(trajectory: Trajectory) -> bool:
+    """Return whether a trajectory can be trained on: the judge did not fail, and a token was sampled."""
+    return trajectory.is_judged and any(trajectory.action_mask)
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,9 @@ class _Finished:
     task_id: str
     # The number of updates of the oldest weights that sampled a token of it.
     oldest: int
-    # Why it cannot be trained on (`fault_of`), or "".
-    fault: str
+    is_trainable: bool
+    # Reason and log of the judge's failure on it, or None.
+    failure: tuple[str, str] | None
 
 
 @dataclass
@@ -138,23 +135,23 @@ class TrajectoryQueue:
         """Wait until `count` trajectories are complete, and move the `count` oldest ones into `folder`.
 
         `folder` appears when all of them are in it. While it waits, `report` is called with the number of
-        trajectories that wait to be taken. Raises the error of a trajectory whose sampling failed,
-        and UserError if no trajectory can be trained on; nothing is moved then.
+        trajectories that wait to be taken. Raises the error of a trajectory whose sampling failed, and
+        UserError as soon as the judge has failed on more than MAX_LOST_SHARE of the trajectories of the step,
+        or if none of them is trainable; nothing is moved then.
         """
         with self.condition:
-            while len(chosen := self._ready()) < count:
+            while True:
+                chosen = sorted(self._ready()[:count])
+                self._check([self.finished[attempt] for attempt in chosen], count)
+                if len(chosen) == count:
+                    break
                 if self.error is not None:
                     raise self.error
                 self.condition.wait()
                 report(len(self.finished))
-            chosen = sorted(chosen[:count])
-            taken = [self.finished.pop(attempt) for attempt in chosen]
+            for attempt in chosen:
+                del self.finished[attempt]
             self.taken |= set(chosen)
-        if all(one.fault for one in taken):
-            raise UserError(
-                f"sandbox: the judge failed on every trajectory of a step ({taken[0].fault}); "
-                "run cuda-agent doctor."
-            )
         moving = folder.with_name(f".{folder.name}")
         moving.mkdir(parents=True)
         for attempt in chosen:
@@ -162,6 +159,28 @@ class TrajectoryQueue:
         sync(moving)
         moving.rename(folder)
         sync(folder.parent)
+
+    def _check(self, chosen: Sequence[_Finished], count: int) -> None:
+        """Raise UserError if a step of `count` trajectories, of which `chosen` are complete, cannot be used.
+
+        If another attempt may help, the error has an InfrastructureError as its cause.
+        """
+        lost = Counter(one.failure[0] for one in chosen if one.failure is not None)
+        if lost.total() > MAX_LOST_SHARE * count:
+            logs = dict(one.failure for one in reversed(chosen) if one.failure is not None)
+            said = "; ".join(
+                f"{number} {reason}: {logs[reason][:300]}" for reason, number in lost.most_common()
+            )
+            raise UserError(
+                f"{self.out.name}: step {self.step + 1}: the judge failed on {lost.total()} of {len(chosen)} "
+                f"trajectories ({said}), so nothing of the step was trained on; run cuda-agent doctor, and "
+                "then the same command again, which continues from the last saved state."
+            ) from (None if lost.keys() <= set(TASK_FAULTS) else InfrastructureError(said))
+        if len(chosen) == count and not any(one.is_trainable for one in chosen):
+            raise UserError(
+                f"{self.out.name}: step {self.step + 1}: no token was sampled in any trajectory, because the "
+                "prompts fill the context window; raise policy.context."
+            )
 
     def close(self) -> None:
         """End the sampling; trajectories that no step has taken stay in the folder `sampling`."""
@@ -187,7 +206,7 @@ class TrajectoryQueue:
     def _read_finished(self) -> None:
         """Read the trajectories that an earlier process finished and no step has taken.
 
-        Those that cannot be trained on are removed, so that they are sampled again. The names of folders that
+        Those that are not trainable are removed, so that they are sampled again. The names of folders that
         were not written completely begin with a dot.
         """
         for moving in self.out.glob("trajectories/.step-*"):
@@ -196,15 +215,20 @@ class TrajectoryQueue:
             moving.rmdir()
         for folder in sorted(self.folder.glob("[0-9]*")):
             (trajectory,) = load_trajectories(folder)
-            if fault_of(trajectory):
-                shutil.rmtree(folder)
-            else:
+            if is_trainable(trajectory):
                 self._add(_attempt(folder), trajectory)
+            else:
+                shutil.rmtree(folder)
 
     def _add(self, attempt: Attempt, trajectory: Trajectory) -> None:
         names = [name for name, _ in trajectory.versions] or [trajectory.policy_version]
-        oldest = min(map(updates_of, names))
-        self.finished[attempt] = _Finished(trajectory.task_id, oldest, fault_of(trajectory))
+        final = trajectory.final
+        self.finished[attempt] = _Finished(
+            trajectory.task_id,
+            oldest=min(map(updates_of, names)),
+            is_trainable=is_trainable(trajectory),
+            failure=None if trajectory.is_judged else (final.reason or final.status, final.log),
+        )
 
     def _attempts(self) -> Iterator[tuple[Attempt, RolloutRequest]]:
         """Yield the attempts that remain to be sampled, each with the request of its wave.

@@ -1,14 +1,19 @@
 """Admission of tasks: which are refused, for which reason, and within which time."""
 
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import judge_fixtures as corpus
 import pytest
 from judge_fixtures import EAGER_SECONDS
 from judge_fixtures import changed_code as source
 
+from components.core.params import Params
 from components.core.task import KernelTask
 from components.judge.judge import Judge
+from components.judge.pool.local_pool import Candidate, Job, LocalPool
+from components.judge.verdict import Admission
 
 
 def test_ordinary_task_is_admitted(judge: Judge) -> None:
@@ -18,6 +23,21 @@ def test_ordinary_task_is_admitted(judge: Judge) -> None:
     assert admission.evidence["outputs"] == [{"shape": [256, 1024], "dtype": "float32"}]
     assert admission.evidence["parameters"] == ["scale"]
     assert 0.0002 <= admission.evidence["eager_seconds"] <= 0.05
+
+
+def test_a_check_of_the_memory_alone_agrees_with_the_verdicts(
+    ci_params: Params, judge: Judge, tmp_path: Path
+) -> None:
+    assert judge.admit(corpus.CODE, EAGER_SECONDS, memory_only=True) == Admission(True, "", {})
+    failing = judge.admit(source("undefined * self.scale"), EAGER_SECONDS, memory_only=True)
+    assert failing.reason == "does_not_run" and "undefined" in failing.evidence["detail"]
+    sandbox = ci_params.sandbox.model_copy(update={"device_bytes": 10_000_000})
+    pool = LocalPool(ci_params.model_copy(update={"sandbox": sandbox}), tmp_path / "verdicts")
+    with contextlib.closing(pool):
+        refusal = pool.check(corpus.CODE).result()
+        verdict = pool.submit(Job(corpus.TASK, Candidate.of(corpus.files("honest", "naive")), "0")).result()
+    assert (refusal.admitted, refusal.reason, verdict.reason) == (False, "too_large", "too_large")
+    assert "judging it takes" in refusal.evidence["detail"] and "GB can be used" in verdict.log
 
 
 def test_spread_is_that_of_the_parameters_with_which_the_output_varies_least(judge: Judge) -> None:

@@ -18,7 +18,7 @@ from agent_tool_fixtures import Use
 from agent_tool_fixtures import tools as tools
 from agent_tool_fixtures import use as use
 
-from components.agent.tools import Tools
+from components.agent.tools import JudgeFailed, Tools
 from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.judge.verdict import Verdict
@@ -49,6 +49,17 @@ def test_the_utilities_inside_the_shell_ask_the_judge(use: Use, tools: Tools) ->
         == "[FAIL] wrong_output: max_error:given\ncode 1\n"
     )
     assert [verdict.status for verdict in tools.verdicts] == ["correct", "correct", "correct", "wrong_output"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_failure_of_the_judge_is_no_output_of_a_command(use: Use, background: bool) -> None:
+    use("Write", file_path="kernels/forward.cpp", content=kernel("infrastructure"))
+    asking = "python3 -m utils.verification; echo code $?"
+    with pytest.raises(JudgeFailed, match="no_memory"):
+        said = use("Bash", command=asking, run_in_background=background)
+        name = said.split()[1]
+        while "code" not in said:  # the failure is raised before the output is shown
+            said = use("BashOutput", bash_id=name)
 
 
 def test_the_socket_only_asks(use: Use, tools: Tools) -> None:

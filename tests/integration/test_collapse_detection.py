@@ -16,6 +16,7 @@ from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.core.errors import StageFailed, UserError
 from components.core.files import digest_file, digest_json, read_json, write_json
+from components.judge.verdict import Verdict
 from components.training.metrics import collapse
 from components.training.run_stage import run_stage
 from components.training.training_loop import Terminated
@@ -117,13 +118,39 @@ def test_batches_of_equal_rewards_teach_the_policy_nothing(tmp_path: Path) -> No
         return dataclasses.replace(await episode(request, *rest), reward=1.0)
 
     made = stage(tmp_path, "warmup", *AT_ONCE, "warmup.steps=2", "warmup.learning_rate=0.01")
-    result = run_stage(made, equal)
-    assert "all equal" in result.stopped
-    assert weights(made.out / "checkpoint") == weights(tmp_path / "start")
+    for _ in range(2):
+        with pytest.raises(
+            StageFailed, match=r"all equal in 2 of 2 steps, .* give tasks of mixed difficulty"
+        ) as failure:
+            run_stage(made, equal)
+        assert failure.value.exit_code == 1 and not (made.out / "stage.json").exists()
     assert all(
         record["equal_rewards"] == 1 and record["explained_variance"] is None and "policy_loss" not in record
         for record in lines(made.out)
     )
+    assert not any(record["equal_rewards_after_drops"] for record in lines(made.out))
+    lenient = stage(tmp_path, "warmup", *AT_ONCE, "warmup.steps=2", "warmup.min_updates=0")
+    assert "all equal in 2 of 2 steps" in run_stage(lenient, equal).stopped
+    assert weights(made.out / "checkpoint") == weights(tmp_path / "start")
+
+
+def test_rewards_that_are_equal_after_the_judge_failed_on_some_are_told_apart(tmp_path: Path) -> None:
+    async def losing(request: RolloutRequest, index: int, *rest: Any) -> Trajectory:
+        sampled = await episode(request, index, *rest)
+        if index or request.epoch.endswith("/1"):
+            return dataclasses.replace(sampled, reward=1.0)
+        lost = Verdict(status="infrastructure", reason="judge")
+        return dataclasses.replace(sampled, verdicts=(lost,), reward=None)
+
+    made = stage(tmp_path, "warmup", *AT_ONCE, "warmup.steps=2")
+    with pytest.raises(
+        StageFailed, match=r"in 2 of 2 steps.* in 1 of them only after .* dropped, 1 in all.* doctor"
+    ):
+        run_stage(made, losing)
+    assert [(record["dropped"], record["equal_rewards_after_drops"]) for record in lines(made.out)] == [
+        (1, 1),
+        (0, 0),
+    ]
 
 
 class Asking:

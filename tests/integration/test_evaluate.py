@@ -50,6 +50,33 @@ def test_an_answer_on_which_the_judge_failed_is_measured_again_and_the_others_ar
     assert run(tmp_path / "never", Recovering(), Script(LINES)).errors == 3
 
 
+def test_an_attempt_that_the_judge_ended_is_an_error_and_many_stop_the_evaluation(tmp_path: Path) -> None:
+    class Losing(Script):
+        """A policy on whose first `lost` attempts the judge fails during a tool call."""
+
+        lost = 1
+
+        def sample(self, request: RolloutRequest) -> list[Trajectory]:
+            verdict = Verdict(status="infrastructure", reason="judge", log="the zygote is gone")
+            ended = {"verdicts": (verdict,), "reward": None, "finish_reason": "judge", "error": verdict.log}
+            sampled = super().sample(request)
+            return [
+                replace(one, **ended) if request.first + index < self.lost else one
+                for index, one in enumerate(sampled)
+            ]
+
+    pool, policy = LinePool(), Losing(LINES)
+    found = run(tmp_path / "one", pool, policy)
+    assert found.tasks[0].error and found.tasks[0].attempts[0].reward is None
+    assert pool.measured[TASKS[0].task_id, "evaluation/final/night"] == 0, "half an attempt is no answer"
+    many = Losing(LINES)
+    many.lost = 2
+    with pytest.raises(UserError, match=r"failed during 2 of 4 attempts \(the zygote is gone\).* continues"):
+        run(tmp_path / "many", LinePool(), many)
+    assert not (tmp_path / "many" / "episodes").exists()
+    assert run(tmp_path / "many", LinePool(), Script(LINES)).errors == 1
+
+
 def test_the_first_attempts_final_answer_counts_measured_anew(tmp_path: Path) -> None:
     pool = LinePool()
     found = run(tmp_path, pool, Script(LINES))
@@ -232,6 +259,21 @@ def test_a_task_on_which_a_cheat_could_pass_is_marked_and_counts(
     )
     assert [row.degenerate for row in found.tasks] == [degenerate, ""] and found.overall.tasks == 2
     assert asked == [TASKS[0].code], "a task of our own data set was admitted when it was made"
+
+
+def test_tasks_of_our_own_data_set_that_the_judge_cannot_measure_are_left_out_too(tmp_path: Path) -> None:
+    class Small(LinePool):
+        def check(self, code: str) -> Future[Admission]:
+            if code != TASKS[1].code:
+                return super().check(code)
+            refusal: Future[Admission] = Future()
+            refusal.set_result(Admission(False, "too_large", {"detail": "judging it takes 9.0 GB"}))
+            return refusal
+
+    found = run(tmp_path / "some", Small(), Script(LINES))
+    assert [(left.task_id, left.reason) for left in found.not_measurable] == [
+        (TASKS[1].task_id, "judging it takes 9.0 GB")
+    ]
 
 
 def test_tasks_too_large_for_the_device_are_left_out_before_any_attempt_and_listed(tmp_path: Path) -> None:

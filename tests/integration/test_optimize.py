@@ -109,6 +109,27 @@ def test_a_gain_that_torch_compile_gives_as_well_is_said_to_be_so() -> None:
     )
 
 
+def test_a_judge_that_fails_is_told_to_the_user_and_is_no_missing_gain() -> None:
+    some = search(lambda i, t: write("infrastructure" if i else 3.0) if t == 0 else "Done.")
+    assert some.found
+    assert any("failed on 1 candidates (no_memory: )" in note for note in some.notes)
+    with pytest.raises(UserError, match=r"my\.py: the judge failed on every candidate \(no_memory"):
+        search(lambda i, t: f"{write('infrastructure')}\n{call('Bash', command=MEASURE)}")
+
+
+def test_a_module_that_is_too_large_for_the_judge_is_refused_before_any_attempt() -> None:
+    class Small(ScriptedPool):
+        def check(self, code: str) -> Future[Admission]:
+            done: Future[Admission] = Future()
+            done.set_result(Admission(False, "too_large", {"detail": "judging it takes 9.0 GB"}))
+            return done
+
+    pool = Small()
+    with pytest.raises(UserError, match=r"my\.py: the judge cannot measure .* 9\.0 GB.* smaller inputs"):
+        search(lambda i, t: write(3.0), pool)
+    assert not pool.judged
+
+
 def test_a_kernel_that_fails_when_measured_anew_is_no_gain() -> None:
     class Fickle(ScriptedPool):
         def submit(self, job: Job) -> Future[Verdict]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from training_fixtures import episode, stage
+from training_fixtures import NoPool, episode, stage
 
 from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory, load_trajectories
@@ -167,6 +167,33 @@ def test_a_step_on_which_the_judge_failed_altogether_is_not_stored(tmp_path: Pat
     with pytest.raises(UserError, match="no bubblewrap"):
         run_stage(made, failing)
     assert run_stage(made, episode).stopped == ""
+
+
+def test_tasks_that_the_judge_cannot_measure_are_not_sampled_and_the_result_says_so(tmp_path: Path) -> None:
+    made = stage(tmp_path, "warmup", "warmup.steps=1")
+    refused = {task.code: ("too_large", "it takes 9.0 GB") for task in made.tasks()[:6]}
+    sampled: set[str] = set()
+
+    async def noting(request: RolloutRequest, index: int, *rest: Any) -> Trajectory:
+        sampled.add(request.tasks[index].code)
+        return await episode(request, index, *rest)
+
+    result = run_stage(dataclasses.replace(made, pool=NoPool(refused)), noting)
+    assert sampled == {task.code for task in made.tasks()[6:]}
+    assert "6 of 12 tasks are left out" in result.stopped and "it takes 9.0 GB" in result.stopped
+    few = stage(tmp_path / "few", "rejection", "sandbox.measurable_share=0.6")
+    with pytest.raises(UserError, match=r"tasks\.parquet: 6 of 12 tasks .*sandbox\.device_bytes"):
+        run_stage(dataclasses.replace(few, pool=NoPool(refused)), noting)
+    assert not (few.out / "trajectories").exists() and not (few.out / "sampling").exists()
+
+
+def test_a_stage_of_which_no_trajectory_passes_the_filters_fails(tmp_path: Path) -> None:
+    made = stage(tmp_path, "rejection", "rejection.min_reward=3")
+    with pytest.raises(StageFailed, match=r"too few trajectories passed .* \(32 low_reward, 0 kept\)"):
+        run_stage(made, episode)
+    assert not (made.out / "stage.json").exists()
+    lenient = stage(tmp_path, "rejection", "rejection.min_reward=3", "rejection.min_kept=0")
+    assert "too few trajectories" in run_stage(lenient, episode).stopped
 
 
 def test_a_kl_penalty_keeps_the_policy_near_its_start(tmp_path: Path) -> None:
@@ -334,7 +361,8 @@ def test_equal_rewards_leave_the_explained_variance_undefined_and_pass(tmp_path:
     async def equal(request: RolloutRequest, *rest: Any) -> Trajectory:
         return dataclasses.replace(await episode(request, *rest), reward=1.0)
 
-    run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), equal)
+    with pytest.raises(StageFailed, match="all equal"):
+        run_stage(stage(tmp_path, "warmup", "warmup.steps=1"), equal)
     made = stage(tmp_path, "critic", "critic.epochs=1", "critic.min_explained_variance=0.99")
     result = critic.run(dataclasses.replace(made, trajectories=(tmp_path / "warmup/trajectories",)))
     assert "undefined" in result.stopped and "explained_variance_held_out" not in result.figures

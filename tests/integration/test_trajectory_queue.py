@@ -2,20 +2,27 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
-from training_fixtures import NoPool, episode, params, stage
+from training_fixtures import GOOD, NoPool, episode, params, stage
 
 from components.agent.episode import RolloutRequest
+from components.agent.rewards import reward_of
 from components.agent.trajectory import Trajectory, load_trajectories, updates_of
-from components.core.errors import StageFailed, UserError
+from components.core.errors import InfrastructureError, StageFailed, UserError, error_chain
+from components.core.files import digest_file
 from components.core.task import KernelTask
-from components.judge.verdict import Verdict
+from components.judge.pool.local_pool import Candidate, Job, LocalPool
+from components.judge.verdict import Admission, Status, Verdict
 from components.training.run_stage import run_stage
 from components.training.trajectory_queue import TrajectoryQueue
 
@@ -189,6 +196,108 @@ def test_trajectories_that_a_killed_step_was_moving_are_taken_by_the_next_one(tm
     again = Line(tmp_path, staleness=0)
     assert again.step(0, tmp_path) == [[0, index] for index in range(4)] and again.begun == []
     assert [place.name for place in (tmp_path / "trajectories").iterdir()] == ["step-0000"]
+
+
+class Losing(Line):
+    """A queue on whose attempts with an index in `reasons` the judge fails, for the reason there."""
+
+    reasons: Mapping[int, str] = MappingProxyType({})
+
+    async def run(self, request: RolloutRequest, index: int) -> Trajectory:
+        trajectory = await super().run(request, index)
+        if index not in self.reasons:
+            return trajectory
+        verdict = Verdict(status="infrastructure", reason=self.reasons[index], log="it takes 9.0 GB")
+        return dataclasses.replace(trajectory, verdicts=(verdict,), reward=None)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "may_retry"),
+    [({1: "too_large", 3: "too_large"}, False), ({0: "judge", 1: "too_large"}, True)],
+)
+def test_a_step_that_loses_more_than_a_quarter_to_the_judge_is_not_trained_on_and_continues(
+    tmp_path: Path, reasons: dict[int, str], may_retry: bool
+) -> None:
+    line = Losing(tmp_path, staleness=0)
+    line.step(0, tmp_path)
+    line.reasons = reasons
+    with pytest.raises(UserError) as stop:
+        line.step(1, tmp_path)
+    line.queue.close()
+    for reason, count in Counter(reasons.values()).items():
+        assert f"{count} {reason}: it takes 9.0 GB" in str(stop.value)
+    assert "step 2: the judge failed on 2 of" in str(stop.value)
+    assert any(isinstance(seen, InfrastructureError) for seen in error_chain(stop.value)) == may_retry
+    assert [place.name for place in (tmp_path / "trajectories").iterdir()] == ["step-0000"]
+    again = Losing(tmp_path, staleness=0)
+    assert again.step(1, tmp_path) == [[1, index] for index in range(4)]
+    assert {f"t/1/{index}" for index in reasons} <= set(again.begun)
+    again.queue.close()
+
+
+def test_a_step_that_loses_a_quarter_to_the_judge_goes_on(tmp_path: Path) -> None:
+    line = Losing(tmp_path, staleness=0)
+    line.reasons = {2: "judge"}
+    assert line.step(0, tmp_path) == [[0, index] for index in range(4)]
+    line.queue.close()
+
+
+class Mortal:
+    """A judge that gives `lives` verdicts and then fails."""
+
+    def __init__(self, lives: int):
+        self.lives = lives
+
+    def admit(self, *_: Any, **__: Any) -> Admission:
+        return Admission(True, "", {})
+
+    def verdict(self, task: KernelTask, files: dict[str, str], *, compare_compile: bool | None) -> Verdict:
+        self.lives -= 1
+        if self.lives < 0:
+            raise InfrastructureError("the zygote is gone")
+        tokens = files["kernels/forward.cpp"]
+        status: Status = "correct" if str(GOOD) in tokens else "wrong_output"
+        return Verdict(status=status, milestone=1 if status == "correct" else -1)
+
+    def close(self) -> None: ...
+
+
+def test_a_judge_that_dies_in_the_middle_of_a_step_ends_the_stage_and_the_next_one_continues_it(
+    tmp_path: Path,
+) -> None:
+    sampled: list[str] = []
+
+    async def judged(request: RolloutRequest, index: int, *rest: Any) -> Trajectory:
+        sampled.append(request.session(index))
+        trajectory = await episode(request, index, *rest)
+        job = Job(request.tasks[index], Candidate.of(trajectory.files), request.epoch)
+        trajectory = dataclasses.replace(
+            trajectory, verdicts=(await asyncio.to_thread(request.pool.submit(job).result),)
+        )
+        return dataclasses.replace(trajectory, reward=reward_of(trajectory, request.reward))
+
+    def trained(folder: Path, lives: int) -> str:
+        class Pool(LocalPool):
+            def start(self) -> Any:
+                return Mortal(lives)
+
+        made = stage(folder, "warmup", "warmup.steps=3", "warmup.learning_rate=0.01")
+        with contextlib.closing(Pool(made.params, folder / "verdicts")) as pool:
+            result = run_stage(dataclasses.replace(made, pool=pool), judged)
+        assert result.stopped == ""
+        return digest_file(made.out / "checkpoint" / "model.safetensors")
+
+    whole = trained(tmp_path / "whole", 10_000)
+    sampled.clear()
+    with pytest.raises(
+        UserError, match=r"step 2: the judge failed on .*judge: the zygote is gone.*continues"
+    ):
+        trained(tmp_path / "killed", 40)
+    assert not (tmp_path / "killed/warmup/trajectories/step-0001").exists()
+    sampled.clear()
+    assert trained(tmp_path / "killed", 10_000) == whole, "as if the judge had lived"
+    assert not [name for name in sampled if name.startswith("warmup/0/")]
+    assert len(sampled) < 64, "what the judge judged before it died is not sampled again"
 
 
 def test_an_error_of_one_trajectory_is_raised_by_the_step_and_keeps_the_finished_ones(tmp_path: Path) -> None:

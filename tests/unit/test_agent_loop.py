@@ -330,6 +330,33 @@ def test_a_server_that_fails_midway_ends_its_trajectory_with_what_there_was() ->
     )
 
 
+@pytest.mark.parametrize("kind", ["tokens", "chat"])
+def test_a_failure_of_the_judge_ends_the_trajectory_and_the_policy_never_sees_it(kind: str) -> None:
+    measuring = f"{write('infrastructure')}\n{call('Bash', command=MEASURE)}\n{write(3.0)}"
+    if kind == "tokens":
+        (trajectory,) = run(lambda i, t: measuring)
+        seen = TOKENIZER.decode(
+            [i for i, m in zip(trajectory.ids, trajectory.action_mask, strict=True) if not m]
+        )
+    else:
+        talk = ScriptedChat([measuring])
+        (trajectory,) = chat(talk)
+        seen = json.dumps(talk.heard)
+        assert len(talk.heard) == 1
+    assert "infrastructure" not in seen and "no_memory" not in seen
+    assert (trajectory.finish_reason, trajectory.reward, trajectory.is_judged) == ("judge", None, False)
+    assert trajectory.error.startswith("no_memory")
+    assert [call.name for call in trajectory.turns[-1].calls] == ["Write"], "nothing runs after the failure"
+    assert [verdict.status for verdict in trajectory.verdicts] == ["infrastructure"]
+
+
+def test_a_trajectory_whose_last_files_the_judge_could_not_judge_has_no_reward(tmp_path: Path) -> None:
+    (trajectory,) = run(lambda i, t: write("infrastructure") if t == 0 else "Done.")
+    assert (trajectory.finish_reason, trajectory.reward, trajectory.is_judged) == ("stop", None, False)
+    save_trajectories(tmp_path, [trajectory])
+    assert load_trajectories(tmp_path)[0].reward is None
+
+
 def test_a_chats_oldest_observations_are_shortened_first() -> None:
     talk = ScriptedChat([[("Read", '{"file_path": "SKILL.md"}')]] * 6 + ["Done."])
     (trajectory,) = chat(talk, turns=7, prompt="full", context=8000)

@@ -85,10 +85,12 @@ def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[K
 
     `origin` names the module in messages. `pool` is expected to have parameters from
     `judge.pool.with_any_duration`, with which a task is admitted whatever its duration is. Raises UserError
-    if the judge fails, if the module does not run, or if the judge could not distinguish a wrong kernel from
-    a correct one.
+    if the judge fails, if the module does not run or takes too much memory to be judged, or if the judge
+    could not distinguish a wrong kernel from a correct one.
     """
-    admission = pool.admit(task.code).result()
+    admission = pool.check(task.code).result()
+    if admission.admitted:
+        admission = pool.admit(task.code).result()
     evidence = admission.evidence
     detail = " ".join(str(evidence.get("detail", "")).split())
     if admission.reason == "infrastructure":
@@ -97,6 +99,10 @@ def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[K
         raise UserError(
             f"{origin}: the module does not run by itself ({detail}); "
             "fix it: it may import torch, and nothing of your own."
+        )
+    if admission.reason == "too_large":
+        raise UserError(
+            f"{origin}: the judge cannot measure the module here ({detail}); give smaller inputs."
         )
     notes = []
     if admission.reason.endswith(UNSURE):
@@ -163,7 +169,7 @@ def find_kernel(
             on_verdict=judged.__setitem__,
         )
     )
-    notes += _failures(trajectories, judged)
+    notes += _failures(trajectories, judged, origin)
     chosen, verdict = _measure_again(task, judged, pool, epoch, progress)
     eager = verdict.speedup.eager if verdict is not None and verdict.status == "correct" else None
     return Outcome(
@@ -178,10 +184,11 @@ def find_kernel(
     )
 
 
-def _failures(trajectories: list[Trajectory], judged: dict[Candidate, Verdict]) -> list[str]:
+def _failures(trajectories: list[Trajectory], judged: dict[Candidate, Verdict], origin: str) -> list[str]:
     """Return notes on failures of the policy's server and of the judge.
 
-    Raises UserError if the server answered no turn of any trajectory.
+    Raises UserError if the server answered no turn of any trajectory, or if the judge failed on every
+    candidate.
     """
     notes = []
     failed = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "server"]
@@ -191,10 +198,14 @@ def _failures(trajectories: list[Trajectory], judged: dict[Candidate, Verdict]) 
         notes.append(
             f"The policy's server failed in {len(failed)} of {len(trajectories)} attempts: {failed[0]}."
         )
-    broken = sum(verdict.status == "infrastructure" for verdict in judged.values())
+    broken = [verdict for verdict in judged.values() if verdict.status == "infrastructure"]
     if broken:
+        said = f"{broken[0].reason}: {broken[0].log[:300]}"
+        if len(broken) == len(judged):
+            raise UserError(f"{origin}: the judge failed on every candidate ({said}); run cuda-agent doctor.")
         notes.append(
-            f"The judge itself failed on {broken} candidates; they count as neither right nor wrong."
+            f"The judge itself failed on {len(broken)} candidates ({said}); they count as neither right nor "
+            "wrong, and an attempt ends there."
         )
     return notes
 

@@ -83,12 +83,16 @@ def verdict_key(protocol: str, job: Job) -> str:
     return digest_json(["verdict", protocol, job.task.code_digest, job.candidate.digest, job.epoch])
 
 
-def admission_key(protocol: str, window: tuple[float, float], code: str, *, headroom: bool) -> str:
+def admission_key(
+    protocol: str, window: tuple[float, float], code: str, *, headroom: bool, memory_only: bool = False
+) -> str:
     """Return the journal's key of the admission of the task with source `code`.
 
     `protocol` is the digest of the judge's settings, and `window` the parameter `data.eager_seconds`. For
-    `headroom` see `admission.admit`.
+    `headroom` and `memory_only` see `Judge.admit`.
     """
+    if memory_only:
+        return digest_json(["memory", protocol, digest_bytes(code.encode())])
     return digest_json(["admission", protocol, window, headroom, digest_bytes(code.encode())])
 
 
@@ -146,6 +150,8 @@ class JudgePool(Protocol):
     def prepare(self) -> Future[None]: ...
 
     def submit(self, job: Job) -> Future[Verdict]: ...
+
+    def check(self, code: str) -> Future[Admission]: ...
 
     def drop(self) -> None: ...
 
@@ -231,21 +237,31 @@ class LocalPool:
         """Return the judge's verdict on a job whose verdict is not in the journal."""
         return self.judge.verdict(job.task, dict(job.candidate.files), compare_compile=job.compare_compile)
 
-    def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]:
+    def check(self, code: str) -> Future[Admission]:
+        """Return a future that says whether candidates of the task with source `code` can be judged here.
+
+        The task's source runs once, in one short process, and nothing is measured. The reason of a refusal is
+        `too_large`, `does_not_run` or `infrastructure`. Refusals are not written to the journal, because the
+        memory of the machine may suffice the next time.
+        """
+        return self.admit(code, memory_only=True)
+
+    def admit(self, code: str, *, headroom: bool = False, memory_only: bool = False) -> Future[Admission]:
         """Return a future of the admission of the task with source `code`.
 
         The result is read from the journal or measured. With `headroom`, the task must compile and leave
-        device memory for other tasks, and its time under torch.compile is measured too. A result with the
-        reason `infrastructure` is not written to the journal.
+        device memory for other tasks, and its time under torch.compile is measured too. `memory_only` is for
+        `check`. A result with the reason `infrastructure` is not written to the journal.
         """
         window = self.params.data.eager_seconds
-        key = admission_key(self.protocol, window, code, headroom=headroom)
+        key = admission_key(self.protocol, window, code, headroom=headroom, memory_only=memory_only)
 
         def measure() -> Admission:
             admission = admit_with_retries(
-                self.params, lambda: self.judge.admit(code, window, headroom=headroom)
+                self.params,
+                lambda: self.judge.admit(code, window, headroom=headroom, memory_only=memory_only),
             )
-            if admission.reason != "infrastructure":
+            if admission.admitted or not (memory_only or admission.reason == "infrastructure"):
                 write_json(journal_path(self.verdicts, key), asdict(admission))
             return admission
 

@@ -60,8 +60,10 @@ class RayActor:
         verdict = self.judge.verdict(task, files, compare_compile=compare_compile)
         return self.incarnation_id, verdict.model_dump(mode="json")
 
-    def admit(self, code: str, eager_seconds: tuple[float, float], headroom: bool) -> dict[str, Any]:
-        return asdict(self.judge.admit(code, eager_seconds, headroom=headroom))
+    def admit(
+        self, code: str, eager_seconds: tuple[float, float], headroom: bool, memory_only: bool
+    ) -> dict[str, Any]:
+        return asdict(self.judge.admit(code, eager_seconds, headroom=headroom, memory_only=memory_only))
 
     def prepare(self) -> None:
         self.judge.prepare()
@@ -128,9 +130,16 @@ class RayBackend:
                     raise InfrastructureError("the judge's Ray actor died while it judged")
             return Verdict.model_validate(record)
 
-    def admit(self, code: str, eager_seconds: tuple[float, float], *, headroom: bool = False) -> Admission:
+    def admit(
+        self,
+        code: str,
+        eager_seconds: tuple[float, float],
+        *,
+        headroom: bool = False,
+        memory_only: bool = False,
+    ) -> Admission:
         with self._actor(digest_bytes(code.encode())) as actor:
-            return Admission(**_result(actor.admit.remote(code, eager_seconds, headroom)))
+            return Admission(**_result(actor.admit.remote(code, eager_seconds, headroom, memory_only)))
 
     def prepare(self) -> None:
         preparing: list[Any] = [actor.prepare.remote() for actor in self.actors]

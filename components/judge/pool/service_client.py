@@ -130,15 +130,28 @@ class ServiceClient:
             log=job["error"],
         )
 
-    def admit(self, code: str, eager_seconds: tuple[float, float], *, headroom: bool = False) -> Admission:
+    def admit(
+        self,
+        code: str,
+        eager_seconds: tuple[float, float],
+        *,
+        headroom: bool = False,
+        memory_only: bool = False,
+    ) -> Admission:
         """Return the service's admission of the task with source `code`.
 
         `eager_seconds` is the range in which the time of one call must be. With `headroom`, the task must
         compile and leave device memory for other tasks, and its time under torch.compile is measured too.
+        With `memory_only`, the task only has to run and the memory to suffice for judging its candidates.
         Raises InfrastructureError if the service or its judge fails, and UserError if the service refuses
         the request.
         """
-        request = {"code": code, "headroom": headroom, "eager_seconds": eager_seconds}
+        request = {
+            "code": code,
+            "headroom": headroom,
+            "eager_seconds": eager_seconds,
+            "memory_only": memory_only,
+        }
         job = self._ask("/v1/admissions", request, ignore)
         if job["state"] != "done":
             raise InfrastructureError(job["error"])
