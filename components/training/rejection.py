@@ -73,7 +73,7 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
         kept, reasons = select(sampled, rejection)
         outcomes = ", ".join(f"{count} {name}" for name, count in reasons.most_common())
         few_kept = (
-            f"too few trajectories passed the filters to change the policy ({outcomes}), and the judge failed "
+            f"too few trajectories passed the filters to train on ({outcomes}), and the judge failed "
             f"on {sampling['dropped']} more; give easier tasks or more samples"
         )
         if len(kept) < rejection.min_kept:
