@@ -73,8 +73,8 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
         kept, reasons = select(sampled, rejection)
         outcomes = ", ".join(f"{count} {name}" for name, count in reasons.most_common())
         few_kept = (
-            f"too few trajectories passed the filters to change the policy ({outcomes}), and the judge "
-            f"failed on {sampling['dropped']} more; give easier tasks or more samples"
+            f"too few trajectories passed the filters to train on ({outcomes}), and the judge failed "
+            f"on {sampling['dropped']} more; give easier tasks or more samples"
         )
         if len(kept) < rejection.min_kept:
             raise StageFailed(f"{stage.name}: {few_kept}.")
