@@ -39,10 +39,10 @@ SQUARABLE = (1e-12, 1e14)
 # Largest absolute value in an output whose errors are computed in float32. A difference of larger values
 # could overflow.
 LARGEST_SCALE = 1e37
-# Largest number of elements of a block; error of a block, relative to its largest value, and multiple of the
-# reference output's error in it, both of which a wrong block exceeds; and number of blocks of which one may
-# be wrong, because a few are small by cancellation.
-BLOCK, BLOCK_SHARE, BLOCK_MULTIPLE, BLOCKS_PER_WRONG = 64, 2.0**-6, 16, 512
+# Largest number of elements of a block, and smallest one with which a block is seldom small by cancellation.
+BLOCK, MIN_BLOCK = 64, 16
+# Multiple of the reference output's error that must still be right for a block to be compared.
+BLOCK_MULTIPLE = 16
 # Elements of one output that are compared at a time.
 PART_NUMEL = 1 << 26
 
@@ -64,22 +64,37 @@ def block_size(shape: torch.Size) -> int:
     return 1 if len(shape) < 2 else max(1, min(BLOCK, shape[-1]))
 
 
-def wrong_blocks(
-    error: torch.Tensor, values: torch.Tensor, reference_error: torch.Tensor | None
-) -> torch.Tensor:
-    """Return for each call whether too many blocks of its output are wrong, in the shape [calls].
+def block_limits(dtype: torch.dtype, block: int) -> tuple[tuple[int, float, int], ...]:
+    """Return the limits for single elements and for blocks of `block` elements of an output of type `dtype`.
 
-    The arguments have the shape [calls, blocks, elements]: the error of the output, the right values, and the
-    error of the reference output if it is known. A block is wrong if its largest error is more than
-    `BLOCK_SHARE` of its largest value and `BLOCK_MULTIPLE` times the reference output's error in it. Blocks
-    whose values vanish or are not finite are not considered.
+    Each has the number of elements, the error relative to the largest value in them that is always allowed,
+    and the number of such groups of which one may be wrong, because a few are small by cancellation.
     """
-    largest, size = error.abs().amax(-1), values.abs().amax(-1)
-    is_wrong = (largest > BLOCK_SHARE * size) & (size > 1e3 * torch.finfo(values.dtype).smallest_normal)
+    share = 2.0**-6
+    if block >= MIN_BLOCK:
+        share = 2.0**-27 if dtype == torch.float64 else max(2.0**-12, 4 * torch.finfo(dtype).eps)
+    return (1, 0.25, 64), (block, share, 512)
+
+
+def wrong_blocks(
+    error: torch.Tensor, values: torch.Tensor, share: float, block: int, resolved: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return which blocks of outputs are wrong, in the shape [calls, blocks].
+
+    `error` has the errors of the outputs and `values` the right values, both with the shape [calls, n]. A
+    block has `block` elements and is wrong if its largest error is more than `share` of its largest value.
+    Blocks whose values vanish or are not finite are left out, and those that are not `resolved`.
+    """
+    length = error.shape[1] // block * block
+    largest, size = (_largest(tensor[:, :length].unflatten(1, (-1, block))) for tensor in (error, values))
+    is_wrong = (largest > share * size) & (size > 1e3 * torch.finfo(values.dtype).smallest_normal)
     is_wrong &= size.isfinite()
-    if reference_error is not None:
-        is_wrong &= largest > BLOCK_MULTIPLE * reference_error.abs().amax(-1)
-    return is_wrong.sum(-1) > is_wrong.shape[-1] // BLOCKS_PER_WRONG
+    return is_wrong if resolved is None else is_wrong & resolved
+
+
+def _largest(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the largest absolute value in the last dimension."""
+    return torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())
 
 
 class ReferenceOutput:
@@ -271,13 +286,15 @@ class _Part:
         return largest.item(), norm.item()
 
     def has_wrong_blocks(self, output: torch.Tensor, block: int) -> bool:
-        """Return whether too many blocks of `block` elements of `output` are wrong (`wrong_blocks`)."""
-        values = self.high if self.rounded is None else self.expected
-        blocks = (
-            tensor[: tensor.numel() // block * block].view(1, -1, block)
-            for tensor in (self._error(output), values, self._error(self.single))
-        )
-        return bool(wrong_blocks(*blocks))
+        """Return whether too many elements, or blocks of `block` elements, of `output` are wrong."""
+        values = (self.high if self.rounded is None else self.expected)[None]
+        for length, share, blocks_per_wrong in block_limits(output.dtype, block):
+            # Where the reference output itself is far more exact.
+            resolved = ~wrong_blocks(self._error(self.single)[None], values, share / BLOCK_MULTIPLE, length)
+            found = wrong_blocks(self._error(output)[None], values, share, length, resolved)
+            if int(found.sum()) > found.numel() // blocks_per_wrong:
+                return True
+        return False
 
     def _error(self, output: torch.Tensor) -> torch.Tensor:
         if self.rounded is None:

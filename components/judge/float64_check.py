@@ -11,6 +11,7 @@ import torch
 
 from components.judge.correctness import (
     PART_NUMEL,
+    block_limits,
     block_size,
     first_mismatch,
     max_abs,
@@ -252,18 +253,22 @@ def departures(
 
 
 def _wrong_samples(outputs: torch.Tensor, single: torch.Tensor, block: int) -> torch.Tensor:
-    """Return for each call 1 if too many blocks in a random sample are wrong, and 0 otherwise.
+    """Return for each call 1 if too many elements or blocks in a random sample are wrong, and 0 otherwise.
 
     Both tensors have the shape [calls, elements].
     """
-    count = outputs.shape[1] // block
-    step = -(-count // SAMPLED_BLOCKS) or 1
-    first = secrets.randbelow(step)
-    ours, theirs = (
-        _at_least_float32(rows[:, : count * block].view(len(rows), count, block)[:, first::step])
-        for rows in (outputs, single)
-    )
-    return wrong_blocks(ours - theirs, theirs, None).double()
+    found = torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
+    for length, share, blocks_per_wrong in block_limits(single.dtype, block):
+        count = outputs.shape[1] // length
+        step = -(-count // SAMPLED_BLOCKS) or 1
+        first = secrets.randbelow(step)
+        ours, theirs = (
+            _at_least_float32(rows[:, : count * length].view(len(rows), count, length)[:, first::step])
+            for rows in (outputs, single)
+        )
+        wrong = wrong_blocks((ours - theirs).flatten(1), theirs.flatten(1), share, length)
+        found |= wrong.sum(1) > wrong.shape[1] // blocks_per_wrong
+    return found.double()
 
 
 def _in_units(

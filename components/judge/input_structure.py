@@ -44,6 +44,8 @@ DISTINCT_HALVES = 128
 # Rows are normalised if the spread of their sums is below this share of the spread of sums of as many
 # independent elements.
 NORMALISED_SHARE = 0.02
+# Smallest number of rows whose sums are compared; those of two rows are close by chance.
+MIN_ROWS = 4
 # Smallest absolute correlation of two inputs that are related. Unrelated inputs have less, because at least
 # RELATED_NUMEL elements are compared.
 RELATED, RELATED_NUMEL = 0.2, 1024
@@ -129,7 +131,7 @@ def _is_symmetric(tensor: torch.Tensor) -> bool:
 
 def _are_normalised(rows: torch.Tensor) -> bool:
     """Return whether rows in float64 have the same sum or norm, or are logarithms of probabilities."""
-    if rows.shape[-1] <= 2 or len(rows) < 2:
+    if rows.shape[-1] <= 2 or len(rows) < MIN_ROWS:
         return False
     for values in (rows, rows.square()):
         sums = values.sum(-1)

@@ -246,3 +246,46 @@ def test_half_precision_and_crude_exponentials_are_wrong(ci_params: Params) -> N
         assert exact.mismatch(answer, multiple=TIMED_MULTIPLE) in ("max_error", "rms_error")
         assert departures(answer[None], exact.single[None]).item() > 1
     assert exact.limits[0] >= FLOAT32_FLOOR * expected.max().item()
+
+
+def scaled_output(quiet: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an output whose rows, columns or elements span many decades, and a mask of the quiet ones."""
+    decades = {"rows": (512, 1), "columns": (1, 256), "elements": (512, 256)}[quiet]
+    gain = 10.0 ** -(12 * torch.rand(decades, dtype=torch.float64))
+    exact = torch.randn(512, 256, dtype=torch.float64) * gain
+    return exact, (gain < 1e-8).expand(512, 256)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("quiet", ["rows", "columns", "elements"])
+def test_small_values_that_are_left_out_are_wrong(quiet: str, dtype: torch.dtype, ci_params: Params) -> None:
+    exact, mask = scaled_output(quiet, dtype)
+    single = exact.to(dtype)
+    reference = ReferenceOutput(single, exact, ci_params.sandbox, ci_params.precision)
+    assert reference.mismatch(single) is None
+    without = single.masked_fill(mask, 0.0)
+    assert reference.mismatch(without, multiple=TIMED_MULTIPLE) is not None
+    assert departures(without[None], single[None]).item() > 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "coarse"), [(torch.float32, torch.float16), (torch.float64, torch.float32)]
+)
+def test_quiet_rows_in_lower_precision_are_wrong(
+    dtype: torch.dtype, coarse: torch.dtype, ci_params: Params
+) -> None:
+    exact, mask = scaled_output("rows", dtype)
+    single, size = exact.to(dtype), exact.abs().amax(-1, keepdim=True).to(dtype)
+    rounded = torch.where(mask, (single / size).to(coarse).to(dtype) * size, single)
+    reference = ReferenceOutput(single, exact, ci_params.sandbox, ci_params.precision)
+    assert reference.mismatch(rounded, multiple=TIMED_MULTIPLE) == "block_error"
+    assert departures(rounded[None], single[None]).item() > 1
+
+
+def test_another_order_of_a_sum_is_right_where_much_cancels(ci_params: Params) -> None:
+    for width in (1, 4, 64):
+        terms = torch.randn(4096, 4096 // width, width)
+        single, exact = terms.sum(1), terms.double().sum(1)
+        other = terms.flip(1).cumsum(1)[:, -1]
+        reference = ReferenceOutput(single, exact, ci_params.sandbox, ci_params.precision)
+        assert reference.mismatch(other, multiple=4.0) is None
