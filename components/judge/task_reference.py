@@ -8,6 +8,7 @@ make the reference data or run eager.
 import contextlib
 import secrets
 import time
+import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -183,7 +184,8 @@ class TaskReference:
         self.code = code
         self.processes = processes
         self.runner: Runner | None = None
-        self.drawing = SourceRunner(self, computes=False)
+        # A weak reference, because a cycle would keep the memory until the garbage collector runs.
+        self.drawing = SourceRunner(weakref.proxy(self), computes=False)
         # Buffers and the memory reserved for them, which `close` releases in reverse order.
         self.resources = contextlib.ExitStack()
         self._outputs: dict[int, list[ReferenceOutput]] = {}
