@@ -160,7 +160,7 @@ class Asking:
         self.wanted = update
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
-        if step == self.wanted and "episodes" not in figures:
+        if (stage, step) == ("warmup", self.wanted) and "episodes" not in figures:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
