@@ -67,6 +67,12 @@ def test_only_small_calls_on_a_gpu_are_given_one_by_one() -> None:
 class ThreadRunner(Runner):
     """Runner that is a thread of this process."""
 
+    def cpu_seconds(self) -> float:
+        return 0.0
+
+    def stop(self) -> None:
+        pass
+
     def signal(self, number: object) -> None:
         pass
 
