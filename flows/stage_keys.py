@@ -54,6 +54,11 @@ READS = {
         ),
         ("components.bootstrap.cold_start", *COLD_START_SOURCES),
     ),
+    # The cold start of a language model.
+    "fine_tuned": Reads(
+        (*("device", "data", "coldstart", "policy.context", "policy.prompt"), "rejection", *TRAINING),
+        ("components.training.fine_tuning", *COLD_START_SOURCES),
+    ),
     "adopted": Reads((), ("components.policy.checkpoint",)),
     "champion": Reads((), ("components.policy.checkpoint",)),
     "warmup": Reads(
@@ -64,7 +69,7 @@ READS = {
     "rejection": Reads(
         (
             *(*SAMPLING, *TRAINING, "reward", "rejection", "warmup.gradient_clip"),
-            *("coldstart", "data", "policy.source"),
+            *("coldstart", "data"),
         ),
         ("components.training.rejection", *SAMPLING_SOURCES, *COLD_START_SOURCES),
     ),

@@ -49,11 +49,16 @@ def cold_start(context: Context) -> CheckpointRecord:
     """Return the checkpoint of the first policy.
 
     The policy is trained from scratch if policy.source is `scratch`. Otherwise it is copied from the folder
-    that policy.source names.
+    that policy.source names, and fine-tuned on demonstrations unless coldstart.demonstrations is 0.
     """
     params = context.params
     if params.policy.source != "scratch":
-        return adopt(context, Path(params.policy.source))
+        adopted = adopt(context, Path(params.policy.source))
+        if not params.coldstart.demonstrations:
+            return adopted
+        tuned = train(context, "coldstart", adopted, form="fine_tuned")
+        assert tuned is not None
+        return tuned
 
     def work(folder: Path) -> CheckpointRecord:
         # These import torch.
@@ -116,6 +121,7 @@ def train(
     earlier: list[CheckpointRecord] | None = None,
     deadline: float | None = None,
     may_begin: bool = True,
+    form: str = "",
 ) -> CheckpointRecord | None:
     """Run one training stage as a cached Prefect task, and return the record of its checkpoint.
 
@@ -123,11 +129,15 @@ def train(
     the stages whose trajectories the stage reads, and `earlier` the finished stages of this night, whose
     states are deleted. `deadline` is the time.time() after which the stage ends with its current update.
     If `may_begin` is false, a stage that no earlier attempt has begun is not run, and None is returned.
+    `form` is the form of the stage if it is not its name (`Context.parts`).
     """
-    home, inputs = context.run.home, sampled or []
+    home, inputs, form = context.run.home, sampled or [], form or name
     upstream = {"policy": policy.digest} | ({"critic": critic.digest} if critic else {})
     upstream |= {f"trajectories.{index}": earlier.key for index, earlier in enumerate(inputs)}
-    folder = context.parts(name, name, upstream).folder(home)
+    demonstrations = context.params.coldstart.demonstrations
+    if isinstance(demonstrations, str) and name in ("coldstart", "rejection"):
+        upstream["demonstrations"] = digest_json(digest_tree(Path(demonstrations)))
+    folder = context.parts(name, form, upstream).folder(home)
     if not may_begin and not any((folder / file).exists() for file in ("state", RESULT, UNFINISHED)):
         return None
 
@@ -157,7 +167,7 @@ def train(
             result = run_stage(stage)
         return checkpoint_record(context, folder, result.digest, result.seconds, result)
 
-    return context.stage(name, upstream, work, CheckpointRecord)
+    return context.stage(name, upstream, work, CheckpointRecord, name=form, title=name)
 
 
 def checkpoint_record(

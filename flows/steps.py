@@ -186,8 +186,9 @@ class Context:
 
         `stage` is the step of the pipeline, one of run_context.STAGES, that a rerun request may name. `name`
         is the form of the stage, a key of stage_keys.READS, which lists what it can read; the step
-        `coldstart` has the forms `coldstart`, `adopted` and `champion`. `upstream` maps the names of the
-        stage's inputs to their digests. The data set is an input of every stage and need not be given.
+        `coldstart` has the forms `coldstart`, `adopted`, `fine_tuned` and `champion`. `upstream` maps the
+        names of the stage's inputs to their digests. The data set is an input of every stage and need not be
+        given.
         """
         inputs = upstream | {"dataset": self.dataset.version}
         return key_parts(self.params, name, inputs, self.run.rerun_number(stage))

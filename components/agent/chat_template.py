@@ -8,10 +8,11 @@ Text of a task or a tool that looks like a special token is never encoded as one
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -79,6 +80,25 @@ class ChatTemplate:
         name = call if re.fullmatch(r"[\w.-]{1,64}", call) else "unknown"
         ids = self._encode(self._after_turn([self._broken(text) for text in observations], name))
         return ids[ids.index(self._turn_end) + 1 :]
+
+    def conversation_ids(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
+        """Return the token ids that an episode with these messages has, and a mask that is 1 on its turns.
+
+        Each message has a `role` and a `content`. The first one is the task, from the user. The others are
+        turns of the assistant, each followed by its observations from the tool. A turn includes its
+        end-of-turn token.
+        """
+        ids = self.first_ids(messages[0]["content"])
+        mask = [0] * len(ids)
+        for role, group in itertools.groupby(messages[1:], key=lambda message: message["role"]):
+            texts = [message["content"] for message in group]
+            if role == "assistant":
+                part = [*self._encode(texts[0]), self._turn_end]
+            else:
+                part = self.suffix_ids(texts)
+            ids += part
+            mask += [int(role == "assistant")] * len(part)
+        return ids, mask
 
     def read(self, prompt: Sequence[int], ids: Sequence[int]) -> tuple[str, list[Request]]:
         """Return the text of the turn `ids`, which was sampled after `prompt`, and the tool calls in it.

@@ -111,6 +111,18 @@ class RolloutRequest:
         return self.deadline is not None and time.monotonic() > self.deadline
 
 
+def first_prompt(params: Params, code: str, *, in_turns: bool) -> str:
+    """Return the text of the user message for a task with the source `code`.
+
+    If `policy.prompt` is compact, a source that is a chain of known operators is first rewritten in the
+    layout of the tasks that this project composes (one operator in each line of forward()). A policy that
+    was trained from scratch has seen only this layout.
+    """
+    if params.policy.prompt == "compact":
+        code = canonicalize(code) or code
+    return user_message(params.policy, code, in_turns=in_turns, device=params.device)
+
+
 class Episode(abc.ABC):
     """One attempt of a policy at one task, which is returned as a trajectory when it ends."""
 
@@ -159,16 +171,8 @@ class Episode(abc.ABC):
         """Sample one turn and run its tool calls, or set `finish_reason`."""
 
     def first_message(self) -> dict[str, str]:
-        """Return the user message that states the task.
-
-        If `policy.prompt` is compact, a source that is a chain of known operators is first rewritten in the
-        layout of the tasks that this project composes (one operator in each line of forward()). A policy that
-        was trained from scratch has seen only this layout.
-        """
-        policy, code = self.params.policy, self.task.code
-        if policy.prompt == "compact":
-            code = canonicalize(code) or code
-        content = user_message(policy, code, in_turns=self.request.multi_turn, device=self.params.device)
+        """Return the user message that states the task."""
+        content = first_prompt(self.params, self.task.code, in_turns=self.request.multi_turn)
         return {"role": "user", "content": content}
 
     def judge(self) -> Verdict:

@@ -1,7 +1,7 @@
-"""The training text of a policy that is made from scratch, and its division into micro-batches."""
+"""The training text of a cold start, and its division into micro-batches."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -60,12 +60,25 @@ def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, pro
     demonstration fits into the context window.
     """
     context = params.policy.context
-    conversations = _write_conversations(params, sources, progress)
+    conversations = write_conversations(params, sources, progress)
     sample = [message for conversation in conversations[:TOKENIZER_CONVERSATIONS] for message in conversation]
     tokenizer = train_tokenizer(sample, params.policy.vocabulary, context)
+    store_corpus(encode_conversations(tokenizer, conversations), tokenizer, context, folder)
+
+
+def store_corpus(
+    conversations: Iterable[tuple[Sequence[int], Sequence[int]]],
+    tokenizer: PreTrainedTokenizerBase,
+    context: int,
+    folder: Path,
+) -> None:
+    """Write conversations, which are pairs of token ids and action mask, and their tokenizer to `folder`.
+
+    Conversations of more than `context` tokens are left out. Raises UserError if none is left.
+    """
     rows = [
         (torch.tensor(ids, dtype=torch.int32), torch.tensor(mask, dtype=torch.bool))
-        for ids, mask in encode_conversations(tokenizer, conversations[: params.coldstart.demonstrations])
+        for ids, mask in conversations
         if len(ids) <= context
     ]
     if not rows:
@@ -80,14 +93,15 @@ def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, pro
         save_file(tensors, temporary / "tokens.safetensors")
 
 
-def _write_conversations(
+def write_conversations(
     params: Params, sources: Iterator[KernelTask], progress: Progress
 ) -> list[list[Message]]:
-    """Return demonstrations in random order, PER_TASK for each task that is not held out.
+    """Return coldstart.demonstrations demonstrations in random order, of tasks that are not held out.
 
-    Raises UserError if `sources` has too few tasks.
+    There are PER_TASK of each task. Raises UserError if `sources` has too few tasks.
     """
     settings = params.coldstart
+    assert isinstance(settings.demonstrations, int)
     rng = random.Random(settings.seed)
     count = -(-settings.demonstrations // PER_TASK)
     conversations: list[list[Message]] = []
@@ -101,7 +115,7 @@ def _write_conversations(
             "the sources hold fewer; lower it."
         )
     rng.shuffle(conversations)
-    return conversations
+    return conversations[: settings.demonstrations]
 
 
 def load_corpus(folder: Path) -> Corpus:

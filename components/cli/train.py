@@ -32,8 +32,8 @@ from components.core.errors import StageFailed, UserError
 def train(
     options: CommonOptions,
     stage: Annotated[
-        Literal["warmup", "rejection", "critic", "agentic"],
-        typer.Argument(metavar="STAGE", help="warmup, rejection, critic or agentic"),
+        Literal["coldstart", "warmup", "rejection", "critic", "agentic"],
+        typer.Argument(metavar="STAGE", help="coldstart, warmup, rejection, critic or agentic"),
     ],
     start: Annotated[
         Path,

@@ -8,13 +8,18 @@ from components.core.records import Count, FrozenModel, Minutes, Natural, Positi
 
 
 class Coldstart(FrozenModel):
-    """Parameters of the cold start, which is the first training of a policy from scratch."""
+    """Parameters of the cold start, which trains a policy from scratch, or fine-tunes a language model."""
 
-    demonstrations: Count = result("demonstrations written by the rule-based kernel writer")
+    demonstrations: Natural | str = result(
+        "demonstrations written by the rule-based kernel writer, or a folder of trajectories to learn from; "
+        "0 leaves the cold start of a language model out"
+    )
     steps: Count = result("optimizer steps")
     tokens_per_step: Count = result("tokens of one optimizer step")
-    learning_rate: Positive = result("peak learning rate of AdamW (embeddings, norms)")
-    matrix_learning_rate: Positive = result("peak learning rate of Muon (matrices)")
+    learning_rate: Positive = result(
+        "peak learning rate of AdamW: of a language model, or of embeddings and norms from scratch"
+    )
+    matrix_learning_rate: Positive = result("peak learning rate of Muon (matrices of a policy from scratch)")
     wrong_share: Share = result("share of demonstrations that are deliberately wrong")
     multi_turn_share: Share = result("share of demonstrations with a measurement and a second attempt")
     seed: Natural = result("seed of demonstrations, initial weights and order")

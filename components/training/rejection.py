@@ -1,44 +1,31 @@
 """Rejection fine-tuning (stage 2): the policy of the warm-up learns from a selection of its attempts.
 
-The policy samples in the agent loop. A trajectory is kept if its reward is above rejection.min_reward and it
-has no redundant or invalid calls (CUDA Agent paper, section 4.2). Only the best rejection.per_task
-trajectories of each task are kept, because easy tasks would dominate otherwise. rejection.replay_share sets
-the share of cold-start demonstrations in each batch. Without them, a small policy memorises the tasks that it
-is tuned on and can no longer solve others. Rejected trajectories are stored too, because value pretraining
-learns from all trajectories.
+The policy samples in the agent loop, and `selection.select` chooses the trajectories. rejection.replay_share
+sets the share of cold-start demonstrations in each batch. Without them, a small policy memorises the tasks
+that it is tuned on and can no longer solve others. Rejected trajectories are stored too, because value
+pretraining learns from all trajectories.
 """
 
 import itertools
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from pathlib import Path
-
-from torch import Tensor, nn
 
 from components.agent.trajectory import Trajectory
-from components.bootstrap.demonstrations import make_demonstration
-from components.bootstrap.tokenizer import encode_conversations
 from components.core.errors import StageFailed
-from components.core.files import digest_json
-from components.core.params import Params
 from components.core.stage_params import Rejection
 from components.core.task import KernelTask
-from components.policy.checkpoint import load_tokenizer
-from components.synthesis.compose import compose_training_tasks
-from components.training.batches import Packed, Streams, make_batch
-from components.training.engine import DeepSpeedEngine, MetricSums, train_step
+from components.training.engine import DeepSpeedEngine
+from components.training.fine_tuning import Row, demonstrations, fine_tune
 from components.training.metrics import reward_figures
 from components.training.networks import Actor
 from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks
+from components.training.selection import select
 from components.training.stage import Stage, StageResult, derived_seed
-from components.training.training_loop import StepRecord, finish, fit, resume
+from components.training.training_loop import finish
 
-# Token ids and action mask of a trajectory or demonstration.
-Row = tuple[Sequence[int], Sequence[int]]
 # Maximum number of tasks that are sampled again after the fine-tuning, to measure its effect.
 MAX_TASKS_AFTER = 32
 
@@ -79,20 +66,16 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
         if len(kept) < rejection.min_kept:
             raise StageFailed(f"{stage.name}: {few_kept}.")
         batches = schedule(
-            kept, rejection, lambda count: demonstrations(params, stage.actor, count), seed=params.seed
+            kept, rejection, lambda count: demonstrations(params, policy.tokenizer, count), seed=params.seed
         )
-
-        def tuning_step(step: int, record: StepRecord) -> None:
-            batch, sums = make_batch(batches[step]), MetricSums()
-            rate = rejection.learning_rate * (1 - step / len(batches))
-            rows = range(len(batch.ids))
-            norm = train_step(actor, batch, Streams(), rows, likelihood_loss, sums, learning_rate=rate)
-            record.figures |= sums.means(actor.world, batch.tokens)
-            record.figures |= {"gradient_norm": norm, "learning_rate": rate}
-
-        state = resume(stage, {"actor": actor})
-        save_every = len(batches) // rejection.epochs
-        end = fit(state, len(batches), tuning_step, shown=("loss",), save_every=save_every)
+        state, end = fine_tune(
+            stage,
+            actor,
+            len(batches),
+            batches.__getitem__,
+            lambda step: rejection.learning_rate * (1 - step / len(batches)),
+            save_every=len(batches) // rejection.epochs,
+        )
 
         before = after = reward_figures(sampled)
         if batches and not end.progress:
@@ -112,78 +95,6 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
         end=end,
         stopped="; ".join(filter(None, (policy.left_out, "" if batches else few_kept))),
     )
-
-
-def likelihood_loss(network: nn.Module, packed: Packed, _: Streams) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the negative log-likelihood of the own tokens, and the same value as the metric "loss".
-
-    `network` is an Actor.
-    """
-    logprob, _ = network(packed)
-    total = -logprob.sum()
-    return total, {"loss": total}
-
-
-def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[list[Trajectory], Counter[str]]:
-    """Return the trajectories to learn from, in their given order, and the number of trajectories by outcome.
-
-    A trajectory is rejected for its `rejection_reason`, as a duplicate, or if its task has
-    rejection.per_task better ones: with a higher reward, then a higher speed-up, then fewer tokens. The
-    outcome is "kept" or the reason of the rejection, such as "low_reward" or "duplicate".
-    """
-    reasons: Counter[str] = Counter(kept=0)
-    kept: dict[bytes, Trajectory] = {}  # by token ids
-    for trajectory in trajectories:
-        is_duplicate = bytes(trajectory.ids) in kept
-        reason = rejection_reason(trajectory, rejection) or ("duplicate" if is_duplicate else "")
-        if reason:
-            reasons[reason] += 1
-        else:
-            kept[bytes(trajectory.ids)] = trajectory
-    per_task: Counter[str] = Counter()
-    for one in sorted(kept.values(), key=lambda one: (-one.earned, -_speedup(one), len(one.ids))):
-        per_task[one.task_id] += 1
-        if per_task[one.task_id] > rejection.per_task:
-            reasons["over_task_limit"] += 1
-            del kept[bytes(one.ids)]
-    reasons["kept"] = len(kept)
-    return list(kept.values()), reasons
-
-
-def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:
-    """Return the reason why a trajectory is rejected, or "" if it may be learned from.
-
-    The reasons are low_reward, length_clipped, invalid_call and redundant_call (`has_loop`).
-    """
-    if trajectory.earned <= rejection.min_reward:
-        return "low_reward"
-    if trajectory.finish_reason == "length":
-        return "length_clipped"
-    calls = [call for turn in trajectory.turns for call in turn.calls]
-    if any(not call.valid for call in calls):
-        return "invalid_call"
-    return "redundant_call" if has_loop([digest_json([call.name, call.arguments]) for call in calls]) else ""
-
-
-def has_loop(calls: Sequence[str]) -> bool:
-    """Return whether a call is repeated and no call was made for the first time in between.
-
-    `calls` are the digests of all tool calls of a trajectory (name and arguments), in order.
-    """
-    latest_new = 0
-    last: dict[str, int] = {}
-    for index, call in enumerate(calls):
-        if call not in last:
-            latest_new = index
-        elif latest_new <= last[call]:
-            return True
-        last[call] = index
-    return False
-
-
-def _speedup(trajectory: Trajectory) -> float:
-    ratio = trajectory.final.speedup.eager
-    return ratio.estimate if ratio is not None else 0.0
 
 
 def schedule(
@@ -207,20 +118,3 @@ def schedule(
     counts = [math.ceil(replayed * len(batch) / kept_rows) for batch in batches]
     made = iter(replay(sum(counts)))
     return [batch + list(itertools.islice(made, count)) for batch, count in zip(batches, counts, strict=True)]
-
-
-def demonstrations(params: Params, policy: Path, count: int) -> list[Row]:
-    """Return `count` demonstrations of the kind on which the cold start trains a policy from scratch.
-
-    A demonstration is a conversation in which a kernel for a composed task is written by rules. Equal counts
-    give equal demonstrations. Their tasks are not those of the cold start. `policy` is the folder of the
-    checkpoint whose tokenizer encodes them.
-    """
-    tokenizer, rng = load_tokenizer(policy), random.Random(params.coldstart.seed)
-    # With another seed the tasks differ from the tasks of the cold start.
-    tasks = compose_training_tasks(params.coldstart.seed + 1, params.data, params.device)
-    conversations = (
-        make_demonstration(task, rng, params.coldstart, params.device)
-        for task in itertools.islice(tasks, count)
-    )
-    return list(encode_conversations(tokenizer, conversations))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from components.agent.rewards import load_reward
 from components.core.errors import StageFailed, refuse
 from components.core.params import Params
+from components.core.records import TrainingStage
 from components.judge.verdict import require_standard_labels
 from components.training.stage import STAGES, Stage, StageName, StageResult, finished_result
 
@@ -48,12 +50,14 @@ def _run(stage: Stage, episode: RunEpisode | None) -> StageResult:
     # Imported here because the imports take seconds, and a pipeline run does not need them if all of its
     # stages are cached.
     from components.agent.episode import run_episode
-    from components.training import critic, ppo, rejection
+    from components.training import critic, fine_tuning, ppo, rejection
     from components.training.engine import NotFinite
 
     episode = episode or run_episode
     try:
         match stage.name:
+            case "coldstart":
+                return fine_tuning.run(stage)
             case "warmup":
                 return ppo.warmup(stage, episode)
             case "rejection":
@@ -76,7 +80,7 @@ def _run(stage: Stage, episode: RunEpisode | None) -> StageResult:
         ) from error
 
 
-def stages_of_run(params: Params) -> tuple[StageName, ...]:
+def stages_of_run(params: Params) -> tuple[TrainingStage, ...]:
     """Return the stages of a pipeline run, in order.
 
     They are night.stages, without value pretraining (`critic`) if agentic.advantages needs no critic.
@@ -118,13 +122,14 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     stages = stages or stages_of_run(params)
     require_standard_labels(params.sandbox, "training and promotion")
     load_reward(params.reward)
-    policy, ppos = params.policy, {"warmup": params.warmup, "agentic": params.agentic}
+    policy, demonstrations = params.policy, params.coldstart.demonstrations
+    ppos = {"warmup": params.warmup, "agentic": params.agentic}
     ppos = {name: ppo for name, ppo in ppos.items() if name in stages}
     tasks = (params.warmup.steps * params.warmup.rollouts.tasks, params.rejection.rollouts.tasks)
     refuse(
         *_engine_faults(params),
         (
-            set(stages) != {"critic"} and policy.backend == "vllm-server" and not policy.servers,
+            set(stages) - {"coldstart", "critic"} and policy.backend == "vllm-server" and not policy.servers,
             "policy.servers: is empty; give the addresses of vLLM servers, such as [http://127.0.0.1:8000].",
         ),
         *(
@@ -144,11 +149,19 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
             for name, ppo in ppos.items()
         ),
         (
-            # Only a policy that the cold start made has demonstrations.
-            "rejection" in stages
-            and policy.source not in ("scratch", "champion")
-            and params.rejection.replayed,
-            "rejection.replay_share: this policy has no cold-start demonstrations to mix in; set it to 0.",
+            "rejection" in stages and params.rejection.replayed and not demonstrations,
+            "rejection.replay_share: this policy has no cold-start demonstrations to mix in; set it to 0, or "
+            "coldstart.demonstrations to a number.",
+        ),
+        (
+            not demonstrations and "coldstart" in stages,
+            "coldstart.demonstrations: is 0, so there is nothing to learn from; give their number, or a "
+            "folder of trajectories.",
+        ),
+        (
+            isinstance(demonstrations, str) and not any(Path(demonstrations).rglob("trajectories.jsonl")),
+            f"coldstart.demonstrations: {demonstrations} holds no trajectories.jsonl; give the folder of a "
+            "stage that sampled, or a number.",
         ),
         (
             # Both stages then sample the same task, so stage 3 would get trajectories of only one task.
@@ -161,9 +174,17 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
 
 def _check_night(params: Params) -> None:
     """Raise UserError, which names the parameter, if a pipeline run cannot have the stages night.stages."""
-    chosen = params.night.stages
+    chosen, policy = params.night.stages, params.policy
+    first, demonstrations = (
+        policy.base if policy.source == "champion" else policy.source,
+        params.coldstart.demonstrations,
+    )
     needs_critic = params.agentic.advantages == "critic"
     refuse(
+        (
+            first == "scratch" and (isinstance(demonstrations, str) or demonstrations == 0),
+            "coldstart.demonstrations: a policy from scratch learns from demonstrations; give their number.",
+        ),
         (
             chosen != [name for name in STAGES if name in chosen],
             f"night.stages: {chosen} is not in the order of the stages; give each at most once, in the "

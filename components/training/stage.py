@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 from components.core.config import KINDS
 from components.core.errors import UserError
@@ -30,8 +30,9 @@ from components.judge.pool.local_pool import JudgePool
 from components.policy.checkpoint import Manifest, verify_checkpoint
 from components.training.metrics import Figures
 
-StageName = TrainingStage
-STAGES: tuple[StageName, ...] = get_args(StageName)
+# Name of a stage: the cold start of a language model, or one of the four stages of a night.
+StageName = Literal["coldstart", TrainingStage]
+STAGES: tuple[TrainingStage, ...] = get_args(TrainingStage)
 RESULT = "stage.json"
 UNFINISHED = "unfinished.json"
 CHECKPOINT = "checkpoint"

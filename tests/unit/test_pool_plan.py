@@ -149,7 +149,7 @@ def test_what_cannot_fit_is_refused_with_one_sentence_that_mends_it(
     ("profile", "gpu"),
     [
         *(("", "h20"), ("smoke", "h20"), ("h200", "h200"), ("hf", "h100"), ("hf", "h20")),
-        *(("hf-adapter", "h100"), ("h20-pool", "h20")),
+        *(("hf-adapter", "h100"), ("h20-pool", "h20"), ("smollm2", "h100")),
     ],
 )
 def test_every_profile_fits_its_own_gpus_with_a_tenth_to_spare(profile: str, gpu: str) -> None:
@@ -159,7 +159,7 @@ def test_every_profile_fits_its_own_gpus_with_a_tenth_to_spare(profile: str, gpu
     assert refusal(params, shapes) == ""
     assert memory_of_roles(params, shapes)["trainers"].total <= 0.9 * GPU_BYTES[gpu]
     if model:
-        assert params.policy.context == params.engine.tokens_per_microbatch
+        assert params.policy.context <= params.engine.tokens_per_microbatch
         check_stages(params)
         for ppo in (params.warmup, params.agentic):
             assert ppo.advantages == "critic" or ppo.rollouts.samples > 1
@@ -237,9 +237,10 @@ def test_the_documented_tables_are_what_the_command_prints(
     command: str, printed: str, tmp_path: Path
 ) -> None:
     """A role that does not fit is named in the last line, and the exit code is 2."""
-    model = PROFILE_MODELS[command.split("--profile ")[1].split()[0]]
-    (tmp_path / "models" / "policy").mkdir(parents=True)
-    (tmp_path / "models" / "policy" / "config.json").write_text(json.dumps(CONFIGURATIONS[model]))
+    profile = command.split("--profile ")[1].split()[0]
+    folder = tmp_path / resolve(profile).params.policy.source
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGURATIONS[PROFILE_MODELS[profile]]))
     arguments = [sys.executable, "-m", "components.cli", *command.split()[1:], "--json"]
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == (2 if "refused:" in printed else 0), done.stderr

@@ -33,7 +33,10 @@ def params(folder: Path, *sets: str) -> Params:
             ("engine.sequence_parallel=2", "engine.zero_stage=3", "pool.trainers=3"),
             r"pool\.trainers: 3 ranks .* multiple",
         ),
-        (("rejection.replay_share=0.5",), r"rejection\.replay_share: .* set it to 0\."),
+        (
+            ("rejection.replay_share=0.5", "coldstart.demonstrations=0"),
+            r"rejection\.replay_share: .* set it to 0\.",
+        ),
         (
             ("rejection.replay_share=0", "policy.backend=vllm-server", "policy.servers=''"),
             r"policy\.servers: is empty",
@@ -44,6 +47,14 @@ def params(folder: Path, *sets: str) -> Params:
                 *("warmup.steps=1", "warmup.rollouts.tasks=1"),
             ),
             r"warmup\.rollouts\.tasks: .* raise it to 2",
+        ),
+        (
+            ("policy.source=scratch", "coldstart.demonstrations=0", "rejection.replay_share=0"),
+            r"coldstart\.demonstrations: a policy from scratch .*; give their number",
+        ),
+        (
+            ("coldstart.demonstrations=no/such/folder",),
+            r"coldstart\.demonstrations: no/such/folder holds no trajectories\.jsonl; give",
         ),
         (
             ("reward=no_such_module.reward",),

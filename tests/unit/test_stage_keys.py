@@ -61,7 +61,14 @@ def test_a_parameter_changes_the_keys_of_the_stages_that_read_it() -> None:
     assert changed("gate.pass_rate=0.1") == set()
     assert changed("seed=5") == {"warmup", "rejection", "critic", "agentic", "evaluation"}
     assert changed("policy.layers=1") == {"coldstart"}
-    assert changed("engine.dtype=bfloat16") == {"warmup", "rejection", "critic", "agentic", "evaluation"}
+    assert changed("engine.dtype=bfloat16") == {
+        "fine_tuned",
+        "warmup",
+        "rejection",
+        "critic",
+        "agentic",
+        "evaluation",
+    }
     assert PipelineRun(resolve("ci", ("gate.pass_rate=0.1",))).key != PipelineRun(resolve("ci")).key
 
 

@@ -1,0 +1,222 @@
+"""Supervised fine-tuning, which is the cold start of a language model and the update of stage 2.
+
+The model learns to predict its own tokens of given conversations. In a cold start these are demonstrations of
+the rule-based kernel writer, of mixed quality, or the trajectories of another policy, in the model's own chat
+template.
+"""
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from components.agent.chat_template import ChatTemplate
+from components.agent.episode import first_prompt
+from components.agent.trajectory import Trajectory, load_trajectories
+from components.bootstrap.cold_start import schedule
+from components.bootstrap.corpus import load_corpus, store_corpus, write_conversations
+from components.bootstrap.demonstrations import make_demonstration
+from components.bootstrap.tokenizer import Message
+from components.core.errors import UserError
+from components.core.params import Params
+from components.policy.checkpoint import load_tokenizer, verify_checkpoint
+from components.policy.prompts import IN_TURNS, user_message
+from components.synthesis.compose import compose_training_tasks
+from components.training.batches import Packed, Streams, make_batch
+from components.training.engine import DeepSpeedEngine, MetricSums, train_step
+from components.training.networks import Actor, load_policy
+from components.training.selection import select
+from components.training.stage import Stage, StageResult
+from components.training.training_loop import FitEnd, StepRecord, TrainState, finish, fit, resume
+
+# Token ids and action mask of a trajectory or demonstration.
+Row = tuple[Sequence[int], Sequence[int]]
+# Folder of the tokenised conversations of a cold start, in the stage's folder.
+CORPUS = "corpus"
+# Largest gradient norm of a cold start, and time between two of its states.
+GRADIENT_CLIP, SAVE_EVERY = 1.0, "2min"
+
+
+def fine_tune(
+    stage: Stage,
+    actor: DeepSpeedEngine,
+    steps: int,
+    rows: Callable[[int], Sequence[Row]],
+    learning_rate: Callable[[int], float],
+    *,
+    save_every: int | str,
+) -> tuple[TrainState, FitEnd]:
+    """Take `steps` optimizer steps, the step i on `rows(i)` with `learning_rate(i)`.
+
+    `actor` is the engine of an Actor. The stage continues from its newest state, which is saved as
+    `training_loop.fit` describes. The metrics of a step are "loss" (nats per own token), "tokens" (all tokens
+    of its rows), "gradient_norm" and "learning_rate".
+    """
+
+    def tuning_step(step: int, record: StepRecord) -> None:
+        batch, sums = make_batch(rows(step)), MetricSums()
+        rate = learning_rate(step)
+        norm = train_step(
+            actor, batch, Streams(), range(len(batch.ids)), likelihood_loss, sums, learning_rate=rate
+        )
+        record.figures |= sums.means(actor.world, batch.tokens)
+        record.figures |= {"gradient_norm": norm, "learning_rate": rate}
+        record.end_phase("update", sum(batch.lengths))
+
+    state = resume(stage, {"actor": actor})
+    return state, fit(state, steps, tuning_step, shown=("loss",), save_every=save_every)
+
+
+def likelihood_loss(network: nn.Module, packed: Packed, _: Streams) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the negative log-likelihood of the own tokens, and the same value as the metric "loss".
+
+    `network` is an Actor.
+    """
+    logprob, _ = network(packed)
+    total = -logprob.sum()
+    return total, {"loss": total}
+
+
+def run(stage: Stage) -> StageResult:
+    """Fine-tune the language model of the checkpoint `stage.actor` as a cold start.
+
+    The conversations are written, encoded and stored by the first rank. Raises UserError if
+    coldstart.demonstrations is a folder without a trajectory to learn from.
+    """
+    started, params, settings = time.monotonic(), stage.params, stage.params.coldstart
+    verify_checkpoint(stage.actor, params.device)
+    model = load_policy(stage.actor, params)
+    actor = DeepSpeedEngine(
+        Actor(model, 1.0), params.engine, device=params.device, gradient_clip=GRADIENT_CLIP
+    )
+    folder = stage.out / CORPUS
+    if actor.world.rank == 0 and not folder.is_dir():
+        tokenizer = load_tokenizer(stage.actor)
+        store_corpus(_conversations(stage, tokenizer), tokenizer, params.policy.context, folder)
+    actor.world.barrier()
+    corpus = load_corpus(folder)
+    ids: Any = corpus.ids.numpy()
+    mask: Any = corpus.action_mask.numpy()
+    bounds = corpus.offsets.tolist()
+    steps = plan_steps(
+        corpus.offsets.diff().tolist(), settings.steps, settings.tokens_per_step, settings.seed
+    )
+
+    def rows(step: int) -> list[Row]:
+        spans = (slice(bounds[index], bounds[index + 1]) for index in steps[step])
+        return [(ids[span], mask[span]) for span in spans]
+
+    state, end = fine_tune(
+        stage,
+        actor,
+        len(steps),
+        rows,
+        lambda step: settings.learning_rate * schedule(step, len(steps)),
+        save_every=SAVE_EVERY,
+    )
+    return finish(
+        state,
+        model,
+        corpus.tokenizer,
+        started=started,
+        figures={
+            "steps": float(len(steps)),
+            "conversations": float(len(bounds) - 1),
+            "loss": state.metrics.mean("loss", slice(-1, None)),
+        },
+        end=end,
+    )
+
+
+def plan_steps(lengths: Sequence[int], steps: int, tokens_per_step: int, seed: int) -> list[list[int]]:
+    """Return the conversations of each step, as indices into `lengths`, their numbers of tokens.
+
+    A step has as many as reach `tokens_per_step` tokens. They are drawn in passes over all conversations,
+    each in a random order.
+    """
+    rng, tokens = random.Random(seed), 0
+    planned: list[list[int]] = [[]]
+    while len(planned) <= steps:
+        for index in rng.sample(range(len(lengths)), len(lengths)):
+            planned[-1].append(index)
+            tokens += lengths[index]
+            if tokens >= tokens_per_step:
+                planned.append([])
+                tokens = 0
+    return planned[:steps]
+
+
+def _conversations(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """Return the token ids and the action mask of each conversation that a cold start learns from."""
+    params = stage.params
+    if isinstance(params.coldstart.demonstrations, str):
+        return _of_trajectories(params, tokenizer)
+    tasks = compose_training_tasks(params.coldstart.seed, params.data, params.device)
+    return _encode(params, tokenizer, write_conversations(params, tasks, stage.progress))
+
+
+def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Row]:
+    """Return `count` conversations of the kind that the cold start learns from.
+
+    If coldstart.demonstrations is a folder, they are drawn from its trajectories. Otherwise they are
+    demonstrations of tasks that are not those of the cold start. Equal counts give equal conversations.
+    """
+    rng = random.Random(params.coldstart.seed)
+    if isinstance(params.coldstart.demonstrations, str):
+        return rng.choices(_of_trajectories(params, tokenizer), k=count)
+    # With another seed the tasks differ from the tasks of the cold start.
+    tasks = compose_training_tasks(params.coldstart.seed + 1, params.data, params.device)
+    conversations = [
+        make_demonstration(task, rng, params.coldstart, params.device)
+        for task in itertools.islice(tasks, count)
+    ]
+    return _encode(params, tokenizer, conversations)
+
+
+def _encode(
+    params: Params, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[Message]]
+) -> list[Row]:
+    """Return demonstrations as the token ids that an episode of this policy has, with their action masks."""
+    template = ChatTemplate(tokenizer, described=params.policy.prompt == "full")
+    rows: list[Row] = []
+    for task, *turns in conversations:
+        code, in_turns = task["content"].removesuffix(IN_TURNS), task["content"].endswith(IN_TURNS)
+        content = user_message(params.policy, code, in_turns=in_turns, device=params.device)
+        rows.append(template.conversation_ids([{"role": "user", "content": content}, *turns]))
+    return rows
+
+
+def _of_trajectories(params: Params, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """Return the trajectories in the folder coldstart.demonstrations that stage 2 would keep, encoded again.
+
+    Their texts are encoded with `tokenizer`, because they may be those of another policy. Raises UserError if
+    none is kept.
+    """
+    folder = str(params.coldstart.demonstrations)
+    judged = [trajectory for trajectory in load_trajectories(Path(folder)) if trajectory.is_judged]
+    kept, reasons = select(judged, params.rejection)
+    if not kept:
+        found = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+        raise UserError(
+            f"coldstart.demonstrations: {folder} has no trajectory to learn from ({found or 'none'} judged); "
+            "give another folder, or lower rejection.min_reward."
+        )
+    template = ChatTemplate(tokenizer, described=params.policy.prompt == "full")
+    return [template.conversation_ids(_messages(params, trajectory)) for trajectory in kept]
+
+
+def _messages(params: Params, trajectory: Trajectory) -> list[Message]:
+    """Return the messages of a trajectory, up to the last turn of its policy."""
+    prompt = first_prompt(params, trajectory.task, in_turns=trajectory.settings["in_turns"])
+    messages = [{"role": "user", "content": prompt}]
+    for turn in trajectory.turns:
+        messages.append({"role": "assistant", "content": turn.text})
+        messages += [{"role": "tool", "content": call.observation} for call in turn.calls]
+    while messages[-1]["role"] == "tool":
+        del messages[-1]
+    return messages
