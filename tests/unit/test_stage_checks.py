@@ -35,7 +35,7 @@ def params(folder: Path, *sets: str) -> Params:
         ),
         (
             ("rejection.replay_share=0.5", "coldstart.demonstrations=0"),
-            r"rejection\.replay_share: .* set it to 0\.",
+            r"rejection\.replay_share: .* set it to 0, or coldstart",
         ),
         (
             ("rejection.replay_share=0", "policy.backend=vllm-server", "policy.servers=''"),
