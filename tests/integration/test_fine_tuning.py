@@ -32,7 +32,7 @@ SYSTEM = (
 )
 SETS = (
     *("coldstart.demonstrations=60", "coldstart.steps=12", "coldstart.tokens_per_step=2048"),
-    *("coldstart.learning_rate=0.01", "engine.tokens_per_microbatch=1024", "policy.context=1024"),
+    *("coldstart.learning_rate=0.01", "engine.tokens_per_microbatch=1024", "policy.context=4096"),
 )
 
 
