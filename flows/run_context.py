@@ -259,16 +259,20 @@ def home_lock(home: Path) -> Iterator[None]:
 
 
 def check_training(params: Params) -> None:
-    """Raise UserError unless the policy's folder exists and the pool has the memory and machines to train it.
+    """Raise UserError unless the policy has a chat template and the pool has the means to train it.
 
     The pool is that of the section `pool`: every role must fit the memory of its GPU, and a Ray cluster must
     have the resources of the trainers and judges if there are any. This is checked before a run starts,
     because the run itself would fail only after hours.
     """
     from components.planning.role_memory import check_fits  # imports numpy
+    from components.policy.checkpoint import load_tokenizer
 
     check_policy_source(params)
     check_fits(params)
+    source = params.policy.base if params.policy.source == "champion" else params.policy.source
+    if source != "scratch":
+        load_tokenizer(Path(source))
     if params.pool.trainers or params.pool.judges:
         try:
             from components.planning.ray_cluster import check_capacity

@@ -59,7 +59,7 @@ READS = {
         (*("device", "data", "coldstart", "policy.context", "policy.prompt"), "rejection", *TRAINING),
         ("components.training.fine_tuning", *COLD_START_SOURCES),
     ),
-    "adopted": Reads((), ("components.policy.checkpoint",)),
+    "adopted": Reads((), ("components.policy.first_policy",)),
     "champion": Reads((), ("components.policy.checkpoint",)),
     "warmup": Reads(
         (*SAMPLING, *TRAINING, "reward", "warmup", "data.weigh_by_headroom", "policy.push_pause"),

@@ -1,17 +1,17 @@
 """The cold start, the training stages and evaluations as Prefect tasks, cached by their inputs."""
 
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from components.agent.policies import checkpoint_policy
-from components.core.files import MANIFEST, atomic_folder, digest_file, digest_json, digest_tree, write_json
+from components.core.files import MANIFEST, digest_file, digest_json, digest_tree
 from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import RESULTS, Evaluation, Summary, TaskResult, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.pool.local_pool import LocalPool
-from components.policy.checkpoint import Manifest, verify_checkpoint
+from components.policy import first_policy
+from components.policy.checkpoint import verify_checkpoint
 from components.registry.promotion import Promotion
 from components.training.run_stage import run_stage
 from components.training.stage import RESULT, UNFINISHED, Stage, StageName, StageResult
@@ -48,8 +48,8 @@ def start_policy(context: Context, champion: StartPolicy | None) -> CheckpointRe
 def cold_start(context: Context) -> CheckpointRecord:
     """Return the checkpoint of the first policy.
 
-    The policy is trained from scratch if policy.source is `scratch`. Otherwise it is copied from the folder
-    that policy.source names, and fine-tuned on demonstrations unless coldstart.demonstrations is 0.
+    The policy is trained from scratch if policy.source is `scratch`. Otherwise it is made from the folder or
+    file that policy.source names, and fine-tuned on demonstrations unless coldstart.demonstrations is 0.
     """
     params = context.params
     if params.policy.source != "scratch":
@@ -85,30 +85,17 @@ def cold_start(context: Context) -> CheckpointRecord:
 
 
 def adopt(context: Context, source: Path) -> CheckpointRecord:
-    """Return a checkpoint that is a copy of the Hugging Face folder `source` with a manifest.
-
-    The manifest has the digests of the files. The copy is made in a cached stage.
-    """
-    files = digest_tree(source, exclude=(MANIFEST,))
+    """Return a checkpoint that is made from `source`, a Hugging Face folder or a GGUF file, in a cached stage."""
 
     def work(folder: Path) -> CheckpointRecord:
         started = time.monotonic()
-        with atomic_folder(folder / CHECKPOINT) as copy:
-            for name in files:
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(source / name, copy / name)
-            manifest = Manifest(
-                stage="adopted",
-                files=files,
-                digest=digest_json(files),
-                dataset=context.dataset.version,
-                code=context.run.code,
-            )
-            write_json(copy / MANIFEST, manifest.model_dump())
-        verify_checkpoint(folder / CHECKPOINT)
+        manifest = first_policy.adopt(
+            source, folder / CHECKPOINT, dataset=context.dataset.version, code=context.run.code
+        )
         return checkpoint_record(context, folder, manifest.digest, time.monotonic() - started)
 
-    return context.stage("coldstart", {"source": digest_json(files)}, work, CheckpointRecord, name="adopted")
+    upstream = {"source": first_policy.source_digest(source)}
+    return context.stage("coldstart", upstream, work, CheckpointRecord, name="adopted")
 
 
 def train(

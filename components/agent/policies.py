@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.trajectory import Trajectory
+from components.core.config import is_gguf
 from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_json, digest_tree, read_json
 from components.core.params import Params
@@ -23,6 +24,7 @@ from components.policy.checkpoint import (
     load_tokenizer,
     verify_checkpoint,
 )
+from components.policy.first_policy import adopted
 from components.policy.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -95,16 +97,21 @@ def open_sampler(
     return sampler
 
 
+def _require_model(folder: Path, given: str) -> None:
+    """Raise UserError, whose message begins with `given`, if there is no model in a folder."""
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"{given}: no model in this folder, config.json is missing; give a checkpoint, a Hugging Face "
+            "folder, or a GGUF file (for --policy also champion or an http address)."
+        )
+
+
 def checkpoint_policy(folder: Path, params: Params) -> Policy:
     """Return the policy in `folder`, to be sampled with `params` unchanged.
 
     Raises UserError if the folder holds no model, or if a file differs from the digest in the manifest.
     """
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{folder}: no model in this folder, config.json is missing; give a checkpoint or a Hugging "
-            f"Face folder."
-        )
+    _require_model(folder, f"{folder}")
     has_manifest = (folder / MANIFEST).is_file()
     digest = verify_checkpoint(folder).digest if has_manifest else digest_json(digest_tree(folder))
     return _folder_policy(folder, params, digest)
@@ -113,24 +120,25 @@ def checkpoint_policy(folder: Path, params: Params) -> Policy:
 def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Policy:
     """Return the policy in `folder`, to be sampled with the prompt and context window of its training.
 
-    For a Hugging Face folder without a manifest, the full prompt and the window in its config.json are used.
-    `chosen` are the keys of the parameters that the user has set, which keep their values. Raises UserError
-    if the folder holds no model, is damaged, or was trained for another device.
+    For a policy that this project has not trained, the full prompt and the window in its config.json are
+    used. A GGUF file may be given instead of a folder; it is converted once and kept in the home. `chosen`
+    are the keys of the parameters that the user has set, which keep their values. Raises UserError if the
+    folder holds no model, is damaged, or was trained for another device.
     """
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"--policy {folder}: no model in this folder, config.json is missing; "
-            "give champion, a checkpoint, a Hugging Face folder, or an http address."
-        )
+    if is_gguf(folder) and folder.is_file():
+        folder = adopted(folder, Path(params.home).expanduser() / "adopted")
+    _require_model(folder, f"--policy {folder}")
+    trained, digest = {}, ""
     if (folder / MANIFEST).is_file():
         manifest = verify_checkpoint(folder, params.device)
-        trained = manifest.params.get("policy", {})
+        trained, digest = manifest.params.get("policy", {}), manifest.digest
+    if trained:
         settings = {key: trained[key] for key in ("prompt", "context") if key in trained}
-        return _folder_policy(folder, with_policy_settings(params, settings, chosen), manifest.digest)
-    with explain_load_errors(folder, "config.json"):
-        window = int(read_json(folder / "config.json").get("max_position_embeddings", MAX_CONTEXT))
-    settings = {"prompt": "full", "context": min(window, MAX_CONTEXT)}
-    digest = digest_json(digest_tree(folder))
+    else:
+        with explain_load_errors(folder, "config.json"):
+            window = int(read_json(folder / "config.json").get("max_position_embeddings", MAX_CONTEXT))
+        settings = {"prompt": "full", "context": min(window, MAX_CONTEXT)}
+    digest = digest or digest_json(digest_tree(folder))
     return _folder_policy(folder, with_policy_settings(params, settings, chosen), digest)
 
 

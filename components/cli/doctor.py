@@ -184,11 +184,13 @@ def pool(params: Params) -> str:
 
     Raises UserError if Ray is not installed, its cluster lacks resources, or a role does not fit its GPU.
     """
+    from components.core.config import check_policy_source
     from components.core.errors import UserError
     from components.planning.role_memory import check_fits
 
     trainers, judges = params.pool.trainers, params.pool.judges
-    if params.policy.source == "scratch" or (Path(params.policy.source) / "config.json").is_file():
+    with contextlib.suppress(UserError):  # another finding names it
+        check_policy_source(params)
         check_fits(params)
     if not trainers and not judges:
         return "the process of the run trains and judges"

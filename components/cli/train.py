@@ -37,7 +37,10 @@ def train(
     ],
     start: Annotated[
         Path,
-        typer.Option("--input", help="initial checkpoint, or the folder of the stage that wrote it"),
+        typer.Option(
+            "--input",
+            help="initial checkpoint, its stage's folder, a Hugging Face folder, or a GGUF file",
+        ),
     ],
     output: Annotated[
         Path, typer.Option("--output", help="folder of the stage; an interrupted stage continues there")
@@ -68,6 +71,7 @@ def train(
     resolved = options.resolve()
     check_policy_source(resolved.params)
     check_stages(resolved.params, (stage,))
+    start = _checkpoint(start, output)
     if ranks > 1:
         _launch(ranks, output)
         return
@@ -78,16 +82,13 @@ def train(
         end_with_launcher()
 
     from components.cli.progress_view import ProgressView
-    from components.core.files import MANIFEST, digest_json
+    from components.core.files import digest_json
     from components.core.progress import Quiet
     from components.core.sources import project_digests
     from components.judge.pool.open_pool import open_pool
     from components.training.run_stage import run_stage
-    from components.training.stage import CHECKPOINT, Stage
+    from components.training.stage import Stage
     from components.training.training_loop import Terminated
-
-    def checkpoint(folder: Path) -> Path:
-        return folder if (folder / MANIFEST).is_file() else folder / CHECKPOINT
 
     progress_view = ProgressView(stderr_console()) if rank == 0 else contextlib.nullcontext(Quiet())
     with json_stdout(options.as_json and rank == 0) as print_json:
@@ -100,13 +101,13 @@ def train(
                     Stage(
                         name=stage,
                         params=resolved.params,
-                        actor=checkpoint(start),
+                        actor=start,
                         dataset=dataset,
                         out=output,
                         pool=pool,
                         progress=progress,
                         code=digest_json(project_digests()),
-                        critic=checkpoint(values) if values is not None else None,
+                        critic=_checkpoint(values, output) if values is not None else None,
                         trajectories=tuple(trajectories or ()),
                     )
                 )
@@ -124,6 +125,22 @@ def train(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _checkpoint(given: Path, output: Path) -> Path:
+    """Return the checkpoint that a user has given: itself, in its stage's folder, or made below `output`.
+
+    It is made from a Hugging Face folder without a manifest, or from a GGUF file.
+    """
+    from components.core.config import is_gguf
+    from components.core.files import MANIFEST
+    from components.policy.first_policy import adopted
+    from components.training.stage import CHECKPOINT
+
+    if (given / MANIFEST).is_file():
+        return given
+    is_foreign = given.is_file() if is_gguf(given) else (given / "config.json").is_file()
+    return adopted(given, output / "input") if is_foreign else given / CHECKPOINT
 
 
 def _launch(ranks: int, output: Path) -> None:

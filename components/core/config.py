@@ -284,8 +284,13 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
     )
 
 
+def is_gguf(source: str | Path) -> bool:
+    """Return whether the name of a policy's source is that of a GGUF file."""
+    return Path(source).suffix.lower() == ".gguf"
+
+
 def check_policy_source(params: Params) -> None:
-    """Raise UserError unless policy.source is `scratch`, `champion` or the folder of a Hugging Face model.
+    """Raise UserError unless policy.source is `scratch`, `champion`, a Hugging Face folder, or a GGUF file.
 
     If it is `champion`, policy.base is checked as well. Commands that train call this before anything else.
     Other commands, such as `cuda-agent plan`, need no weights.
@@ -294,8 +299,13 @@ def check_policy_source(params: Params) -> None:
     key, source = ("base", params.policy.base) if is_champion else ("source", params.policy.source)
     if source == "scratch" or (Path(source) / "config.json").is_file():
         return
+    if is_gguf(source) and Path(source).is_file():
+        with Path(source).open("rb") as file:
+            if file.read(4) == b"GGUF":
+                return
+        raise UserError(f"policy.{key}: {source} is no GGUF file, or is damaged; fetch it again.")
     lacks = "has no config.json" if Path(source).is_dir() else "is no folder"
     raise UserError(
         f"policy.{key}: {source} {lacks}; link the folder of a Hugging Face model there, "
-        f"or give it with --set policy.{key}=FOLDER."
+        f"or give it with --set policy.{key}=FOLDER; a GGUF file can be given too."
     )

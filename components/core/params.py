@@ -155,10 +155,11 @@ class Policy(FrozenModel):
     """Parameters of the policy and its sampler."""
 
     source: str = result(
-        "what a run starts from: scratch, champion, or the folder of a Hugging Face causal LM"
+        "what a run starts from: scratch, champion, or a Hugging Face causal LM: its folder, or a GGUF file"
     )
     base: str = result(
-        "what a run with policy.source champion starts from while there is no champion: scratch or a folder"
+        "what a run with policy.source champion starts from while there is no champion: scratch, a folder "
+        "or a GGUF file"
     )
     hidden: Count = result("width of a policy made from scratch")
     layers: Count = result("its layers")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.core.config import check_policy_source
+from components.core.config import check_policy_source, is_gguf
 from components.core.errors import UserError
 from components.core.params import Adapter, Params
 
@@ -69,9 +70,9 @@ class ModelShapes:
 
 
 def policy_shapes(params: Params) -> ModelShapes:
-    """Return the shapes of the policy that a run trains, of which only `config.json` is read.
+    """Return the shapes of the policy that a run trains, of which only the configuration is read.
 
-    For a champion they are those of policy.base. Raises UserError if there is no such folder, or if
+    For a champion they are those of policy.base. Raises UserError if there is no such policy, or if
     transformers does not know its model.
     """
     from transformers import AutoConfig, Qwen3Config
@@ -93,11 +94,14 @@ def policy_shapes(params: Params) -> ModelShapes:
         )
         return shapes_of(config, "the policy from scratch")
     try:
+        if is_gguf(source):
+            file = Path(source)
+            return shapes_of(AutoConfig.from_pretrained(file.parent, gguf_file=file.name), source)
         return shapes_of(AutoConfig.from_pretrained(source), source)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{source}/config.json: transformers cannot make this model ({' '.join(str(error).split())}); "
-            "give the folder of a Hugging Face causal language model."
+            f"{source if is_gguf(source) else f'{source}/config.json'}: transformers cannot make this model "
+            f"({' '.join(str(error).split())}); give a Hugging Face causal language model."
         ) from error
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from components.core.config import is_gguf
 from components.core.errors import UserError
 from components.core.files import (
     MANIFEST,
@@ -191,8 +192,8 @@ def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
 def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
     """Convert the errors that transformers raises in the block for a damaged folder into a UserError.
 
-    `what` names the part of the folder that the block loads, such as "tokenizer", for the message. Errors of
-    the operating system other than a missing file are raised unchanged.
+    `folder` may also be a GGUF file. `what` names the part of it that the block loads, such as "tokenizer",
+    for the message. Errors of the operating system other than a missing file are raised unchanged.
     """
     from jinja2 import TemplateError
     from safetensors import SafetensorError
@@ -213,15 +214,26 @@ def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
         message = " ".join(str(error).split())[:200]
         raise UserError(
             f"{folder}: its {what} cannot be loaded ({type(error).__name__}: {message}); "
-            "give a whole Hugging Face folder."
+            "give a whole Hugging Face folder, or a GGUF file that transformers can read."
         ) from error
 
 
+def load_arguments(source: Path) -> dict[str, Any]:
+    """Return the arguments of transformers' `from_pretrained` for a folder or a GGUF file."""
+    if is_gguf(source):
+        return {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    return {"pretrained_model_name_or_path": source}
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer in a folder or a GGUF file.
+
+    Raises UserError if it cannot be loaded, or has no chat template that works.
+    """
     from transformers import AutoTokenizer
 
     with explain_load_errors(folder, "tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(**load_arguments(folder))
         size = len(tokenizer)
     if size < 2:
         raise UserError(
@@ -230,7 +242,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     if tokenizer.chat_template is None:
         raise UserError(
-            f"{folder}: the tokenizer has no chat template; add chat_template.jinja to the folder."
+            f"{folder}: the tokenizer has no chat template; add chat_template.jinja to the folder, or give "
+            "an instruction-tuned model."
         )
     with explain_load_errors(folder, "chat template"):
         tokenizer.apply_chat_template(

@@ -1,0 +1,93 @@
+"""First policies from other projects: Hugging Face folders and GGUF files, which become checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from components.core.config import is_gguf
+from components.core.files import MANIFEST, atomic_folder, digest_file, digest_json, digest_tree, write_json
+from components.policy.checkpoint import (
+    Manifest,
+    explain_load_errors,
+    load_tokenizer,
+    verify_checkpoint,
+    write_model,
+)
+
+
+def source_digest(source: Path) -> str:
+    """Return the digest of a policy from another project: a Hugging Face folder, or a GGUF file."""
+    return digest_file(source) if is_gguf(source) else digest_json(digest_tree(source, exclude=(MANIFEST,)))
+
+
+def adopt(
+    source: Path,
+    folder: Path,
+    *,
+    dataset: str = "",
+    code: str = "",
+    origin: Mapping[str, Any] = MappingProxyType({}),
+    notices: Sequence[Path] = (),
+) -> Manifest:
+    """Make the checkpoint `folder` from `source`, a Hugging Face folder or a GGUF file.
+
+    The files of a folder are copied. The weights of a GGUF file are dequantised to float32. `dataset`, `code`
+    and `origin`, for instance the licence, are recorded in the manifest. `notices` are files, such as the
+    text of a licence, that are added to the checkpoint. Raises UserError if transformers cannot read the
+    source, or if it has no chat template.
+    """
+    load_tokenizer(source)
+    with atomic_folder(folder) as temporary:
+        if is_gguf(source):
+            _convert(source, temporary)
+        else:
+            ignored = shutil.ignore_patterns(MANIFEST)
+            shutil.copytree(
+                source, temporary, ignore=ignored, copy_function=shutil.copyfile, dirs_exist_ok=True
+            )
+        for notice in notices:
+            shutil.copyfile(notice, temporary / notice.name)
+        files = digest_tree(temporary)
+        manifest = Manifest(
+            stage="adopted",
+            files=files,
+            digest=digest_json(files),
+            dataset=dataset,
+            code=code,
+            params={"origin": dict(origin)} if origin else {},
+        )
+        write_json(temporary / MANIFEST, manifest.model_dump())
+    verify_checkpoint(folder)
+    return manifest
+
+
+def _convert(source: Path, folder: Path) -> None:
+    """Write the model and the tokenizer of a GGUF file to `folder` in Hugging Face's format."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.quantization_config import GgufConfig
+
+    with explain_load_errors(source, "model"):
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+    # transformers keeps it, although no tensor is quantised any more.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    write_model(folder, model)
+    load_tokenizer(source).save_pretrained(folder)
+
+
+def adopted(source: Path, parent: Path) -> Path:
+    """Return a checkpoint of `source` below `parent`, which is made unless an earlier call made it."""
+    folder = parent / source_digest(source)[:12]
+    if not (folder / MANIFEST).is_file():
+        adopt(source, folder)
+    return folder
