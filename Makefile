@@ -21,7 +21,7 @@ export VIRTUAL_ENV := $(CURDIR)/.venv
 unexport PYTHONDONTWRITEBYTECODE
 
 help: ## Print this list
-	@awk -F ': .*## ' '/^[a-z-]+: .*## /{printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ': .*## ' '/^[a-z0-9-]+: .*## /{printf "make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: environment ## Run the whole pipeline once with PROFILE (smoke)
 	@$(BIN)/cuda-agent run --profile $(PROFILE)

@@ -85,7 +85,7 @@ def cold_start(context: Context) -> CheckpointRecord:
 
 
 def adopt(context: Context, source: Path) -> CheckpointRecord:
-    """Return a checkpoint that is made from `source`, a Hugging Face folder or a GGUF file, in a cached stage."""
+    """Return a checkpoint of the Hugging Face folder or GGUF file `source`, which a cached stage makes."""
 
     def work(folder: Path) -> CheckpointRecord:
         started = time.monotonic()

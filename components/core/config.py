@@ -304,8 +304,8 @@ def check_policy_source(params: Params) -> None:
             if file.read(4) == b"GGUF":
                 return
         raise UserError(f"policy.{key}: {source} is no GGUF file, or is damaged; fetch it again.")
-    lacks = "has no config.json" if Path(source).is_dir() else "is no folder"
+    lacks = "has no config.json" if Path(source).is_dir() else "does not exist"
     raise UserError(
         f"policy.{key}: {source} {lacks}; link the folder of a Hugging Face model there, "
-        f"or give it with --set policy.{key}=FOLDER; a GGUF file can be given too."
+        f"or give one, or a GGUF file, with --set policy.{key}=PATH."
     )

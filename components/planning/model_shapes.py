@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,7 +99,7 @@ def policy_shapes(params: Params) -> ModelShapes:
             file = Path(source)
             return shapes_of(AutoConfig.from_pretrained(file.parent, gguf_file=file.name), source)
         return shapes_of(AutoConfig.from_pretrained(source), source)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise UserError(
             f"{source if is_gguf(source) else f'{source}/config.json'}: transformers cannot make this model "
             f"({' '.join(str(error).split())}); give a Hugging Face causal language model."

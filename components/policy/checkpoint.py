@@ -11,6 +11,7 @@ import contextlib
 import copy
 import errno
 import itertools
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -203,7 +204,8 @@ def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
     except (
         OSError,
         ValueError,
-        KeyError,
+        LookupError,
+        struct.error,
         TypeError,
         AttributeError,
         TemplateError,

@@ -111,8 +111,8 @@ def test_what_only_the_last_steps_of_a_run_use_is_looked_at_first(
 @pytest.mark.parametrize("profile", ["hf", "hf-adapter", "h20-pool"])
 def test_a_profile_without_its_model_says_so_before_any_work(profile: str, tmp_path: Path) -> None:
     said = (
-        "policy.source: models/policy is no folder; link the folder of a Hugging Face model there, "
-        "or give it with --set policy.source=FOLDER."
+        "policy.source: models/policy does not exist; link the folder of a Hugging Face model there, "
+        "or give one, or a GGUF file, with --set policy.source=PATH."
     )
     home, output = tmp_path / "home", tmp_path / "stage"
     arguments = ("--profile", profile, "--home", str(home))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from training_fixtures import NoPool
+from training_fixtures import NoPool, tiny_tokenizer
 
 from components.core.config import check_policy_source, resolve
 from components.core.errors import UserError
@@ -164,6 +164,7 @@ def test_a_folder_without_a_model_is_refused_where_training_begins(
     with pytest.raises(UserError, match=r"policy\.source"):
         nightly.nightly_pipeline(night, Quiet())
     (tmp_path / "config.json").write_text("{}")
+    tiny_tokenizer().save_pretrained(tmp_path)
     check_training(wrong)
     check_training(resolve("smoke").params)
 
