@@ -79,7 +79,7 @@ def test_a_source_that_cannot_be_read_is_one_sentence_before_anything_is_made(tm
     folder = adopted(tmp_path / "whole.gguf", tmp_path / "home")
     (folder / "chat_template.jinja").unlink()
     for name, sentence in {
-        "cut.gguf": r"cut\.gguf: transformers cannot make this model .*; give",
+        "cut.gguf": r"cut\.gguf: .* cannot .*; give",
         "text.gguf": r"policy\.source: .*text\.gguf is no GGUF file, or is damaged; fetch it again",
         "architecture.gguf": r"architecture\.gguf: .*rwkv7.*; give",
         "tokens.gguf": r"tokens\.gguf: its tokenizer cannot be loaded .*; give",
