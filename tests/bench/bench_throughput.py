@@ -3,8 +3,8 @@
     python tests/bench/bench_throughput.py [--small] [--seconds 100] [--repeats 3] [--models NAME ...]
 
 Llamas in the shapes of SmolLM2-135M and SmolLM2-1.7B with random weights in bfloat16 take a step of
-supervised fine-tuning (one optimizer step) and an update of PPO's actor (two optimizer steps) on the same rows
-of 300 to 1,200 tokens, of which the last 60 % are the policy's own. Each step is measured
+supervised fine-tuning (one optimizer step) and an update of PPO's actor (two optimizer steps) on the same
+rows of 300 to 1,200 tokens, of which the last 60 % are the policy's own. Each step is measured
 
 - with the attention of all rows in one kernel (`kernel`),
 - with attention row by row (`row loop`),
@@ -14,8 +14,9 @@ of 300 to 1,200 tokens, of which the last 60 % are the policy's own. Each step i
 Prints a line for each measurement: tokens per second (all tokens of the rows, no padding), the share of the
 peak rate by 6N (`public_models.training_flops`) and with the products of attention, the largest memory, and
 the loss of the first step. The ways share a network, which learns at a rate of 1e-6, so their losses are
-nearly equal. Further lines are ratios to the row loop and to TRL. Seconds are wall time, the median of `--repeats` steps after one that is not counted. This
-project and TRL run in a process each; what `--seconds` leaves no time for is not measured, and said.
+nearly equal. Further lines are ratios to the row loop and to TRL. Seconds are wall time, the median of
+`--repeats` steps after one that is not counted. This project and TRL run in a process each; what `--seconds`
+leaves no time for is not measured, and said.
 
 `--small` runs a tiny model on the cpu, where all rows are computed one after the other and nothing is
 compiled: it shows that the script runs, and its figures mean nothing.
@@ -41,6 +42,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# TRL's trainer would divide its batches among all GPUs that it sees.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
