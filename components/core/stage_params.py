@@ -141,6 +141,7 @@ class Engine(FrozenModel):
     activation_offload: bool = throughput(
         "keep the inputs of the layers in host memory until the backward pass"
     )
+    compile: bool = throughput("compile the layers with torch.compile, in bfloat16 on one GPU for each rank")
     cpu_offload: bool = throughput("keep the optimizer state in host memory")
     reference_offload: bool = throughput(
         "keep the parameters of the stage's first policy, for the KL divergence, in host memory"

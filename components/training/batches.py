@@ -73,7 +73,10 @@ class Streams:
         """Return these tensors at the own tokens with the indices `own` [n], on `device`; each is [n]."""
         return dataclasses.replace(
             self,
-            **{field.name: getattr(self, field.name)[own].to(device) for field in dataclasses.fields(self)},
+            **{
+                field.name: _on_device(getattr(self, field.name)[own], device)
+                for field in dataclasses.fields(self)
+            },
         )
 
 
@@ -89,6 +92,8 @@ class Packed:
     positions: Tensor
     # Where each row begins in the whole sequence, and where the last one ends; the same on all ranks.
     documents: tuple[int, ...]
+    # The same bounds as int32 on the device, [rows + 1].
+    document_offsets: Tensor
     # Positions in this slice of the tokens directly before own tokens, [n]. The hidden state at such a
     # position predicts the own token after it.
     before: Tensor
@@ -96,6 +101,18 @@ class Packed:
     targets: Tensor
     # Indices of these own tokens among all own tokens of the batch, [n], in host memory.
     own: Tensor
+
+    @property
+    def longest_document(self) -> int:
+        """Return the number of tokens of the longest row."""
+        return max(last - first for first, last in itertools.pairwise(self.documents))
+
+
+def _on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor from host memory to `device`; the host does not wait until a GPU has the copy."""
+    if torch.device(device).type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def stream(count: int) -> Tensor:
@@ -170,11 +187,12 @@ def pack(
     own = np.concatenate([np.arange(batch.offsets[row], batch.offsets[row + 1]) for row in rows])
     is_here = (before >= begin) & (before < end)
     return Packed(
-        ids=torch.from_numpy(ids[begin:end])[None].to(device),
-        positions=torch.from_numpy(positions[begin:end])[None].to(device),
+        ids=_on_device(torch.from_numpy(ids[begin:end])[None], device),
+        positions=_on_device(torch.from_numpy(positions[begin:end])[None], device),
         documents=documents,
-        before=torch.from_numpy(before[is_here] - begin).to(device),
-        targets=torch.from_numpy(ids[before[is_here] + 1]).to(device),
+        document_offsets=_on_device(torch.tensor(documents, dtype=torch.int32), device),
+        before=_on_device(torch.from_numpy(before[is_here] - begin), device),
+        targets=_on_device(torch.from_numpy(ids[before[is_here] + 1]), device),
         own=torch.from_numpy(own[is_here]),
     )
 

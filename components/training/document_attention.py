@@ -3,8 +3,12 @@
 Each row attends to itself only. Packing by `position_ids` alone is exact with transformers' variable-length
 flash attention, but not with its other implementations under Ulysses sequence parallelism, which drop the
 mask: rows would see each other without an error.
+
+In 16-bit precision on a GPU, one kernel computes all rows: torch's flash attention over sequences of variable
+length. Otherwise the rows are computed one after the other.
 """
 
+import inspect
 import itertools
 import sys
 from collections.abc import Callable
@@ -12,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
@@ -20,6 +25,9 @@ from transformers.masking_utils import eager_mask, sdpa_mask
 # attention, and for others, such as gpt-oss, whose attention sinks it does not compute.
 SDPA = "documents"
 EAGER = "documents_eager"
+
+# Names of the arguments of `varlen_attn`, which differ between releases of torch.
+VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _without_padding(mask: Any) -> Any:
@@ -42,21 +50,30 @@ def _sdpa(
     value: Tensor,
     attention_mask: Tensor | None,
     documents: tuple[int, ...] | None = None,
+    document_offsets: Tensor | None = None,
+    longest_document: int = 0,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each row with torch's scaled dot product attention.
+    """Compute causal attention within each row with torch's kernels.
 
     Queries are [1, heads, tokens, head_dim], and keys and values [1, key-value heads, tokens, head_dim].
-    `documents` are the bounds of the rows in the sequence; without them it is one row. Returns the output
-    [1, tokens, heads, head_dim] and None instead of attention weights. If a mask is given or there are fewer
-    queries than keys, as when a policy is sampled, the attention of transformers is computed unchanged.
+    `documents` are the bounds of the rows in the sequence; without them it is one row. `document_offsets` are
+    the same bounds as int32 on the device, and `longest_document` is the number of tokens of the longest row.
+    Returns the output [1, tokens, heads, head_dim] and None instead of attention weights. If a mask is given
+    or there are fewer queries than keys, as when a policy is sampled, the attention of transformers is
+    computed unchanged.
     """
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         whole: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, **kwargs
         )
         return whole
+    scale = kwargs.get("scaling")
+    is_plain = not kwargs.get("dropout") and kwargs.get("softcap") is kwargs.get("position_bias") is None
+    if document_offsets is not None and is_plain and has_varlen(query, value, scale, sliding_window):
+        output = attend_varlen(query, key, value, document_offsets, longest_document, scale, sliding_window)
+        return output, None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Only a row that is longer than the window needs a mask, whose size is quadratic.
@@ -76,6 +93,8 @@ def _eager(
     value: Tensor,
     attention_mask: Tensor | None,
     documents: tuple[int, ...] | None = None,
+    document_offsets: Tensor | None = None,
+    longest_document: int = 0,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -96,6 +115,46 @@ def _eager(
         return output
 
     return _by_row(attend, query, key, value, documents), None
+
+
+def has_varlen(query: Tensor, value: Tensor, scale: float | None, window: int | None) -> bool:
+    """Return whether `attend_varlen` computes the attention of these tensors, with these arguments."""
+    head_dim = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and head_dim == value.shape[-1] <= 256
+        and head_dim % 8 == 0
+        and (scale in (None, head_dim**-0.5) or "scale" in VARLEN_ARGUMENTS)
+        and (window is None or "window_size" in VARLEN_ARGUMENTS)
+    )
+
+
+def attend_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Compute causal attention within each row with one kernel for all rows.
+
+    Queries, keys and values have the forms that `_sdpa` takes, and the output is [1, tokens, heads,
+    head_dim]. The rows begin at `offsets`, int32 [rows + 1] on the device, and have at most `longest` tokens.
+    Scores are multiplied by `scale`, or by 1 / sqrt(head_dim) if it is None. If `window` is given, a token
+    attends only to itself and to the `window` - 1 tokens before it.
+    """
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
+    options |= {"window_size": (-1 if window is None else window - 1, 0), "is_causal": True}
+    if "enable_gqa" not in VARLEN_ARGUMENTS:
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [tokens, heads, head_dim]
+    supported = {name: option for name, option in options.items() if name in VARLEN_ARGUMENTS}
+    output = varlen_attn(query, key, value, offsets, offsets, longest, longest, **supported)
+    assert isinstance(output, Tensor)  # and not a pair, since no other outputs are asked for
+    return output[None]
 
 
 def _by_row(

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 from torch.autograd.graph import save_on_cpu
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from components.core import records, stage_params
 from components.core.errors import UserError
 from components.training import document_attention
 from components.training.batches import Batch, Microbatch, Packed, Streams, pack, plan, stream
+from components.training.output_head import TokenScores
 from components.training.ranks import World, deepspeed_config, import_deepspeed, join_world
 
 # Betas of AdamW.
@@ -130,6 +132,8 @@ class DeepSpeedEngine:
             for part in module.children():
                 if isinstance(part, PreTrainedModel):
                     part.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if engine.compile:
+            compile_network(module)
         self.module = module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=BETAS, weight_decay=0.0)
@@ -254,6 +258,8 @@ class FrozenNetwork:
         self.is_moved = engine.reference_offload and engine.zero_stage < 3
         self.module = module.requires_grad_(False)
         self.network: Any = module
+        if engine.compile:
+            compile_network(module)
         if engine.zero_stage == 3:
             config = deepspeed_config(engine)
             if engine.reference_offload:
@@ -289,6 +295,24 @@ class FrozenNetwork:
         return outputs
 
 
+def compile_network(module: nn.Module) -> None:
+    """Compile the layers of a network and its scores of tokens with torch.compile, in place.
+
+    Layers are compiled for packed rows only: a policy that is sampled computes what it did before.
+    """
+    for part in module.modules():
+        if isinstance(part, TokenScores):
+            part.is_compiled = True
+        elif isinstance(part, GradientCheckpointingLayer):
+            compiled = torch.compile(part.forward, dynamic=True)
+            part.forward = functools.partial(_forward, part.forward, compiled)
+
+
+def _forward(forward: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `compiled` if the tokens are packed rows, and `forward` otherwise."""
+    return (compiled if "documents" in kwargs else forward)(*args, **kwargs)
+
+
 def _move(module: nn.Module, device: torch.device) -> None:
     """Move a network to the device, without the parameters that ZeRO 3 has placed already."""
     for tensor in (*module.parameters(), *module.buffers()):
@@ -307,14 +331,16 @@ class MetricSums:
 
     def add(self, parts: dict[str, Tensor]) -> None:
         for name, value in parts.items():
-            self.values[name] = self.values.get(name, torch.zeros(())) + value.detach().float().cpu()
+            part = value.detach().float()
+            # The sums stay on the device, because reading them would wait for the micro-batch.
+            self.values[name] = self.values[name] + part if name in self.values else part
 
     def means(self, world: World, tokens: int) -> dict[str, float]:
         """Return each metric's sum over all ranks, divided by `tokens`, the number of tokens in the sums.
 
         Raises NotFinite if a sum is NaN or infinite. Every rank must call this, after adding the same names.
         """
-        total = world.sum(torch.stack(list(self.values.values())))
+        total = world.sum(torch.stack(list(self.values.values())).cpu())
         for name, value in zip(self.values, total, strict=True):
             if not torch.isfinite(value):
                 raise NotFinite(f"{name} is not a number")
@@ -342,7 +368,7 @@ def train_step(
     def share(network: nn.Module, microbatch: Microbatch) -> Tensor:
         packed = pack(batch, microbatch.rows, world.part, world.sequence_parallel, world.device)
         total, parts = loss(network, packed, values.at(packed.own, world.device))
-        sums.add(parts if microbatch.counted else {name: torch.zeros(()) for name in parts})
+        sums.add(parts if microbatch.counted else {name: part.new_zeros(()) for name, part in parts.items()})
         return total / tokens
 
     limit = engine.settings.tokens_per_microbatch

@@ -37,6 +37,8 @@ def hidden_states(model: nn.Module, packed: Packed) -> Tensor:
         input_ids=packed.ids,
         position_ids=packed.positions,
         documents=packed.documents,
+        document_offsets=packed.document_offsets,
+        longest_document=packed.longest_document,
         use_cache=False,
     ).last_hidden_state  # [1, tokens, hidden]
     return states[0, packed.before]

@@ -5,6 +5,8 @@ trajectory. So the forward pass computes the logits of a slice of tokens at a ti
 token, and the backward pass computes the logits again, those of a slice of the vocabulary at a time.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,47 +38,66 @@ class TokenScores(nn.Module):
         self.weight = head.weight  # [vocabulary, hidden]
         self.bias = head.bias  # [vocabulary] or None
         self.temperature = temperature
+        # Whether torch.compile fuses the operations on logits, which are limited by memory bandwidth.
+        self.is_compiled = False
 
     def forward(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy, both [n], of `targets` [n] after `states` [n, hidden].
 
         Only the log-probability has a gradient.
         """
+        score, gradient = (
+            (_compiled(_score), _compiled(_gradient)) if self.is_compiled else (_score, _gradient)
+        )
         if 4 * len(states) * len(self.weight) <= LOGITS_BYTES:
             # Keep the logits for the backward pass, which is faster than to compute them again.
-            logprob, entropy, _ = _score(states, self.weight, self.bias, targets, self.temperature)
+            logprob, entropy, _ = score(states, self.weight, self.bias, targets, self.temperature)
             return logprob, entropy
         scores: tuple[Tensor, Tensor] = _SlicedScores.apply(  # type: ignore[no-untyped-call]
-            states, self.weight, self.bias, targets, self.temperature
+            states, self.weight, self.bias, targets, self.temperature, score, gradient
         )
         return scores
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` compiled for tensors of any size; it is compiled when it is first called."""
+    return torch.compile(function, dynamic=True)
 
 
 class _SlicedScores(torch.autograd.Function):
     """Autograd function that computes `_score` in slices of tokens and does not keep the logits.
 
-    The backward pass computes the logits again. Only the log-probability has a gradient.
+    The backward pass computes the logits again. Only the log-probability has a gradient. The last two
+    arguments are `_score` and `_gradient`, or what they were compiled to.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        score: Callable[..., tuple[Tensor, Tensor, Tensor]],
+        gradient: Callable[..., Tensor],
     ) -> tuple[Tensor, Tensor]:
         tokens = max(1, LOGITS_BYTES // (4 * len(weight)))
         parts = [
-            _score(part, weight, bias, chosen, temperature)
+            score(part, weight, bias, chosen, temperature)
             for part, chosen in zip(states.split(tokens), targets.split(tokens), strict=True)
         ]
         logprob, entropy, normaliser = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(states, weight, bias, targets, normaliser)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.gradient = temperature, gradient
         ctx.mark_non_differentiable(entropy)
         return logprob, entropy
 
     @staticmethod
     def backward(
         ctx: Any, logprob_gradient: Tensor, _: Tensor
-    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None, None]:
         states, weight, bias, targets, normaliser = ctx.saved_tensors
         # Slices of the vocabulary, not of the tokens, because each row of the weight's gradient is then one
         # sum over all tokens in the precision of the matrix product, which is float32, and not a sum of
@@ -89,24 +110,45 @@ class _SlicedScores(torch.autograd.Function):
         for first in range(0, len(weight), width):
             rows = slice(first, first + width)
             part = weight[rows]
-            logits = _logits(states, part, None if bias is None else bias[rows], ctx.temperature)
-            # The derivative of a log-probability by the logits is one_hot(target) - softmax(logits).
-            gradient = logits.sub_(normaliser[:, None]).exp_().mul_(-scale)  # [n, rows]
-            column = (targets - first)[:, None]  # [n, 1]
-            is_inside = (column >= 0) & (column < len(part))
-            gradient.scatter_add_(1, column.clamp(0, len(part) - 1), torch.where(is_inside, scale, 0.0))
-            gradient = gradient.to(states.dtype)
+            offset = None if bias is None else bias[rows]
+            gradient = ctx.gradient(
+                states, part, offset, targets - first, normaliser, scale, ctx.temperature
+            )  # [n, rows]
             states_gradient += gradient @ part
             if weight_gradient is not None:
                 torch.mm(gradient.T, states, out=weight_gradient[rows])
             if bias_gradient is not None:
                 bias_gradient[rows] = gradient.sum(0)
-        return states_gradient.to(states.dtype), weight_gradient, bias_gradient, None, None
+        return states_gradient.to(states.dtype), weight_gradient, bias_gradient, None, None, None, None
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
     """Return the logits [n, vocabulary] in float32, divided by the temperature."""
     return functional.linear(states, weight, bias).float().div_(temperature)
+
+
+def _gradient(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    normaliser: Tensor,
+    scale: Tensor,
+    temperature: float,
+) -> Tensor:
+    """Return the gradient [n, width] by a slice of the logits, in the precision of `states` [n, hidden].
+
+    `weight` [width, hidden] and `bias` [width] are the slice's, and `targets` [n] count from its first row;
+    they may be outside of it. `normaliser` [n] is the logarithm of the softmax's denominator, and `scale`
+    [n, 1] the gradient by the log-probabilities, divided by the temperature.
+    """
+    # The derivative of a log-probability by the logits is one_hot(target) - softmax(logits).
+    logits = _logits(states, weight, bias, temperature)
+    gradient = logits.sub_(normaliser[:, None]).exp_().mul_(-scale)
+    column = targets[:, None]
+    is_inside = (column >= 0) & (column < len(weight))
+    gradient.scatter_add_(1, column.clamp(0, len(weight) - 1), torch.where(is_inside, scale, 0.0))
+    return gradient.to(states.dtype)
 
 
 def _score(

@@ -227,6 +227,18 @@ def _engine_faults(params: Params) -> list[tuple[object, str]]:
             "set engine.zero_stage to 3, or policy.backend to vllm-server.",
         ),
         (
+            engine.compile
+            and (
+                shared > 1 or engine.zero_stage == 3 or engine.activation_checkpointing or engine.mlp_tokens
+            ),
+            "engine.compile: it needs sequence_parallel 1, zero_stage below 3, activation_checkpointing "
+            "false and mlp_tokens 0; set these, or compile to false.",
+        ),
+        (
+            engine.compile and (params.device == "cpu" or engine.dtype == "float32"),
+            "engine.compile: it needs device cuda and engine.dtype bfloat16; set these, or compile to false.",
+        ),
+        (
             trainers % shared,
             f"pool.trainers: {trainers} ranks cannot be divided into groups of "
             f"engine.sequence_parallel {shared}; take a multiple of it.",

@@ -1,5 +1,6 @@
 """The DeepSpeed engine: micro-batches change nothing, a saved state continues to the same bits."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -18,10 +19,12 @@ from engine_fixtures import (
     uneven,
 )
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from training_fixtures import VOCABULARY, tiny_policy
 
 from components.core import config
 from components.core.config import resolve
+from components.training import output_head
 from components.training.batches import Microbatch, Streams, pack
 from components.training.engine import DeepSpeedEngine, MetricSums, evaluate, train_step
 from components.training.fine_tuning import likelihood_loss
@@ -35,6 +38,22 @@ def test_micro_batches_of_any_size_make_the_same_step() -> None:
     assert largest_difference(parameters(one), parameters(many)) < 1e-6
     start = dict(Actor(tiny_policy(), 1.0).named_parameters())
     assert largest_difference(parameters(one), start) > 1e-4, "nothing was trained"
+
+
+def test_compiled_layers_make_the_same_step_and_do_not_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = engine_of(1, tokens=10_000)
+    # The kernels of other backends take a minute to compile.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(output_head, "_compiled", functools.cache(output_head._compiled.__wrapped__))
+    compiled = engine_of(1, tokens=10_000, is_compiled=True)
+    torch._dynamo.reset()
+    counters.clear()
+    assert train(compiled, range(1)) == pytest.approx(train(plain, range(1)), abs=1e-5)
+    assert largest_difference(parameters(compiled), parameters(plain)) < 1e-6
+    frames = counters["frames"]["ok"]
+    assert frames >= 2, "neither layers nor scores were compiled"
+    compiled.module.policy(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3))
+    assert counters["frames"]["ok"] == frames
 
 
 @pytest.mark.parametrize(

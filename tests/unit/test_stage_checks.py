@@ -29,6 +29,9 @@ def params(folder: Path, *sets: str) -> Params:
         (("engine.zero_stage=0", "engine.dtype=bfloat16"), r"engine\.zero_stage: .* set it to 1"),
         (("engine.sequence_parallel=2", "engine.zero_stage=0"), r"sequence_parallel: .* 1 or more"),
         (("engine.sequence_parallel=2", "engine.zero_stage=2"), r"sequence_parallel: .*\.zero_stage to 3"),
+        (("engine.compile=true",), r"engine\.compile: it needs device cuda"),
+        (("engine.compile=true", "engine.mlp_tokens=64"), r"engine\.compile: .* mlp_tokens 0"),
+        (("engine.compile=true", "engine.zero_stage=3"), r"engine\.compile: .* zero_stage below 3"),
         (
             ("engine.sequence_parallel=2", "engine.zero_stage=3", "pool.trainers=3"),
             r"pool\.trainers: 3 ranks .* multiple",
