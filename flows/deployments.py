@@ -28,6 +28,7 @@ from sqlalchemy.exc import OperationalError
 from components.agent.policies import checkpoint_policy
 from components.core.errors import InfrastructureError, UserError, error_chain
 from components.core.progress import LineProgress, Progress
+from components.core.reaper import start_reaper
 from components.evaluation.evaluate import evaluate
 from components.evaluation.suites import load_suite
 from components.judge.pool.open_pool import open_pool
@@ -37,7 +38,6 @@ from flows import run_context
 from flows.approval import approval, ask, settings
 from flows.data import dataset
 from flows.nightly import nightly_pipeline
-from flows.processes import start_reaper
 from flows.progress import DiskGuard, EventProgress
 from flows.run_context import Busy, PipelineRun
 from flows.stages import figures

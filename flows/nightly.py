@@ -24,6 +24,7 @@ from components.core.task import read_tasks
 from components.evaluation.compare import SETTINGS
 from components.judge.pool.local_pool import with_any_duration
 from components.judge.pool.open_pool import open_pool
+from components.policy.vllm.own_servers import OWN_SERVERS
 from components.registry.gates import Decision
 from components.registry.tracking import MlflowRun, connect
 from components.storage import open_store, put_checkpoint
@@ -146,6 +147,7 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
         context.tracking.end("FAILED")
         raise
     finally:
+        OWN_SERVERS.close()
         context.pool.close()
 
     record = run_record(context, stages, before, after, version, decision)

@@ -1,19 +1,14 @@
-"""The processes that belong to one run: a Prefect API server, and a reaper that leaves none behind.
+"""The Prefect API server of one run.
 
 Prefect can start a temporary server by itself, but only when the first flow runs, and only after it has
 imported the whole server into the flow's process; it does not end with a run that is killed. `prefect_server`
 starts the server as a separate process before anything else, so that the server starts while the run is still
 importing its modules. Its database is in the run's home folder. If PREFECT_API_URL is set, the run uses the
 server at that address and starts none.
-
-A killed process cannot stop its children (DVC and the programs that DVC runs, Prefect's server, compile
-workers). They would continue, hold locks, and write files that the resumed run uses. A signal at the parent's
-death (`PR_SET_PDEATHSIG`) reaches children only and not theirs, so the run first starts a reaper.
 """
 
 import contextlib
 import os
-import secrets
 import socket
 import subprocess
 import sys
@@ -174,43 +169,3 @@ def prefect_server(home: Path) -> Iterator[Server | None]:
     finally:
         del os.environ["PREFECT_API_URL"]
         server.stop()
-
-
-# Environment variable with the mark of a run, which all processes that the run starts inherit.
-VARIABLE = "CUDA_AGENT_LEASH"
-# Program of the reaper. Its `cat` ends when the run's end of the pipe closes. A process may start another
-# one after the list was made and before it is killed, so the list is made until it is empty. `kill` is the
-# shell's own, because small images have no such program.
-REAPER = """
-cat
-for attempt in 1 2 3 4 5 6 7 8 9 10; do
-    found=$(grep -lszxF "$1" /proc/[0-9]*/environ)
-    [ -n "$found" ] || exit
-    for file in $found; do file=${file#/proc/}; kill -KILL "${file%/environ}"; done
-done
-"""
-
-
-def start_reaper() -> None:
-    """Start a process that kills all later children of the current process, and theirs, after its end.
-
-    The standard input of the reaper is a pipe whose other end only the current process holds. The pipe closes
-    when this process ends. Then the reaper kills every process that has this process's mark in the
-    environment variable VARIABLE. A second call does nothing.
-    """
-    if os.environ.get(VARIABLE, "").startswith(f"{os.getpid()}-"):
-        return
-    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
-    read_end, write_end = os.pipe()
-    # The reaper gets a session of its own, so that Ctrl-C in the terminal does not end it.
-    subprocess.Popen(
-        ["sh", "-c", REAPER, "reaper", f"{VARIABLE}={mark}"],
-        stdin=read_end,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    os.close(read_end)
-    # `write_end` is never closed and never inherited, so the pipe closes exactly when this process ends.
-    assert not os.get_inheritable(write_end)
-    os.environ[VARIABLE] = mark

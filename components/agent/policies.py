@@ -26,6 +26,7 @@ from components.policy.checkpoint import (
 )
 from components.policy.first_policy import adopted
 from components.policy.sampler import Sampler
+from components.policy.vllm.own_servers import check_own_servers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,8 +61,10 @@ def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
     """Return the policy in `folder`, to be sampled by the backend that the parameter `policy.backend` names.
 
     `digest` is the digest of the folder's files. The model is loaded when it is sampled for the first time,
-    so no model is loaded if an evaluation is complete already.
+    so no model is loaded if an evaluation is complete already. Raises UserError if vLLM servers of this
+    process are to sample it and cannot be started.
     """
+    check_own_servers(params)
 
     @functools.cache
     def loaded() -> tuple[Sampler, PreTrainedTokenizerBase]:

@@ -212,9 +212,14 @@ def samplers(params: Params) -> list[Finding]:
     if params.policy.backend != "vllm-server":
         return []
     from components.core.errors import UserError
+    from components.policy.vllm.own_servers import check_own_servers
     from components.policy.vllm.server import server_addresses
+    from components.policy.vllm.start import find_vllm
 
     try:
+        if not params.policy.servers:
+            check_own_servers(params)
+            return [Finding("samplers", True, f"a run starts {find_vllm(params.policy.vllm)}", "")]
         urls, answers = server_addresses(params.policy.servers), []
     except UserError as error:
         return [Finding("samplers", False, "", str(error))]

@@ -42,8 +42,9 @@ def run(
     """
     from components.cli.progress_view import ProgressView, final_table
     from components.core import telemetry
+    from components.core.reaper import start_reaper
     from flows import run_context
-    from flows.processes import prefect_server, start_reaper
+    from flows.processes import prefect_server
 
     resolved, console = options.resolve(), stderr_console()
     pipeline_run = run_context.open_run(resolved, redo_from)

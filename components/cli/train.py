@@ -86,6 +86,7 @@ def train(
     from components.core.progress import Quiet
     from components.core.sources import project_digests
     from components.judge.pool.open_pool import open_pool
+    from components.policy.vllm.own_servers import OWN_SERVERS
     from components.training.run_stage import run_stage
     from components.training.stage import Stage
     from components.training.training_loop import Terminated
@@ -94,6 +95,7 @@ def train(
     with json_stdout(options.as_json and rank == 0) as print_json:
         try:
             with (
+                closing(OWN_SERVERS),
                 closing(open_pool(resolved.params, home_of(resolved) / "verdicts")) as pool,
                 progress_view as progress,
             ):
@@ -168,8 +170,11 @@ def fleet(
     model: Annotated[Path, typer.Argument(help="folder of the model that is trained or evaluated")],
     gpus: Annotated[str, typer.Option("--gpus", help="numbers of the GPUs, for instance 0,1,2,3")],
     vllm: Annotated[
-        Path, typer.Option("--vllm", help="the executable of the environment in which vLLM is installed")
-    ] = Path("vllm"),
+        str,
+        typer.Option(
+            "--vllm", help="executable of the environment in which vLLM is installed; by default policy.vllm"
+        ),
+    ] = "",
     replicas: Annotated[int, typer.Option("--replicas", min=1, help="number of servers")] = 1,
     tensor_parallel: Annotated[int, typer.Option("--tensor-parallel", min=1, help="GPUs of each server")] = 1,
     host: Annotated[
@@ -187,7 +192,7 @@ def fleet(
     The servers get the context window, dtype, weight transfer and sleep mode of the parameters. Logs are
     written to the folder vllm of the home.
     """
-    from components.policy.vllm.start import launches, running
+    from components.policy.vllm.start import find_vllm, launches, running
 
     resolved = options.resolve()
     if not (model / "config.json").is_file():
@@ -197,12 +202,11 @@ def fleet(
     started = launches(
         resolved.params,
         model.resolve(),
-        vllm=vllm,
+        vllm=find_vllm(vllm or resolved.params.policy.vllm),
         gpus=names,
-        replicas=replicas,
         tensor_parallel=tensor_parallel,
         host=host,
-        port=port,
+        ports=range(port, port + replicas),
         logs=logs,
     )
     if announced:

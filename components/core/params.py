@@ -175,7 +175,15 @@ class Policy(FrozenModel):
     batch: Count = throughput("sequences sampled together by the transformers backend")
     servers: Annotated[list[str], BeforeValidator(_listed)] = throughput(
         "roots of the vLLM servers for the backend vllm-server, such as [http://127.0.0.1:8000], or [ray]: "
-        "those on the Ray cluster that RAY_ADDRESS names; each trajectory stays with one of them"
+        "those on the Ray cluster that RAY_ADDRESS names; each trajectory stays with one of them; empty, the "
+        "run starts servers of its own on this machine when it first samples, and ends them"
+    )
+    vllm: str = throughput(
+        "executable of the environment in which vLLM is installed, with which servers are started; empty is "
+        "vllm on the PATH, or else .venv-vllm/bin/vllm of the project"
+    )
+    vllm_options: list[Annotated[str, Field(coerce_numbers_to_str=True)]] = throughput(
+        "further options of the servers that are started, such as [--enforce-eager, --max-num-seqs, 96]"
     )
     weight_transfer: Literal["ipc", "disk"] = throughput(
         "how new weights reach vLLM: ipc, CUDA memory of the same GPU; "
@@ -186,7 +194,7 @@ class Policy(FrozenModel):
         "abort, they end and are continued from their tokens; wait, they end before"
     )
     gpu_memory_share: Share = throughput(
-        "share of a GPU's memory that cuda-agent fleet gives vLLM; a trainer on the same GPU needs the rest"
+        "share of a GPU's memory that a started server gets; a trainer on the same GPU needs the rest"
     )
     sleep: bool = throughput(
         "vLLM gives its memory back while the policy is trained; a server needs --enable-sleep-mode"

@@ -137,6 +137,8 @@ class TrainedPolicy:
         self.sampler: TransformersSampler | VllmSampler | None = None
         self.queue: TrajectoryQueue | None = None
         self.is_paused = False
+        # The checkpoint of the newest weights, with which vLLM's transfer by disk is made.
+        self.published = stage.out / "published"
         if self.world.rank > 0:
             return
         if params.policy.backend == "transformers":
@@ -194,18 +196,29 @@ class TrainedPolicy:
                 self.sampler.version = version
             self._resume()
         else:
-            folder = self.stage.out / "published"
             if policy.weight_transfer == "disk":
                 if self.world.rank == 0:
-                    with atomic_folder(folder) as temporary:
+                    with atomic_folder(self.published) as temporary:
                         write_model(temporary, self.model)
                 else:
                     self._help_to_gather()
             if isinstance(self.sampler, VllmSampler):
-                buckets = weight_buckets(self.model, BUCKET_BYTES)
-                self.sampler.push(buckets, version=version, folder=folder)
+                self._push(self.sampler, version)
             else:
                 self._help_to_gather()
+
+    def _push(self, sampler: VllmSampler, version: str) -> None:
+        buckets = weight_buckets(self.model, BUCKET_BYTES)
+        sampler.push(buckets, version=version, folder=self.published)
+
+    def _restore(self) -> None:
+        """Send the present weights again if all vLLM servers lost them by a restart.
+
+        This is not possible if several ranks have to gather the weights.
+        """
+        is_whole = self.world.size == 1 or self.stage.params.engine.zero_stage < 3
+        if isinstance(self.sampler, VllmSampler) and is_whole and self.sampler.fleet.has_lost_weights():
+            self._push(self.sampler, self.sampler.version)
 
     def _help_to_gather(self) -> None:
         """Take part in gathering the weights that rank 0 sends."""
@@ -258,7 +271,7 @@ class TrainedPolicy:
                 stage.progress.update(stage.name, step, steps, episodes=min(finished, count), of=count)
 
             self.queue.begin(step, count, steps)
-            self.queue.take(folder, count, report)
+            self.queue.take(folder, count, report, self._restore)
             dropped = self.queue.dropped - dropped
             figures |= self.idle.since_last()
             figures["idle_trainer"] = time.monotonic() - started

@@ -12,6 +12,7 @@ from components.core.errors import StageFailed, refuse
 from components.core.params import Params
 from components.core.records import TrainingStage
 from components.judge.verdict import require_standard_labels
+from components.policy.vllm.own_servers import check_own_servers
 from components.training.stage import STAGES, Stage, StageName, StageResult, finished_result
 
 if TYPE_CHECKING:
@@ -126,12 +127,10 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     ppos = {"warmup": params.warmup, "agentic": params.agentic}
     ppos = {name: ppo for name, ppo in ppos.items() if name in stages}
     tasks = (params.warmup.steps * params.warmup.rollouts.tasks, params.rejection.rollouts.tasks)
+    if set(stages) - {"coldstart", "critic"}:
+        check_own_servers(params)
     refuse(
         *_engine_faults(params),
-        (
-            set(stages) - {"coldstart", "critic"} and policy.backend == "vllm-server" and not policy.servers,
-            "policy.servers: is empty; give the addresses of vLLM servers, such as [http://127.0.0.1:8000].",
-        ),
         *(
             (
                 ppo.advantages != "critic" and ppo.rollouts.samples == 1,

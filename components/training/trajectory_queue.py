@@ -32,6 +32,8 @@ from components.core.files import sync
 from components.judge.pool.local_pool import TASK_FAULTS, JudgePool
 from components.training.stage import SAMPLING
 
+# Time without a complete trajectory after which the sampler is looked after, in seconds.
+TEND_SECONDS = 2.0
 # Wave and index of an attempt.
 Attempt = tuple[int, int]
 
@@ -131,13 +133,14 @@ class TrajectoryQueue:
         elif self.loop is not None:
             self.loop.call_soon_threadsafe(self.changed.set)
 
-    def take(self, folder: Path, count: int, report: Callable[[int], None]) -> None:
+    def take(self, folder: Path, count: int, report: Callable[[int], None], tend: Callable[[], None]) -> None:
         """Wait until `count` trajectories are complete, and move the `count` oldest ones into `folder`.
 
         `folder` appears when all of them are in it. While it waits, `report` is called with the number of
-        trajectories that wait to be taken. Raises the error of a trajectory whose sampling failed, and
-        UserError as soon as the judge has failed on more than MAX_LOST_SHARE of the trajectories of the step,
-        or if none of them is trainable; nothing is moved then.
+        trajectories that wait to be taken, or `tend` if none was completed for TEND_SECONDS. Raises the error
+        of a trajectory whose sampling failed, and UserError as soon as the judge has failed on more than
+        MAX_LOST_SHARE of the trajectories of the step, or if none of them is trainable; nothing is moved
+        then.
         """
         with self.condition:
             while True:
@@ -147,8 +150,10 @@ class TrajectoryQueue:
                     break
                 if self.error is not None:
                     raise self.error
-                self.condition.wait()
-                report(len(self.finished))
+                if self.condition.wait(TEND_SECONDS):
+                    report(len(self.finished))
+                else:
+                    tend()
             for attempt in chosen:
                 del self.finished[attempt]
             self.taken |= set(chosen)

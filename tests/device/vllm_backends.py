@@ -88,12 +88,11 @@ def server(case: str, vllm: Path, folder: Path, dtype: str) -> Iterator[str]:
     (launch,) = launches(
         params_of(case, "", dtype),
         folder,
-        vllm=vllm,
+        vllm=str(vllm),
         gpus=["0"],
-        replicas=1,
         tensor_parallel=1,
         host="127.0.0.1",
-        port=port,
+        ports=[port],
         logs=folder.parent / case.replace(" ", "-"),
     )
     with running([launch], print):

@@ -317,7 +317,7 @@ def test_comparing_with_a_run_that_is_not_there_is_one_sentence(tmp_path: Path) 
 
 RUN = """
 import subprocess, sys, time
-from flows.processes import start_reaper
+from components.core.reaper import start_reaper
 start_reaper()
 child = "import subprocess, time; print(subprocess.Popen(['sleep', '300']).pid, flush=True); time.sleep(300)"
 print(subprocess.Popen([sys.executable, "-c", child]).pid, flush=True)

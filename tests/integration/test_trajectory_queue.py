@@ -98,7 +98,7 @@ class Line:
         self.version = f"0123+{step}"
         self.queue.begin(step, 4, steps)
         folder = out / "trajectories" / f"step-{step:04d}"
-        self.queue.take(folder, 4, lambda finished: None)
+        self.queue.take(folder, 4, lambda finished: None, lambda: None)
         return sorted([int(part) for part in place.name.split("-")] for place in folder.iterdir())
 
 

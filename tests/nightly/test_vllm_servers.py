@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fleet_fixtures import free_port, process, sessions
+from fleet_fixtures import free_port, process, sessions, vllm_executable
 from prefect_fixtures import wait_for
 from ray_fixtures import ray_cluster
 from training_fixtures import params, tiny_policy, tiny_tokenizer
@@ -103,20 +103,7 @@ def test_a_fleet_is_started_from_vllm_s_own_executable_found_on_ray_and_ends_as_
 ) -> None:
     with pytest.raises(UserError, match="no server is announced on the Ray cluster"):
         server_addresses(["ray"])
-    vllm = tmp_path / "vllm"
-    vllm.write_text(
-        f"""#!{sys.executable}
-import os, sys
-options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
-assert sys.argv[1] == "serve" and options["--max-model-len"] == "128", sys.argv
-assert options["--worker-extension-cls"] == "components.policy.vllm.worker.Fingerprint"
-workers = str(len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
-os.environ["PYTHONPATH"] += ":{PROJECT}/tests/fixtures"
-script = "{PROJECT}/tests/fixtures/vllm_double.py"
-os.execv(sys.executable, [sys.executable, script, sys.argv[2], "0.33.0", workers, options["--port"], "0"])
-"""
-    )
-    vllm.chmod(0o755)
+    vllm = vllm_executable(tmp_path, CONTEXT)
     first = free_port()
     arguments = ["--gpus", "4,5,6,7", "--replicas", "2", "--tensor-parallel", "2", "--port", str(first)]
     arguments += ["--announce"]

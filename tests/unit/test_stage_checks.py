@@ -18,6 +18,8 @@ from components.training.stage import Stage
 from flows import nightly
 from flows.run_context import check_training
 
+OWN_SERVERS = ("rejection.replay_share=0", "policy.backend=vllm-server", "policy.servers=''")
+
 
 def params(folder: Path, *sets: str) -> Params:
     return resolve("ci", (f"policy.source={folder}", *sets)).params
@@ -41,8 +43,12 @@ def params(folder: Path, *sets: str) -> Params:
             r"rejection\.replay_share: .* set it to 0, or coldstart",
         ),
         (
-            ("rejection.replay_share=0", "policy.backend=vllm-server", "policy.servers=''"),
-            r"policy\.servers: is empty",
+            (*OWN_SERVERS, "pool.trainers=1"),
+            r"policy\.servers: is empty; give the addresses",
+        ),
+        (
+            (*OWN_SERVERS, "policy.vllm=/nowhere/vllm"),
+            r"policy\.vllm: there is no executable /nowhere/vllm; give",
         ),
         (
             (

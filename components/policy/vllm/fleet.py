@@ -112,6 +112,12 @@ class Fleet:
         """Return the number of sequences that the usable servers can hold together, at least 1."""
         return max(1, int(sum(replica.limit for replica in self.replicas if replica.is_usable())))
 
+    def has_lost_weights(self) -> bool:
+        """Return whether no server can be used and one waits for a push, for instance after its restart."""
+        return not any(replica.is_usable() for replica in self.replicas) and any(
+            replica.outdated and not replica.doubted for replica in self.replicas
+        )
+
     def figures(self) -> dict[str, float]:
         """Return figures of the servers' health and load by name, for the metrics of a training step.
 

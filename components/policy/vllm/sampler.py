@@ -14,6 +14,7 @@ from components.core.params import Params, Policy
 from components.policy.checkpoint import load_generation_config
 from components.policy.sampler import Completion, stop_ids
 from components.policy.vllm.fleet import Fleet
+from components.policy.vllm.own_servers import OWN_SERVERS
 from components.policy.vllm.server import Request, server_addresses
 from components.policy.vllm.weights import FleetWeights
 
@@ -82,11 +83,13 @@ class VllmSampler:
 def open_vllm_sampler(
     params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
 ) -> VllmSampler:
-    """Return a sampler of the servers `policy.servers` with the weights that they have.
+    """Return a sampler of the servers `policy.servers`, or of this process's own ones if there are none.
 
-    `version` is the name of these weights. Only the generation config is read from the checkpoint `folder`.
+    The servers have weights of the same model as the checkpoint `folder`, which may be others until a push.
+    `version` is the name of these weights.
     """
     settings = params.policy
-    fleet = Fleet(server_addresses(settings.servers), context=settings.context, version=version)
+    urls = server_addresses(settings.servers) or OWN_SERVERS.open(params, folder)
+    fleet = Fleet(urls, context=settings.context, version=version)
     stop = stop_ids(tokenizer, load_generation_config(folder))
     return VllmSampler(fleet, stop, settings, version=version)

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,24 +39,22 @@ def launches(
     params: Params,
     model: Path,
     *,
-    vllm: Path,
+    vllm: str,
     gpus: Sequence[str],
-    replicas: int,
     tensor_parallel: int,
     host: str,
-    port: int,
+    ports: Sequence[int],
     logs: Path,
 ) -> list[Launch]:
-    """Return the servers of a fleet, each with the next `tensor_parallel` of `gpus` and the next port.
+    """Return the servers of a fleet, one for each of `ports`, each with the next `tensor_parallel` of `gpus`.
 
-    There are `replicas` servers of the checkpoint `model`, from the port `port` on. `vllm` is the executable
-    of vLLM's own environment, and `logs` the folder of the log files. Raises UserError if there are too few
-    GPUs.
+    They serve the checkpoint `model`. `vllm` is the executable of vLLM's own environment, and `logs` the
+    folder of the log files. Raises UserError if there are too few GPUs.
     """
-    if len(gpus) < replicas * tensor_parallel:
+    if len(gpus) < len(ports) * tensor_parallel:
         raise UserError(
-            f"--gpus {','.join(gpus)}: {replicas} servers of {tensor_parallel} GPUs need "
-            f"{replicas * tensor_parallel}; name that many, or lower --replicas."
+            f"--gpus {','.join(gpus)}: {len(ports)} servers of {tensor_parallel} GPUs need "
+            f"{len(ports) * tensor_parallel}; name that many, or lower --replicas."
         )
     settings = params.policy
     options = {
@@ -71,47 +71,67 @@ def launches(
         options["--weight-transfer-config"] = f'{{"backend": "{settings.weight_transfer}"}}'
     common = [word for option in options.items() for word in option]
     common += ["--enable-sleep-mode"] if settings.sleep else []
+    common += settings.vllm_options
     return [
         Launch(
-            f"http://{host}:{port + number}",
-            (str(vllm), "serve", str(model), *common, "--port", str(port + number)),
+            f"http://{host}:{port}",
+            (vllm, "serve", str(model), "--port", str(port), *common),
             tuple(gpus[number * tensor_parallel : (number + 1) * tensor_parallel]),
             logs / f"server-{number}.log",
         )
-        for number in range(replicas)
+        for number, port in enumerate(ports)
     ]
+
+
+def find_vllm(name: str) -> str:
+    """Return the path of the executable of vLLM that `name`, a value of `policy.vllm`, names.
+
+    Raises UserError if there is none.
+    """
+    names = [os.path.expanduser(name)] if name else ["vllm", str(PROJECT / ".venv-vllm" / "bin" / "vllm")]
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        raise UserError(
+            f"policy.vllm: there is no executable {' or '.join(names)}; give that of the environment "
+            "in which vLLM is installed, for instance /opt/vllm/bin/vllm."
+        )
+    return found
 
 
 @contextlib.contextmanager
 def running(fleet: Sequence[Launch], report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
     """Start the servers, yield when all of them are healthy, and end them all after the block.
 
-    A function is yielded that never returns and starts each server again that has ended. It calls `report`
-    with one sentence each time. Raises UserError if a server ends before it is healthy, or is not healthy
-    within START_SECONDS.
+    A function is yielded that starts each server again that has ended, and returns after the block. It calls
+    `report` with one sentence each time. Raises UserError if a server ends before it is healthy, or is not
+    healthy within START_SECONDS.
     """
     processes: dict[Launch, subprocess.Popen[bytes]] = {}
+    ended, lock = threading.Event(), threading.Lock()
     try:
         for launch in fleet:
             processes[launch] = _start(launch)
         _wait_until_healthy(processes)
 
         def watch() -> None:
-            while True:
+            while not ended.wait(POLL_SECONDS):
                 for launch, process in list(processes.items()):
-                    if (code := process.poll()) is not None:
+                    with lock:
+                        if ended.is_set() or (code := process.poll()) is None:
+                            continue
                         report(
                             f"{launch.url} has ended with code {code} (its log is {launch.log}); it starts "
                             "again, and is sampled from after the next push of weights."
                         )
                         _end([process])
                         processes[launch] = _start(launch)
-                        time.sleep(10 * POLL_SECONDS)
-                time.sleep(POLL_SECONDS)
+                    ended.wait(10 * POLL_SECONDS)
 
         yield watch
     finally:
-        _end(list(processes.values()))
+        ended.set()
+        with lock:
+            _end(list(processes.values()))
 
 
 def _start(launch: Launch) -> subprocess.Popen[bytes]:
@@ -133,7 +153,7 @@ def _start(launch: Launch) -> subprocess.Popen[bytes]:
             )
         except OSError as error:
             raise UserError(
-                f"--vllm {launch.command[0]}: it cannot be started ({error.strerror}); give the vllm "
+                f"policy.vllm: {launch.command[0]} cannot be started ({error.strerror}); give the vllm "
                 "executable of the environment in which vLLM is installed."
             ) from error
 
@@ -148,10 +168,16 @@ def _wait_until_healthy(processes: dict[Launch, subprocess.Popen[bytes]]) -> Non
                 raise UserError(
                     f"{launch.log}: the server at {launch.url} {end}; mend what the log says and start again."
                 )
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{launch.url}/health", timeout=5.0).status_code == 200:
-                    del waiting[launch]
+            if is_healthy(launch.url):
+                del waiting[launch]
         time.sleep(POLL_SECONDS)
+
+
+def is_healthy(url: str) -> bool:
+    """Return whether the server with the root address `url` answers that it is healthy."""
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health", timeout=5.0).status_code == 200
+    return False
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

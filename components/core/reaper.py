@@ -1,0 +1,50 @@
+"""A process that kills the children of another one, and theirs, after its end.
+
+A killed process cannot stop its children (DVC and the programs that DVC runs, Prefect's server, vLLM servers,
+compile workers). They would continue, hold locks and memory, and write files that the resumed run uses. A
+signal at the parent's death (`PR_SET_PDEATHSIG`) reaches children only and not theirs, so a run first starts
+a reaper.
+"""
+
+import os
+import secrets
+import subprocess
+
+# Environment variable with the mark of a run, which all processes that the run starts inherit.
+VARIABLE = "CUDA_AGENT_LEASH"
+# Program of the reaper. Its `cat` ends when the run's end of the pipe closes. A process may start another
+# one after the list was made and before it is killed, so the list is made until it is empty. `kill` is the
+# shell's own, because small images have no such program.
+REAPER = """
+cat
+for attempt in 1 2 3 4 5 6 7 8 9 10; do
+    found=$(grep -lszxF "$1" /proc/[0-9]*/environ)
+    [ -n "$found" ] || exit
+    for file in $found; do file=${file#/proc/}; kill -KILL "${file%/environ}"; done
+done
+"""
+
+
+def start_reaper() -> None:
+    """Start a process that kills all later children of the current process, and theirs, after its end.
+
+    The standard input of the reaper is a pipe whose other end only the current process holds. The pipe closes
+    when this process ends. Then the reaper kills every process that has this process's mark in the
+    environment variable VARIABLE. A second call does nothing.
+    """
+    if os.environ.get(VARIABLE, "").startswith(f"{os.getpid()}-"):
+        return
+    mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+    read_end, write_end = os.pipe()
+    # The reaper gets a session of its own, so that Ctrl-C in the terminal does not end it.
+    subprocess.Popen(
+        ["sh", "-c", REAPER, "reaper", f"{VARIABLE}={mark}"],
+        stdin=read_end,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(read_end)
+    # `write_end` is never closed and never inherited, so the pipe closes exactly when this process ends.
+    assert not os.get_inheritable(write_end)
+    os.environ[VARIABLE] = mark

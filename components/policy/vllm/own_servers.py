@@ -1,0 +1,132 @@
+"""The vLLM servers that a process starts for itself because `policy.servers` is empty."""
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from components.core.errors import refuse
+from components.core.params import Params
+from components.core.reaper import start_reaper
+from components.policy.vllm.start import (
+    POLL_SECONDS,
+    START_SECONDS,
+    find_vllm,
+    is_healthy,
+    launches,
+    running,
+)
+
+# Entries of a model's configuration that say how its weights were stored, and not what it computes.
+STORAGE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+HOST = "127.0.0.1"
+LOG = logging.getLogger(__name__)
+
+
+def check_own_servers(params: Params) -> None:
+    """Raise UserError if `policy.servers` is empty and this process cannot start servers of its own."""
+    policy, pool = params.policy, params.pool
+    if policy.backend != "vllm-server" or policy.servers:
+        return
+    refuse(
+        (
+            pool.trainers,
+            "policy.servers: is empty; give the addresses of vLLM servers, such as [http://127.0.0.1:8000], "
+            "because a run starts servers of its own only if pool.trainers is 0.",
+        ),
+        (
+            len(_gpus(params)) < max(1, pool.samplers),
+            f"pool.samplers: {pool.samplers} GPUs are needed beside the trainer's, and CUDA_VISIBLE_DEVICES "
+            f"names {os.environ.get('CUDA_VISIBLE_DEVICES')}; name more, or lower it.",
+        ),
+    )
+    find_vllm(policy.vllm)
+
+
+def _gpus(params: Params) -> list[str]:
+    """Return the GPUs of the servers: `pool.samplers` after the trainer's, or the trainer's if it is 0."""
+    count = params.pool.samplers
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    names = [name.strip() for name in visible if name.strip()] or [str(gpu) for gpu in range(count + 1)]
+    return names[1 : count + 1] if count else names[:1]
+
+
+class OwnServers:
+    """The vLLM servers of this process, which are started when they are first used.
+
+    They end with `close`, and otherwise with the process, also if it is killed.
+    """
+
+    def __init__(self) -> None:
+        self.stack = contextlib.ExitStack()
+        self.urls: list[str] = []
+        # The configuration of the servers' model, and how they were started, without ports.
+        self.served: Any = None
+
+    def open(self, params: Params, model: Path) -> list[str]:
+        """Return the addresses of servers that can hold the weights of the model in the folder `model`.
+
+        They are started with this model. Servers that run already, with equal options and for a model of
+        equal configuration, are returned as they are; others are ended first. So the servers may have other
+        weights until a push. Raises UserError if a server cannot be started.
+        """
+        # Imported here because the imports take seconds.
+        from transformers import AutoConfig
+
+        from components.planning.model_shapes import shapes_of
+        from components.planning.role_memory import VLLM_SHARE, tensor_parallel
+
+        check_own_servers(params)
+        config, gpus, group = AutoConfig.from_pretrained(model), _gpus(params), 1
+        if params.pool.samplers:
+            group = min(tensor_parallel(params, shapes_of(config, str(model))) or 1, len(gpus))
+            policy = params.policy.model_copy(update={"gpu_memory_share": VLLM_SHARE})
+            params = params.model_copy(update={"policy": policy})
+        plan = functools.partial(
+            launches,
+            params,
+            vllm=find_vllm(params.policy.vllm),
+            gpus=gpus,
+            tensor_parallel=group,
+            host=HOST,
+            logs=Path(params.home).expanduser().resolve() / "vllm",
+        )
+        count = len(gpus) // group
+        described = {name: value for name, value in config.to_dict().items() if name not in STORAGE}
+        served = (described, plan(Path(), ports=[0] * count))
+        if self.urls and served == self.served:
+            deadline = time.monotonic() + START_SECONDS
+            while not all(map(is_healthy, self.urls)) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
+            return self.urls
+        self.close()
+        started = plan(model.resolve(), ports=_free_ports(count))
+        start_reaper()
+        LOG.info("%d vLLM servers start; their logs are in %s.", len(started), started[0].log.parent)
+        watch = self.stack.enter_context(running(started, LOG.warning))
+        threading.Thread(target=watch, name="vllm-watch", daemon=True).start()
+        self.urls, self.served = [launch.url for launch in started], served
+        return self.urls
+
+    def close(self) -> None:
+        """End the servers."""
+        self.urls = []
+        self.stack.close()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind((HOST, 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+OWN_SERVERS = OwnServers()
+atexit.register(OWN_SERVERS.close)
