@@ -1,4 +1,5 @@
 """Sampling with vLLM servers: a client of one server, a fleet of them, and pushes of new weights to all.
 
-Other packages use `sampler.VllmSampler` and `start`. vLLM itself imports `worker`. Start with `sampler.py`.
+Other packages use `sampler.VllmSampler`, `own_servers` and `start`. vLLM itself imports `worker`. Start with
+`sampler.py`.
 """
