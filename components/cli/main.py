@@ -86,6 +86,7 @@ def main() -> None:
     # No command downloads from Hugging Face, and progress bars for loading weights are switched off.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     # A configured proxy must not be used for connections to servers on this machine.
     for name in ("NO_PROXY", "no_proxy"):
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))

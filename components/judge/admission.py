@@ -23,6 +23,7 @@ from components.judge.baselines import COMPILE, EAGER, NOOP, Baseline, start_bas
 from components.judge.correctness import FLOAT32_FLOOR, PART_NUMEL, ReferenceOutput
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.float64_check import round_departures
+from components.judge.memory_plan import MemoryBudget, plan_layout
 from components.judge.statistics import net
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import OneProcess, TaskReference, task_errors
@@ -162,6 +163,8 @@ def admit(
 
 def _admission(reference: TaskReference, eager_seconds: tuple[float, float], *, headroom: bool) -> Admission:
     scheduler, description = reference.scheduler, reference.layout.description
+    # Candidates need more memory than an admission.
+    plan_layout(description, reference.params, Sizing(), MemoryBudget.of(reference.params, scheduler))
     eager, is_deterministic = _timed(reference, EAGER)
     if not is_deterministic:
         return Admission(False, "not_deterministic", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from components.core.config import is_gguf
+from components.core.errors import UserError
 from components.core.files import MANIFEST, atomic_folder, digest_file, digest_json, digest_tree, write_json
 from components.policy.checkpoint import (
     Manifest,
@@ -72,11 +74,17 @@ def _convert(source: Path, folder: Path) -> None:
     from transformers.utils.quantization_config import GgufConfig
 
     with explain_load_errors(source, "model"):
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loading = AutoModelForCausalLM.from_pretrained(
             source.parent,
             gguf_file=source.name,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+        )
+    if missing := sorted(loading["missing_keys"]):  # transformers has filled them with random numbers
+        raise UserError(
+            f"{source}: {len(missing)} tensors of the model are not in it, such as {missing[0]}; give a "
+            "whole GGUF file."
         )
     # transformers keeps it, although no tensor is quantised any more.
     if hasattr(model.config, "quantization_config"):
@@ -86,8 +94,14 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def adopted(source: Path, parent: Path) -> Path:
-    """Return a checkpoint of `source` below `parent`, which is made unless an earlier call made it."""
+    """Return a checkpoint of `source` below `parent`, which is made unless an earlier call made it.
+
+    Of several processes that call this at once, one makes it, and the others wait.
+    """
     folder = parent / source_digest(source)[:12]
-    if not (folder / MANIFEST).is_file():
-        adopt(source, folder)
+    parent.mkdir(parents=True, exist_ok=True)
+    with (parent / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / MANIFEST).is_file():
+            adopt(source, folder)
     return folder

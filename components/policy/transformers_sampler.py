@@ -85,7 +85,7 @@ class TransformersSampler:
         self.device = torch.device(device)
         self.context = int(model.config.max_position_embeddings)
         self.stop = stop_ids(tokenizer, model.generation_config)
-        RowCache(model.config, batch)  # Raises UserError here, and not in the sampler's thread.
+        RowCache(model.config)  # Raises UserError here, and not in the sampler's thread.
         self.weights = threading.Lock()
         self.lock = threading.Lock()
         self.waiting: deque[_Sequence] = deque()
@@ -129,7 +129,7 @@ class TransformersSampler:
     def _run(self) -> None:
         """Sample the waiting sequences until none is left; this is the work of the sampler's thread."""
         running: list[_Sequence] = []
-        cache = RowCache(self.model.config, self._rows(self.batch))
+        cache = RowCache(self.model.config)
         while True:
             with self.lock:
                 joining = [
@@ -244,30 +244,32 @@ class _RowLayer(DynamicLayer):
     The rows in use are those of the sequences in a forward pass; they are the first rows.
     """
 
-    def __init__(self, rows: int):
+    def __init__(self) -> None:
         super().__init__()
-        self.rows = rows
         self.key_rows, self.value_rows = torch.zeros(0), torch.zeros(0)
         # Positions of the next token of the rows in use, [rows in use], and the width that they need.
         self.positions = torch.zeros(0, dtype=torch.long)
         self.width = 0
 
-    def reserve(self, keys: Tensor, values: Tensor, width: int) -> None:
-        """Allocate memory for at least `width` tokens in each row, without changing those that it has.
+    def reserve(self, keys: Tensor, values: Tensor, rows: int, width: int) -> None:
+        """Allocate memory for at least `rows` rows of `width` tokens, without changing what there is.
 
         `keys` and `values` [rows, heads, tokens, head_dim] determine the heads, head_dim, dtype and device.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
             self.key_rows, self.value_rows = (
-                states.new_zeros(self.rows, states.shape[1], 0, states.shape[3]) for states in (keys, values)
+                states.new_zeros(0, states.shape[1], 0, states.shape[3]) for states in (keys, values)
             )
-        allocated = self.key_rows.shape[2]
+        more_rows, allocated = max(0, rows - len(self.key_rows)), self.key_rows.shape[2]
+        more = 0
         if allocated < width:
             more = -(-max(width, 2 * allocated) // WIDTH_STEP) * WIDTH_STEP - allocated
+        if more or more_rows:
             # Zeros, because a masked value that is not a number would still reach the result.
-            self.key_rows = functional.pad(self.key_rows, (0, 0, 0, more))
-            self.value_rows = functional.pad(self.value_rows, (0, 0, 0, more))
+            padding = (0, 0, 0, more, 0, 0, 0, more_rows)
+            self.key_rows = functional.pad(self.key_rows, padding)
+            self.value_rows = functional.pad(self.value_rows, padding)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -277,7 +279,7 @@ class _RowLayer(DynamicLayer):
         The arguments have the shape [rows in use, heads, 1, head_dim], and the results [rows in use, heads,
         width, head_dim]. The token of each row in use is written to its position in `self.positions`.
         """
-        self.reserve(key_states, value_states, self.width)
+        self.reserve(key_states, value_states, len(key_states), self.width)
         used = torch.arange(len(key_states), device=key_states.device)
         self.key_rows[used, :, self.positions] = key_states[:, :, 0]
         self.value_rows[used, :, self.positions] = value_states[:, :, 0]
@@ -295,8 +297,8 @@ class RowCache(DynamicCache):
     multiple of WIDTH_STEP.
     """
 
-    def __init__(self, config: PretrainedConfig, rows: int):
-        """Create an empty cache with `rows` rows for a model with the configuration `config`.
+    def __init__(self, config: PretrainedConfig):
+        """Create an empty cache for a model with the configuration `config`.
 
         Raises UserError if a layer of the model has another state than keys and values.
         """
@@ -310,7 +312,7 @@ class RowCache(DynamicCache):
             layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
             for layer in self.layers
         ]
-        self.row_layers = [_RowLayer(rows) for _ in self.layers]
+        self.row_layers = [_RowLayer() for _ in self.layers]
         self.layers = list(self.row_layers)
 
     def insert(self, row: int, prefix: DynamicCache) -> None:
@@ -322,7 +324,7 @@ class RowCache(DynamicCache):
             assert isinstance(computed, DynamicLayer)
             keys, values = computed.keys, computed.values
             assert keys is not None and values is not None
-            layer.reserve(keys, values, keys.shape[2])
+            layer.reserve(keys, values, row + 1, keys.shape[2])
             layer.key_rows[row, :, : keys.shape[2]] = keys[0]
             layer.value_rows[row, :, : keys.shape[2]] = values[0]
 

@@ -47,6 +47,13 @@ def test_the_weights_of_a_gguf_file_become_a_checkpoint_of_its_model(tmp_path: P
     assert ids[-1] == 2 and sum(mask) == 2 and ids.count(2) == 2, "text is never a special token"
 
 
+def test_a_gguf_file_without_a_tensor_is_refused(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "model.gguf", without="blk.0.ffn_up.weight")
+    with pytest.raises(UserError, match=r"model\.gguf: 1 tensors .* such as .*up_proj\.weight; give a whole"):
+        adopt(source, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_source_is_adopted_once(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "model.gguf")
     first = adopted(source, tmp_path / "home")
