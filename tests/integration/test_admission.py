@@ -40,6 +40,18 @@ def test_a_check_of_the_memory_alone_agrees_with_the_verdicts(
     assert "judging it takes" in refusal.evidence["detail"] and "GB can be used" in verdict.log
 
 
+def test_a_task_whose_candidates_need_more_memory_than_its_admission_is_not_admitted(
+    ci_params: Params, tmp_path: Path
+) -> None:
+    """A data set holds no task that the judge it was built with cannot judge."""
+    sandbox = ci_params.sandbox.model_copy(update={"device_bytes": 3_000_000_000})
+    pool = LocalPool(ci_params.model_copy(update={"sandbox": sandbox}), tmp_path / "verdicts")
+    with contextlib.closing(pool):
+        refusal = pool.admit(corpus.CODE).result()
+    assert (refusal.admitted, refusal.reason) == (False, "too_large"), refusal
+    assert "judging it takes" in refusal.evidence["detail"]
+
+
 def test_spread_is_that_of_the_parameters_with_which_the_output_varies_least(judge: Judge) -> None:
     code = source("torch.sigmoid(x) * (self.scale - 1) + torch.tanh(x * 1e-6) + 1")
     admission = judge.admit(code, EAGER_SECONDS)
