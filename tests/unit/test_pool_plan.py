@@ -153,7 +153,8 @@ def test_what_cannot_fit_is_refused_with_one_sentence_that_mends_it(
     ],
 )
 def test_every_profile_fits_its_own_gpus_with_a_tenth_to_spare(profile: str, gpu: str) -> None:
-    params = resolve(profile, ("device=cuda", f"pool.gpu={gpu}")).params
+    servers = "policy.servers=[http://127.0.0.1:8000]"
+    params = resolve(profile, ("device=cuda", f"pool.gpu={gpu}", servers)).params
     model = PROFILE_MODELS.get(profile)
     shapes = public_shapes(model) if model else policy_shapes(params)
     assert refusal(params, shapes) == ""
