@@ -54,8 +54,8 @@ def fine_tune(
     """Take `steps` optimizer steps, the step i on `rows(i)` with `learning_rate(i)`.
 
     `actor` is the engine of an Actor. The stage continues from its newest state, which is saved as
-    `training_loop.fit` describes. The metrics of a step are "loss" (nats per own token), "tokens" (all tokens
-    of its rows), "gradient_norm" and "learning_rate".
+    `training_loop.fit` describes. The metrics of a step are "loss" (nats per own token), "gradient_norm",
+    "learning_rate", and the seconds and tokens per second of the update.
     """
 
     def tuning_step(step: int, record: StepRecord) -> None:

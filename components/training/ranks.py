@@ -122,7 +122,9 @@ def import_deepspeed(device: records.Device) -> Any:
     # On cpu DeepSpeed compiles a shared-memory all-reduce (about a minute) when it first communicates, unless
     # this table says that it cannot be built.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    for handler in logging.getLogger("DeepSpeed").handlers:
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)  # below it, each engine prints the memory in use several times
+    for handler in logger.handlers:
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)
     return deepspeed
