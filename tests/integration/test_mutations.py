@@ -1,6 +1,7 @@
 """With one defence of the judge switched off an exploit succeeds, so each is needed and tested."""
 
 import contextlib
+import itertools
 import secrets
 import shutil
 import time
@@ -19,7 +20,7 @@ from components.judge import (
     timed_runner,
 )
 from components.judge.float64_check import Float64Check
-from components.judge.input_mixing import InputBank
+from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
 from components.judge.timed_runner import Operation, TimedRunner
 from components.judge.verdict import Verdict
@@ -52,7 +53,11 @@ def verdict(judge: Judge, name: str) -> Verdict:
 
 def test_same_inputs_in_every_round(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round's inputs were never seen before."""
-    monkeypatch.setattr(InputBank, "fresh", lambda self, calls, number: self.correctness_sets()[:calls])
+
+    def known(self: InputBank, calls: int, number: int) -> list[InputMix]:
+        return list(itertools.islice(itertools.cycle(self.correctness_sets()), calls))
+
+    monkeypatch.setattr(InputBank, "fresh", known)
     monkeypatch.setattr(timed_runner, "fingerprint", lambda *_: secrets.randbits(64))
     assert verdict(cold_judge, "pointer_cache").status == "correct"
 
