@@ -49,12 +49,12 @@ def cold_start(context: Context) -> CheckpointRecord:
     """Return the checkpoint of the first policy.
 
     The policy is trained from scratch if policy.source is `scratch`. Otherwise it is made from the folder or
-    file that policy.source names, and fine-tuned on demonstrations unless coldstart.demonstrations is 0.
+    file that policy.source names, and fine-tuned on demonstrations if coldstart.language_model is set.
     """
     params = context.params
     if params.policy.source != "scratch":
         adopted = adopt(context, Path(params.policy.source))
-        if not params.coldstart.demonstrations:
+        if not params.coldstart.language_model:
             return adopted
         tuned = train(context, "coldstart", adopted, form="fine_tuned")
         assert tuned is not None

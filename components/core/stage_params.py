@@ -10,9 +10,13 @@ from components.core.records import Count, FrozenModel, Minutes, Natural, Positi
 class Coldstart(FrozenModel):
     """Parameters of the cold start, which trains a policy from scratch, or fine-tunes a language model."""
 
-    demonstrations: Natural | str = result(
-        "demonstrations written by the rule-based kernel writer, or a folder of trajectories to learn from; "
-        "0 leaves the cold start of a language model out"
+    language_model: bool = result(
+        "whether a language model that policy.source names is fine-tuned before stage 1; it needs a much "
+        "lower learning rate than a policy from scratch"
+    )
+    demonstrations: Count | str = result(
+        "demonstrations written by the rule-based kernel writer; for a language model also a folder of "
+        "trajectories to learn from"
     )
     steps: Count = result("optimizer steps")
     tokens_per_step: Count = result("tokens of one optimizer step")

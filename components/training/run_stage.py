@@ -148,14 +148,13 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
             for name, ppo in ppos.items()
         ),
         (
-            "rejection" in stages and params.rejection.replayed and not demonstrations,
+            # Only a policy that a cold start made has demonstrations.
+            "rejection" in stages
+            and policy.source not in ("scratch", "champion")
+            and params.rejection.replayed
+            and not params.coldstart.language_model,
             "rejection.replay_share: this policy has no cold-start demonstrations to mix in; set it to 0, or "
-            "coldstart.demonstrations to a number.",
-        ),
-        (
-            not demonstrations and "coldstart" in stages,
-            "coldstart.demonstrations: is 0, so there is nothing to learn from; give their number, or a "
-            "folder of trajectories.",
+            "coldstart.language_model to true.",
         ),
         (
             isinstance(demonstrations, str) and not any(Path(demonstrations).rglob("trajectories.jsonl")),
@@ -181,7 +180,7 @@ def _check_night(params: Params) -> None:
     needs_critic = params.agentic.advantages == "critic"
     refuse(
         (
-            first == "scratch" and (isinstance(demonstrations, str) or demonstrations == 0),
+            first == "scratch" and isinstance(demonstrations, str),
             "coldstart.demonstrations: a policy from scratch learns from demonstrations; give their number.",
         ),
         (

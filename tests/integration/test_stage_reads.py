@@ -18,7 +18,7 @@ from flows.stage_keys import READS
 CHECKED = {
     *("warmup.steps", "warmup.rollouts.tasks", "rejection.rollouts.tasks", "agentic.advantages"),
     *("sandbox.rules", "sandbox.weights", "sandbox.tolerance", "reward"),
-    "coldstart.demonstrations",
+    *("coldstart.demonstrations", "policy.source"),
 }
 
 

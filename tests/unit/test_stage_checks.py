@@ -39,8 +39,8 @@ def params(folder: Path, *sets: str) -> Params:
             r"pool\.trainers: 3 ranks .* multiple",
         ),
         (
-            ("rejection.replay_share=0.5", "coldstart.demonstrations=0"),
-            r"rejection\.replay_share: .* set it to 0, or coldstart",
+            ("rejection.replay_share=0.5",),
+            r"rejection\.replay_share: .* set it to 0, or coldstart\.language_model to true",
         ),
         (
             (*OWN_SERVERS, "pool.trainers=1"),
@@ -58,11 +58,11 @@ def params(folder: Path, *sets: str) -> Params:
             r"warmup\.rollouts\.tasks: .* raise it to 2",
         ),
         (
-            ("policy.source=scratch", "coldstart.demonstrations=0", "rejection.replay_share=0"),
+            ("policy.source=scratch", "coldstart.demonstrations=folder", "rejection.replay_share=0"),
             r"coldstart\.demonstrations: a policy from scratch .*; give their number",
         ),
         (
-            ("coldstart.demonstrations=no/such/folder",),
+            ("rejection.replay_share=0", "coldstart.demonstrations=no/such/folder"),
             r"coldstart\.demonstrations: no/such/folder holds no trajectories\.jsonl; give",
         ),
         (
