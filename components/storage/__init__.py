@@ -26,7 +26,7 @@ def open_store(params: StoreParams, home: Path) -> Store:
     """
     url = params.url
     if url.startswith("s3://"):
-        return S3Store(url, params.endpoint, uploads=home / "uploads")
+        return S3Store(url, params.endpoint)
     if "://" in url and not url.startswith("file://"):
         raise UserError(f"store.url: {url} is neither a folder nor s3://bucket/prefix; give one of these.")
     return FolderStore(Path(url.removeprefix("file://")) if url else home / "store")

@@ -6,13 +6,13 @@ stored as metadata, with which every read compares the data. A write has the con
 that if two processes write one key, the server refuses the second. Some servers ignore the condition, so the
 store also checks before each write whether the key exists.
 
-Large objects are written in parts. An interrupted write or read continues where it was interrupted. boto3's
-transfer manager is not used, because it cannot continue an interrupted upload.
+boto3's transfer manager moves large objects in parts, several at a time.
 """
 
 import contextlib
 import hashlib
 import os
+import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,14 +20,9 @@ from typing import Any
 
 from components.core import telemetry
 from components.core.errors import UserError
-from components.core.files import digest_bytes, digest_file, hex_to_base64, read_json, write_json
+from components.core.files import digest_file, sync
 from components.storage.store import StoredObject, check_key, key_taken
 
-# Size in bytes of a part, and size above which an object is written in parts. S3 requires parts of at least 5
-# MiB.
-PART_BYTES = 64 << 20
-# Largest number of parts of one object in S3.
-MOST_PARTS = 10_000
 # Size in bytes of the blocks in which an object is read.
 BLOCK_BYTES = 1 << 20
 # Error codes of a write that the server refused because the key exists or is being written.
@@ -51,19 +46,17 @@ PASSING = (
 class StoreUnavailable(UserError, ConnectionError):
     """Error raised if the server does not answer or cannot serve the request now.
 
-    The same call may succeed later, and then continues the transfer.
+    The same call may succeed later.
     """
 
 
 class S3Store:
     """A store whose objects have names that begin with one prefix, in a bucket of an S3-compatible server.
 
-    `url` is s3://bucket/prefix, and an empty `endpoint` means the one of boto3's settings. Objects above
-    `part_bytes` are written in parts. `uploads` is the folder in which unfinished uploads are recorded. If it
-    is None, an interrupted upload starts from the beginning.
+    `url` is s3://bucket/prefix, and an empty `endpoint` means the one of boto3's settings.
     """
 
-    def __init__(self, url: str, endpoint: str, *, uploads: Path | None = None, part_bytes: int = PART_BYTES):
+    def __init__(self, url: str, endpoint: str):
         # boto3 is imported here, because a GPU node that only judges candidates does not have it.
         import boto3
         from botocore.config import Config
@@ -74,8 +67,6 @@ class S3Store:
         self.bucket = bucket
         # Beginning of the names of all objects of this store.
         self.prefix = f"{prefix.strip('/')}/".lstrip("/")
-        self.uploads = uploads
-        self.part_bytes = part_bytes
         # AWS_RETRY_MODE and AWS_MAX_ATTEMPTS have priority when they are set.
         retries: Any = (
             None
@@ -87,14 +78,16 @@ class S3Store:
             endpoint_url=endpoint or None,
             config=Config(retries=retries, connect_timeout=10, read_timeout=60),
         )
+        for operation in ("PutObject", "CompleteMultipartUpload"):
+            self.client.meta.events.register(f"before-parameter-build.s3.{operation}", _refuse_existing)
 
     def put(self, key: str, source: Path) -> str:
-        sha256, size = digest_file(source), source.stat().st_size
+        sha256 = digest_file(source)
         with self._faults(self._name(key), "write") as name, telemetry.transfer("put") as moved:
             present = self._recorded(name)
             if present is None:
-                present = self._write(name, source, sha256, size)
-                moved.append(size)
+                present = self._write(name, source, sha256)
+                moved.append(source.stat().st_size)
             if present != sha256:
                 raise key_taken(self._address(name))
         return self._address(name)
@@ -105,25 +98,18 @@ class S3Store:
             if head is None:
                 raise KeyError(key)
             target.parent.mkdir(parents=True, exist_ok=True)
-            part = target.parent / f".{target.name}.{digest_bytes(head['ETag'].encode())[:12]}.part"
-            have = part.stat().st_size if part.is_file() else 0
-            if have < head["ContentLength"] or have == 0:
-                asked = {"Range": f"bytes={have}-"} if have else {}
-                answer = self.client.get_object(Bucket=self.bucket, Key=name, IfMatch=head["ETag"], **asked)
-                with part.open("ab") as file:
-                    for block in answer["Body"].iter_chunks(BLOCK_BYTES):
-                        file.write(block)
-                        moved.append(len(block))
-                    file.flush()
-                    os.fsync(file.fileno())
-            recorded = head["Metadata"].get("sha256", "")
-            if part.stat().st_size != head["ContentLength"] or (recorded and digest_file(part) != recorded):
-                part.unlink()
-                raise UserError(
-                    f"{self._address(name)}: what came does not match its SHA-256; "
-                    "fetch it again, and if it stays so restore it from a good copy."
-                )
-            part.replace(target)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
+                copy = Path(folder) / "object"
+                self.client.download_file(self.bucket, name, str(copy))
+                recorded = head["Metadata"].get("sha256", "")
+                if recorded and digest_file(copy) != recorded:
+                    raise UserError(
+                        f"{self._address(name)}: what came does not match its SHA-256; "
+                        "fetch it again, and if it stays so restore it from a good copy."
+                    )
+                sync(copy)
+                copy.replace(target)
+            moved.append(target.stat().st_size)
 
     def exists(self, key: str) -> bool:
         with self._faults(self._name(key), "look-up") as name:
@@ -171,95 +157,24 @@ class S3Store:
         with self._faults(self._name(key), "removal") as name:
             self.client.abort_multipart_upload(Bucket=self.bucket, Key=name, UploadId=upload)
 
-    def _write(self, name: str, source: Path, sha256: str, size: int) -> str:
+    def _write(self, name: str, source: Path, sha256: str) -> str:
         """Write the file `source` as the object `name` unless it exists, and return the object's SHA-256.
 
-        `sha256` and `size` (in bytes) are those of the file. The returned digest is the recorded one, which
-        differs from `sha256` if another process has written other bytes. Raises StoreUnavailable if the
-        object is missing after the write.
+        `sha256` is that of the file. The returned digest is the recorded one, which differs from `sha256` if
+        another process has written other bytes. Raises StoreUnavailable if the object is missing after the
+        write.
         """
+        arguments = {"Metadata": {"sha256": sha256}, "ChecksumAlgorithm": "SHA256"}
         try:
-            if size > self.part_bytes:
-                self._write_parts(name, source, sha256, size)
-            else:
-                with source.open("rb") as body:
-                    self.client.put_object(
-                        Bucket=self.bucket,
-                        Key=name,
-                        Body=body,
-                        ChecksumSHA256=hex_to_base64(sha256),
-                        IfNoneMatch="*",
-                        Metadata={"sha256": sha256},
-                    )
+            with source.open("rb") as body:
+                self.client.upload_fileobj(body, self.bucket, name, ExtraArgs=arguments)
         except self.client.exceptions.ClientError as error:
-            # NoSuchUpload means that another process of this home finished the same upload.
-            if error.response["Error"]["Code"] not in (*REFUSED, "NoSuchUpload"):
+            if error.response["Error"]["Code"] not in REFUSED:
                 raise
         found = self._recorded(name)
         if found is None:
             raise StoreUnavailable(f"{self._address(name)}: was written and is not there; try again.")
         return found
-
-    def _write_parts(self, name: str, source: Path, sha256: str, size: int) -> None:
-        journal = (
-            None
-            if self.uploads is None
-            else self.uploads / f"{digest_bytes(self._address(name).encode())[:24]}.json"
-        )
-        part_bytes = max(self.part_bytes, -(-size // MOST_PARTS))
-        upload, present = self._unfinished(journal, name, sha256, part_bytes)
-        if not upload:
-            upload = self.client.create_multipart_upload(
-                Bucket=self.bucket, Key=name, ChecksumAlgorithm="SHA256", Metadata={"sha256": sha256}
-            )["UploadId"]
-            if journal is not None:
-                write_json(journal, {"upload": upload, "sha256": sha256, "part_bytes": part_bytes})
-        parts = []
-        with source.open("rb") as file:
-            for number in range(1, -(-size // part_bytes) + 1):
-                body = file.read(part_bytes)
-                checksum = hex_to_base64(digest_bytes(body))
-                part = present.get(number)
-                if part is None or not _same(part, body, checksum):
-                    part = self.client.upload_part(
-                        Bucket=self.bucket,
-                        Key=name,
-                        UploadId=upload,
-                        PartNumber=number,
-                        Body=body,
-                        ChecksumSHA256=checksum,
-                    )
-                parts.append({"PartNumber": number, "ETag": part["ETag"], "ChecksumSHA256": checksum})
-        self.client.complete_multipart_upload(
-            Bucket=self.bucket, Key=name, UploadId=upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
-        )
-        if journal is not None:
-            journal.unlink(missing_ok=True)
-
-    def _unfinished(
-        self, journal: Path | None, name: str, sha256: str, part_bytes: int
-    ) -> tuple[str, dict[int, Any]]:
-        """Return the id of the unfinished upload that `journal` records, and its uploaded parts by number.
-
-        The id is empty if there is no such upload. An upload of other bytes, or with another size of the
-        parts, is aborted on the server and not returned.
-        """
-        if journal is None or not journal.is_file():
-            return "", {}
-        noted = read_json(journal)
-        where = {"Bucket": self.bucket, "Key": name, "UploadId": noted["upload"]}
-        try:
-            if (noted["sha256"], noted["part_bytes"]) != (sha256, part_bytes):
-                self.client.abort_multipart_upload(**where)
-                return "", {}
-            pages = self.client.get_paginator("list_parts").paginate(**where)
-            return noted["upload"], {
-                part["PartNumber"]: part for page in pages for part in page.get("Parts", ())
-            }
-        except self.client.exceptions.ClientError as error:
-            if error.response["Error"]["Code"] != "NoSuchUpload":
-                raise
-            return "", {}
 
     def _name(self, key: str) -> str:
         return self.prefix + check_key(key)
@@ -290,6 +205,7 @@ class S3Store:
         StoreUnavailable is raised if the call may succeed later, and UserError if it cannot succeed without a
         change of the settings or the bucket. `act` names the operation in the message.
         """
+        from boto3.exceptions import RetriesExceededError
         from botocore import exceptions
 
         address = self._address(name)
@@ -308,9 +224,10 @@ class S3Store:
             exceptions.HTTPClientError,
             exceptions.IncompleteReadError,
             exceptions.ResponseStreamingError,
+            RetriesExceededError,
         ) as error:
             raise StoreUnavailable(
-                f"{address}: the store broke off the {act} ({error}); what was done is kept, try again later."
+                f"{address}: the store broke off the {act} ({error}); try again later."
             ) from error
         except exceptions.BotoCoreError as error:
             raise UserError(
@@ -319,11 +236,6 @@ class S3Store:
             ) from error
 
 
-def _same(part: Any, body: bytes, checksum: str) -> bool:
-    """Return whether an uploaded part has the content `body`, whose SHA-256 in base64 is `checksum`.
-
-    If the server lists no SHA-256, the MD5 that it lists as the part's ETag is compared.
-    """
-    if "ChecksumSHA256" in part:
-        return bool(part["ChecksumSHA256"] == checksum)
-    return bool(part["ETag"].strip('"') == hashlib.md5(body, usedforsecurity=False).hexdigest())
+def _refuse_existing(params: dict[str, Any], **_: Any) -> None:
+    """Add to a write the condition that the object does not exist, which a transfer has no argument for."""
+    params["IfNoneMatch"] = "*"

@@ -110,7 +110,7 @@ def test_who_has_not_the_key_neither_writes_nor_reads(
 
 
 def test_a_server_that_is_killed_has_everything_when_it_is_back(swift: Swift, tmp_path: Path) -> None:
-    store = S3Store("s3://kept", swift.url, part_bytes=5 << 20)
+    store = S3Store("s3://kept", swift.url)
     for name, content in (("small", b"x"), ("large", LARGE)):
         store.put(name, file(tmp_path, content))
     swift.end(signal.SIGKILL)
