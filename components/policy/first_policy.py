@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import shutil
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,15 @@ from typing import Any
 
 from components.core.config import is_gguf
 from components.core.errors import UserError
-from components.core.files import MANIFEST, atomic_folder, digest_file, digest_json, digest_tree, write_json
+from components.core.files import (
+    MANIFEST,
+    atomic_folder,
+    digest_file,
+    digest_json,
+    digest_tree,
+    read_json,
+    write_json,
+)
 from components.policy.checkpoint import (
     Manifest,
     explain_load_errors,
@@ -38,8 +47,9 @@ def adopt(
     """Make the checkpoint `folder` from `source`, a Hugging Face folder or a GGUF file.
 
     The files of a folder are copied. The weights of a GGUF file are dequantised to float32. `dataset`, `code`
-    and `origin`, for instance the licence, are recorded in the manifest. `notices` are files, such as the
-    text of a licence, that are added to the checkpoint. Raises UserError if transformers cannot read the
+    and `origin`, for instance the licence, are recorded in the manifest; the origin of a source that is a
+    checkpoint itself is kept. `notices` are files, such as the text of a licence, that are added to the
+    checkpoint. Raises UserError if transformers cannot read the
     source, or if it has no chat template.
     """
     load_tokenizer(source)
@@ -47,6 +57,10 @@ def adopt(
         if is_gguf(source):
             _convert(source, temporary)
         else:
+            with contextlib.suppress(
+                OSError, ValueError, KeyError
+            ):  # most folders have no manifest of this project
+                origin = origin or Manifest.model_validate(read_json(source / MANIFEST)).params["origin"]
             ignored = shutil.ignore_patterns(MANIFEST)
             shutil.copytree(
                 source, temporary, ignore=ignored, copy_function=shutil.copyfile, dirs_exist_ok=True

@@ -184,7 +184,7 @@ class TransformersSampler:
         ids = torch.tensor([sequence.ids[:-1]], device=self.device)
         prefix = DynamicCache()
         self.model(input_ids=ids, past_key_values=prefix, use_cache=True, logits_to_keep=1)
-        cache.insert(row, prefix)
+        cache.insert(row, prefix, rows=self._rows(row + 1))
 
     def _step(self, running: Sequence[_Sequence], cache: RowCache) -> dict[int, str]:
         """Sample one token for each sequence, and return why sequences ended, by their index in `running`.
@@ -315,8 +315,8 @@ class RowCache(DynamicCache):
         self.row_layers = [_RowLayer() for _ in self.layers]
         self.layers = list(self.row_layers)
 
-    def insert(self, row: int, prefix: DynamicCache) -> None:
-        """Copy the keys and values of `prefix`, which holds one sequence, to the row `row`.
+    def insert(self, row: int, prefix: DynamicCache, *, rows: int) -> None:
+        """Copy the keys and values of `prefix`, which holds one sequence, to a row of at least `rows` rows.
 
         In each layer of `prefix` they have the shape [1, heads, tokens, head_dim].
         """
@@ -324,7 +324,7 @@ class RowCache(DynamicCache):
             assert isinstance(computed, DynamicLayer)
             keys, values = computed.keys, computed.values
             assert keys is not None and values is not None
-            layer.reserve(keys, values, row + 1, keys.shape[2])
+            layer.reserve(keys, values, rows, keys.shape[2])
             layer.key_rows[row, :, : keys.shape[2]] = keys[0]
             layer.value_rows[row, :, : keys.shape[2]] = values[0]
 

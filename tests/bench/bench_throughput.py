@@ -13,10 +13,11 @@ rows of 300 to 1,200 tokens, of which the last 60 % are the policy's own. Each s
 
 Prints a line for each measurement: tokens per second (all tokens of the rows, no padding), the share of the
 peak rate by 6N (`public_models.training_flops`) and with the products of attention, the largest memory, and
-the loss of the first step. The ways share a network, which learns at a rate of 1e-6, so their losses are
-nearly equal. Further lines are ratios to the row loop and to TRL. Seconds are wall time, the median of
-`--repeats` steps after one that is not counted. This project and TRL run in a process each; what `--seconds`
-leaves no time for is not measured, and said.
+the loss of the first step, which should be nearly the same in all of them, because they take turns in
+training one network at a learning rate of 1e-6. At the end it prints how many times as fast as the row loop
+and as TRL each of the others is. Seconds are wall time, the median of `--repeats` steps after one that is not
+counted. This project's steps and TRL's run in two processes, one after the other. Where `--seconds` leaves no
+time for a measurement, a line says so.
 
 `--small` runs a tiny model on the cpu, where all rows are computed one after the other and nothing is
 compiled: it shows that the script runs, and its figures mean nothing.
@@ -48,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 import torch
-from public_models import peak_flops, random_network, training_flops
+from public_models import CONFIGURATIONS, SHAPES, peak_flops, random_network, training_flops
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from components.core.config import resolve
@@ -56,9 +57,9 @@ from components.core.params import Params
 from components.training import document_attention
 from components.training.batches import Batch, Streams, make_batch
 from components.training.engine import DeepSpeedEngine, MetricSums, compile_network, train_step
+from components.training.fine_tuning import likelihood_loss
 from components.training.networks import Actor
 from components.training.ppo import Experience, update_actor
-from components.training.rejection import likelihood_loss
 
 LEARNING_RATE = 1e-6
 LENGTHS, OWN_SHARE = (300, 1200), 0.6
@@ -69,65 +70,25 @@ TRL_SECONDS, COMPILE_SECONDS = 30, 25
 
 
 @dataclass(frozen=True)
-class Model:
-    """Shape of a model, rows of a step, and most tokens of a micro-batch that 80 GB hold."""
+class Load:
+    """Rows of a step, and most tokens of a micro-batch that 80 GB hold."""
 
-    shape: dict[str, int]
     rows: int
     tokens_per_microbatch: int
 
 
-MODELS = {
-    "SmolLM2-135M": Model(
-        {
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "head_dim": 64,
-            "vocab_size": 49152,
-        },
-        rows=128,
-        tokens_per_microbatch=32768,
-    ),
-    "SmolLM2-1.7B": Model(
-        {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "head_dim": 64,
-            "vocab_size": 49152,
-        },
-        rows=40,
-        tokens_per_microbatch=8192,
-    ),
-    "tiny": Model(
-        {
-            "hidden_size": 48,
-            "intermediate_size": 96,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-            "head_dim": 16,
-            "vocab_size": 512,
-        },
-        rows=6,
-        tokens_per_microbatch=2048,
-    ),
-}
+LOADS = {"SmolLM2-135M": Load(128, 32768), "SmolLM2-1.7B": Load(40, 8192), "tiny": Load(6, 2048)}
 
 
 def configuration(name: str) -> LlamaConfig:
-    return LlamaConfig(**MODELS[name].shape, tie_word_embeddings=True, use_cache=False)  # type: ignore[arg-type]
+    fields = CONFIGURATIONS.get(name) or SHAPES[name]
+    return LlamaConfig(**{**fields, "use_cache": False})
 
 
 def rows_of(name: str) -> Batch:
     """Draw the rows of a step."""
-    source, vocabulary, rows = random.Random(0), MODELS[name].shape["vocab_size"], []
-    for _ in range(MODELS[name].rows):
+    source, vocabulary, rows = random.Random(0), configuration(name).vocab_size, []
+    for _ in range(LOADS[name].rows):
         length = source.randint(*LENGTHS)
         own = round(OWN_SHARE * length)
         ids = [source.randrange(3, vocabulary) for _ in range(length)]
@@ -170,7 +131,7 @@ def report(model: str, step: str, way: str, seconds: float, loss: float) -> None
     tokens, peak = sum(batch.lengths), peak_flops()
     line = f"{model:13} {step:11} {way:9} {tokens / seconds:9.0f} tokens/s {seconds:7.3f} s"
     if peak:
-        flops = training_flops(configuration(model), list(batch.lengths), batch.tokens)  # type: ignore[arg-type]
+        flops = training_flops(configuration(model), list(batch.lengths), batch.tokens)
         shares = [100 * count / seconds / peak for count in flops]
         gigabytes = torch.cuda.max_memory_allocated() / 1e9
         line += (
@@ -195,7 +156,7 @@ def params_of(model: str, device: str) -> Params:
     engine = {
         "zero_stage": 1,
         "dtype": "bfloat16",
-        "tokens_per_microbatch": MODELS[model].tokens_per_microbatch,
+        "tokens_per_microbatch": LOADS[model].tokens_per_microbatch,
         "activation_checkpointing": "false",
     }
     sets = (f"device={device}", *(f"engine.{name}={value}" for name, value in engine.items()))
@@ -208,8 +169,8 @@ def measure_ours(models: list[str], device: str, repeats: int, end: float) -> No
     """Measure this project's steps until `end`, a time of `time.time`."""
     for model in models:
         params, batch = params_of(model, device), rows_of(model)
-        experience = experience_of(batch, MODELS[model].shape["vocab_size"])
-        network = Actor(random_network(AutoModelForCausalLM, configuration(model), params), 1.0)  # type: ignore[arg-type]
+        experience = experience_of(batch, configuration(model).vocab_size)
+        network = Actor(random_network(AutoModelForCausalLM, configuration(model), params), 1.0)
         clip = params.agentic.gradient_clip
         engine = DeepSpeedEngine(network, params.engine, device=params.device, gradient_clip=clip)
 
@@ -224,7 +185,7 @@ def measure_ours(models: list[str], device: str, repeats: int, end: float) -> No
             experience: Experience = experience,
             params: Params = params,
         ) -> float:
-            return update_actor(batch, experience, engine, params.agentic, 0, 100)["policy_loss"]  # type: ignore[arg-type]
+            return update_actor(batch, experience, engine, params.agentic, 0, 100)["policy_loss"]
 
         for way in (KERNEL, ROW_LOOP, COMPILED):
             if way == COMPILED and (device == "cpu" or time.time() + COMPILE_SECONDS > end):
@@ -297,7 +258,7 @@ def measure_trl(models: list[str], device: str, repeats: int) -> None:
                 gradient_checkpointing=False,
                 packing=True,
                 max_length=4096,
-                per_device_train_batch_size=MODELS[model].tokens_per_microbatch // 4096 if has_flash else 1,
+                per_device_train_batch_size=LOADS[model].tokens_per_microbatch // 4096 if has_flash else 1,
                 # More than there are sequences in a pass over the rows, so that a pass is one optimizer step.
                 gradient_accumulation_steps=len(batch.ids),
                 num_train_epochs=repeats + 1,
@@ -341,7 +302,7 @@ def run(part: str, options: argparse.Namespace, seconds: float) -> list[dict[str
         for line in process.stdout:
             if line.startswith('{"model"'):
                 found.append(json.loads(line))
-            elif line.startswith(tuple(MODELS)):  # and nothing that a library prints
+            elif line.startswith(tuple(LOADS)):  # and nothing that a library prints
                 print(line, end="", flush=True)
         code = process.wait()
         timer.cancel()
@@ -359,7 +320,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model on the cpu")
     parser.add_argument("--seconds", type=float, default=100, help="for everything together")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--models", nargs="+", choices=MODELS)
+    parser.add_argument("--models", nargs="+", choices=LOADS)
     parser.add_argument("--part", choices=["ours", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -71,7 +71,7 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
                     "suffix": EXTENSION_SUFFIX,
                     "rules": "kernel-only",
                     "extensions": None,
-                    "library_bytes": library.stat().st_size,
+                    "library_bytes": len(library),
                 }
                 with open(sealed_file(library), "rb") as file:
                     arms.append(TimedRunner(bench.reference, header, file.fileno(), seconds=RUNNER_SECONDS))

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
+import packed_attention_fixtures
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -55,33 +57,10 @@ def by_row(*_: Any) -> bool:
 
 
 def attention(case: tuple[int, int, int, int | None], dtype: torch.dtype) -> list[Tensor]:
-    """Return output and gradients of queries, keys and values; `dtype` does not change the numbers drawn."""
     heads, kv_heads, head_dim, window = case
-    draw, tokens = torch.Generator(DEVICE).manual_seed(0), sum(LENGTHS)
-    offsets = torch.tensor([0, *LENGTHS], device=DEVICE).cumsum(0).to(torch.int32)
-    module = nn.Module()
-    module.num_key_value_groups, module.is_causal = heads // kv_heads, True  # type: ignore[assignment]
-    # Strides as in a model, where [1, heads, tokens, head_dim] is a view of the projection's output.
-    leaves = [
-        torch.randn(1, tokens, count, head_dim, device=DEVICE, generator=draw)
-        .bfloat16()
-        .to(dtype)
-        .requires_grad_()
-        for count in (heads, kv_heads, kv_heads)
-    ]
-    output, _ = document_attention._sdpa(
-        module,
-        *(leaf.transpose(1, 2) for leaf in leaves),
-        None,
-        documents=tuple(offsets.tolist()),
-        document_offsets=offsets,
-        longest_document=max(LENGTHS),
-        sliding_window=window,
-        scaling=head_dim**-0.5,
-        dropout=0.0,
+    return packed_attention_fixtures.attention(
+        LENGTHS, (heads, kv_heads), head_dim, window, dtype=dtype, device=DEVICE
     )
-    weights = torch.randn(output.shape, device=DEVICE, generator=draw).bfloat16().to(dtype)
-    return [output.detach(), *torch.autograd.grad(output, leaves, weights)]
 
 
 def scores(actor: Actor, packed: Packed) -> list[Tensor]:

@@ -43,6 +43,7 @@ from components.core.config import resolve
 from components.core.params import Params
 from components.policy.checkpoint import BUCKET_BYTES, load_model, load_tokenizer
 from components.policy.sampler import Completion, Sampler, complete_all
+from components.policy.transformers_sampler import TransformersSampler
 from components.policy.vllm.sampler import VllmSampler
 from components.policy.vllm.start import launches, running
 from components.policy.weight_stream import weight_buckets
@@ -147,7 +148,7 @@ def measure(case: str, vllm: Path, folder: Path, sequences: int, limit: int, dty
     with server(case, vllm, folder, dtype) as url:
         params = params_of(case, url, dtype)
         tokenizer = load_tokenizer(folder)
-        sampler: Sampler = open_sampler(params, folder, tokenizer, version="0")
+        sampler = open_sampler(params, folder, tokenizer, version="0")
         trained = load_model(folder, dtype=getattr(torch, dtype), device="cuda")
         publish: Callable[[int], float]
         if isinstance(sampler, VllmSampler):
@@ -165,6 +166,7 @@ def measure(case: str, vllm: Path, folder: Path, sequences: int, limit: int, dty
 
             def publish(number: int) -> float:
                 started = time.monotonic()
+                assert isinstance(sampler, TransformersSampler)
                 sampler.model.load_state_dict(trained.state_dict())
                 return time.monotonic() - started
 
@@ -195,7 +197,11 @@ def measure(case: str, vllm: Path, folder: Path, sequences: int, limit: int, dty
         if isinstance(sampler, VllmSampler):
             # The fleet reads the figures of its servers every two seconds.
             time.sleep(5)
-        hits = sampler.figures().get("sampler_prefix_hits", 0.0) if isinstance(sampler, VllmSampler) else 0.0
+        hits = (
+            sampler.fleet.figures().get("sampler_prefix_hits", 0.0)
+            if isinstance(sampler, VllmSampler)
+            else 0.0
+        )
         change(trained, 9)
         return {
             "backend": case,

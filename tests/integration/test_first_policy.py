@@ -28,6 +28,7 @@ def test_the_weights_of_a_gguf_file_become_a_checkpoint_of_its_model(tmp_path: P
     )
     assert manifest == verify_checkpoint(tmp_path / "made", "cpu")
     assert manifest.params == {"origin": {"license": "MIT"}} and "LICENSE" in manifest.files
+    assert adopt(tmp_path / "made", tmp_path / "again").params == manifest.params
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
     tensors = model.state_dict()
     assert model.dtype == torch.float32 and model.config.tie_word_embeddings

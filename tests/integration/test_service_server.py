@@ -160,15 +160,16 @@ def test_a_request_that_does_not_come_is_not_waited_for(
 
 
 def test_a_service_whose_connections_are_all_being_answered_says_so(
-    address: str, monkeypatch: pytest.MonkeyPatch
+    address: str, judges: TextJudges, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service_connections, "MOST_CONNECTIONS", 1)
     with ThreadPoolExecutor(1) as executor:
         waits = executor.submit(
-            httpx.post, f"{address}/v1/judgements?wait=10", json=body("sleep 1"), timeout=30
+            httpx.post, f"{address}/v1/judgements?wait=10", json=body("sleep 2"), timeout=30
         )
-        while (answer := httpx.get(f"{address}/health")).status_code == 200 and not waits.done():
+        while not judges.measured:  # the request that is answered for two seconds has the one place
             time.sleep(0.05)
+        answer = httpx.get(f"{address}/health")
         assert answer.status_code == 503 and "no place" in answer.json()["error"]
         assert waits.result().status_code == 200
 

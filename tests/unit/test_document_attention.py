@@ -1,13 +1,17 @@
 """One kernel for all packed rows is asked for what the rows one after the other compute."""
 
+from functools import partial
+from typing import Any
+
+import packed_attention_fixtures
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from components.training import document_attention
 
-LENGTHS, HEADS, KV_HEADS, HEAD_DIM, SCALE = (5, 1, 12, 7), 6, 2, 8, 0.3
+attention = partial(packed_attention_fixtures.attention, (5, 1, 12, 7), (6, 2), 8)
 
 
 def varlen_attn(
@@ -37,30 +41,6 @@ def varlen_attn(
     return torch.cat([output[0].transpose(0, 1) for output in outputs])
 
 
-def attention(window: int | None, dropout: float = 0.0) -> list[Tensor]:
-    """Return output and gradients of queries, keys and values of packed rows."""
-    torch.manual_seed(0)
-    offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-    leaves = [
-        torch.randn(1, sum(LENGTHS), heads, HEAD_DIM).requires_grad_()
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
-    ]
-    module = nn.Module()
-    module.num_key_value_groups = HEADS // KV_HEADS  # type: ignore[assignment]
-    output, _ = document_attention._sdpa(
-        module,
-        *(leaf.transpose(1, 2) for leaf in leaves),
-        None,
-        documents=tuple(offsets.tolist()),
-        document_offsets=offsets,
-        longest_document=max(LENGTHS),
-        sliding_window=window,
-        scaling=SCALE,
-        dropout=dropout,
-    )
-    return [output, *torch.autograd.grad(output, leaves, torch.randn_like(output))]
-
-
 @pytest.mark.parametrize("has_gqa", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 def test_one_kernel_computes_what_rows_one_after_the_other_do(
@@ -69,9 +49,9 @@ def test_one_kernel_computes_what_rows_one_after_the_other_do(
     by_row = attention(window)
     calls = []
 
-    def recorded(*args: object, **kwargs: object) -> Tensor:
+    def recorded(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(args)
-        return varlen_attn(*args, **kwargs)  # type: ignore[arg-type]
+        return varlen_attn(*args, **kwargs)
 
     names = {"scale", "window_size"} | ({"enable_gqa"} if has_gqa else set())
     monkeypatch.setattr(document_attention, "VARLEN_ARGUMENTS", names)

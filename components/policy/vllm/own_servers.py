@@ -42,8 +42,8 @@ def check_own_servers(params: Params) -> None:
         ),
         (
             len(_gpus(params)) < max(1, pool.samplers),
-            f"pool.samplers: {pool.samplers} GPUs are needed beside the trainer's, and CUDA_VISIBLE_DEVICES "
-            f"names {os.environ.get('CUDA_VISIBLE_DEVICES')}; name more, or lower it.",
+            f"pool.samplers: {pool.samplers} servers need a GPU each, and the trainer one more, but "
+            f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES')}; name more GPUs, or lower it.",
         ),
     )
     find_vllm(policy.vllm)
