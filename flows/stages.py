@@ -226,7 +226,16 @@ def load(context: Context, record: EvaluationRecord) -> Evaluation:
 
 def figures(summary: Summary) -> dict[str, Any]:
     """Return the seven figures of an evaluation that `cuda-agent run --json` prints, by their names."""
-    names = {"pass_rate", "faster_rate", "geomean", "mean_reward", "attempts_mean_reward", "tasks", "errors"}
+    names = {
+        "pass_rate",
+        "faster_rate",
+        "geomean",
+        "mean_reward",
+        "limit_score",
+        "attempts_mean_reward",
+        "tasks",
+        "errors",
+    }
     return summary.model_dump(include=names)
 
 

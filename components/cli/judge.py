@@ -71,6 +71,9 @@ def judge(
         if ratio is not None:
             interval = f"(95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
             print_line(f"  {ratio.estimate:.3f}x {baseline} {interval}")
+    limit, seconds = verdict.seconds.limit, verdict.seconds.candidate
+    if limit and seconds:
+        print_line(f"  {limit / seconds:.0%} of what the device allows, {limit * 1e6:.1f} us a call")
     if verdict.log:
         print_line(verdict.log)
     failed = verdict.status == "infrastructure"

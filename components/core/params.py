@@ -286,6 +286,10 @@ class GateThresholds(FrozenModel):
         "least lower end of the geometric mean of the speed-up against eager over correct solutions"
     )
     geomean_compile: Annotated[float, Field(ge=0)] = result("the same against torch.compile")
+    limit_score: Share = result(
+        "least lower end of the mean over tasks of 1 / (1 + (t - limit) / (baseline - limit)), which is 0.5 "
+        "at the faster baseline and 1 at the limit of the device"
+    )
     regression: Share = result(
         "largest drop of a rate below the champion on the same tasks; "
         "a drop that is within the noise does not count"

@@ -107,7 +107,7 @@ def load_task(path: Path) -> KernelTask:
 
 
 # Keys of a task's evidence whose values are measured and so differ each time the data set is built.
-MEASURED = ("eager_seconds", "compile_seconds", "rates", "headroom", "spread")
+MEASURED = ("eager_seconds", "compile_seconds", "limit", "headroom", "spread")
 # Columns of tasks.parquet.
 COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 

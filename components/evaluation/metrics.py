@@ -121,6 +121,32 @@ class TaskResult(FrozenModel):
             return None
         return ratio.estimate
 
+    @property
+    def attained(self) -> float | None:
+        """The limit's share of the solution's time, which is 1 at the limit, or None if it is not known."""
+        limit, seconds = self.seconds.limit, self.seconds.candidate
+        return limit / seconds if self.correct and limit and seconds else None
+
+    @property
+    def baseline_attained(self) -> float | None:
+        """The limit's share of the faster baseline's time, or None if it is not known."""
+        limit, times = self.seconds.limit, (self.seconds.eager, self.seconds.compile)
+        return max((limit / seconds for seconds in times if seconds), default=None) if limit else None
+
+    @property
+    def limit_score(self) -> float | None:
+        """Return 1 / (1 + (t - limit) / (baseline - limit)), as in SOL-ExecBench.
+
+        It is 0.5 for a solution that takes as long as the faster baseline, 1 at the limit, and 0 without a
+        solution. It is None if the limit is not known, or if it leaves no room below the baseline.
+        """
+        if not self.correct:
+            return 0.0
+        own, baseline = self.attained, self.baseline_attained
+        if own is None or baseline is None or baseline >= 1:
+            return None
+        return 1 / (1 + max(0.0, 1 / own - 1) / (1 / baseline - 1))
+
 
 class Pair(FrozenModel):
     """The values of one figure against the two baselines, eager PyTorch and torch.compile.
@@ -181,6 +207,9 @@ class Summary(FrozenModel):
     attempts_pass_rate: float | None
     pass_at: dict[str, float]
     intervals: dict[str, Interval]
+    # Means of `TaskResult.attained` and `TaskResult.limit_score` over the tasks that have one.
+    attained: float | None = None
+    limit_score: float | None = None
 
 
 class NotMeasurable(FrozenModel):
@@ -282,6 +311,8 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
         attempts_pass_rate=values["attempts_pass_rate"],
         pass_at=_pass_at(rows),
         intervals=intervals,
+        attained=values["attained"],
+        limit_score=values["limit_score"],
     )
 
 
@@ -329,6 +360,9 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
         "attempts_pass_rate": (np.array(solved, dtype=float), tried),
         "attempts_mean_reward": (np.array(rewards, dtype=float), tried),
     }
+    for name in ("attained", "limit_score"):
+        found = np.array([getattr(row, name) if not row.error else None for row in rows], dtype=float)
+        figures[name] = (np.nan_to_num(found), (~np.isnan(found)).astype(float))
     for baseline in BASELINES:
         ratios = np.array([row.ratio(baseline) or math.nan for row in rows], dtype=float)
         measured = (~np.isnan(ratios)).astype(float)

@@ -182,6 +182,7 @@ def write_report(path: Path, data: ReportData) -> None:
         curves=[chart for stage in data.stages if (chart := _curves(stage)) is not None],
         distributions=_distributions(before, after),
         fast_p=_fast_p(before, after),
+        limit=_limit(before, after),
         earlier={row.task_id: row for row in before.tasks} if before is not None else {},
         best=tables.best(after.tasks),
         worst=tables.worst(after.tasks),
@@ -316,6 +317,27 @@ def _distributions(before: Evaluation | None, after: Evaluation) -> list[tuple[s
         )
         for baseline, title in BASELINE_TITLES.items()
     ]
+
+
+def _limit(before: Evaluation | None, after: Evaluation) -> Markup:
+    """Draw the share of the limit that solutions and the faster baseline attain on each task.
+
+    The tasks are in the order of what the baseline attains. The markup is empty if no limit is known.
+    """
+    shares = sorted(
+        (share, row.task_id) for row in after.tasks if (share := row.baseline_attained) is not None
+    )
+    places = {task_id: place for place, (_, task_id) in enumerate(shares, start=1)}
+    series = [
+        Series("faster baseline", "m1", [*places.values()], [share for share, _ in shares], dashed=True)
+    ]
+    for label, colour, side in _evaluations(before, after):
+        known = [(places[row.task_id], row.attained) for row in side.tasks if row.task_id in places]
+        points = sorted((place, share) for place, share in known if share is not None)
+        series.append(Series(label, colour, [x for x, _ in points], [y for _, y in points]))
+    return line_chart(
+        series, x_label="task, by what the baseline attains", y_label="share of the limit", whole_x=True
+    )
 
 
 def _fast_p(before: Evaluation | None, after: Evaluation) -> list[tuple[str, Markup]]:

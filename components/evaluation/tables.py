@@ -236,7 +236,7 @@ def figure(value: float | None, name: str) -> str:
     name = name.removeprefix("change.")
     if name.startswith("geomean"):
         return f"{value:.2f}×"
-    if name.startswith(SHARES):
+    if name.startswith((*SHARES, "attained")):
         return f"{value:.0%}" if abs(value) in (0, 1) else f"{value:.1%}"
     return f"{value:.2f}"
 

@@ -5,24 +5,22 @@ rounds need exclusive access to the device.
 """
 
 import contextlib
-import functools
 import math
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from components.core.errors import TaskError, TaskTooLarge, UserError
 from components.core.params import JudgeParams
-from components.core.records import Device
 from components.core.task import check_contract
 from components.judge.baselines import COMPILE, EAGER, NOOP, Baseline, start_baseline
 from components.judge.correctness import FLOAT32_FLOOR, PART_NUMEL, ReferenceOutput
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.float64_check import round_departures
+from components.judge.limit import limit_of
 from components.judge.memory_plan import MemoryBudget, plan_layout
 from components.judge.statistics import net
 from components.judge.task_layout import Sizing
@@ -32,7 +30,6 @@ from components.judge.verdict import Admission
 from components.sandbox.runner_factory import RunnerFactory
 
 ROUNDS = 3  # timed rounds of each baseline
-COPIED_BYTES = 2**27  # size of the tensor that `measure_rates` copies
 # Bytes of device memory that are reserved for a task's first run, when its needs are unknown.
 DESCRIPTION_BYTES = 1 << 30
 # Number of calls and bytes in a round of an admission on a GPU, as a share of the usual number. The rounds
@@ -43,58 +40,9 @@ ROUND_SHARE = 0.25
 RUNNER_SHARE = 0.125
 # Largest share of a GPU's memory for one task of a data set; a larger task would delay all other tasks.
 TASK_SHARE = 0.25
-MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 8192}  # rows and columns
 TINY = 1e-30  # smallest divisor
 # Change of an order to the reference runner, with which it uses the initial values of the parameters.
 UNTOUCHED: dict[str, Any] = {"parameters": None}
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Measured speed of a device.
-
-    `bandwidth` is the bytes per second of a copy, including both the bytes read and the bytes written.
-    `flops` is the float32 operations per second of a matrix product.
-    """
-
-    bandwidth: float
-    flops: float
-
-
-@functools.cache
-def measure_rates(device: Device) -> Rates:
-    """Measure how fast an idle device copies memory and multiplies matrices, in at most about a second.
-
-    The result is cached for the rest of the process. On cpu one thread is used, as in judging.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        source = torch.ones(COPIED_BYTES // 4, device=device)
-        target = torch.empty_like(source)
-        side = MATRIX_SIZE[device]
-        a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
-        return Rates(
-            2 * COPIED_BYTES / _seconds(lambda: target.copy_(source), device),
-            2 * side**3 / _seconds(lambda: torch.mm(a, b), device),
-        )
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _seconds(work: Callable[[], Any], device: Device) -> float:
-    def synchronize() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    times = []
-    for _ in range(6):
-        synchronize()
-        start = time.perf_counter()
-        work()
-        synchronize()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
 
 
 def admit(
@@ -223,15 +171,18 @@ def _timed(reference: TaskReference, baseline: Baseline) -> tuple[list[float], b
 
 
 def _compile_evidence(reference: TaskReference, noop: list[float]) -> dict[str, Any]:
+    """Return the time of torch.compile, the limit of any kernel's time, and the headroom: their ratio.
+
+    The headroom can be below 1 if the task's operands have a structure that saves work.
+    """
     with reference.scheduler.measuring():
-        rates = measure_rates(reference.params.device)
+        limit = limit_of(reference.layout, reference.params.device, reference.params.precision)
     seconds, _ = _timed(reference, COMPILE)
-    layout = reference.layout
-    slots = [*layout.inputs.slots, *layout.outputs.slots, *layout.parameters.slots]
+    compiled = float(statistics.median(net(seconds, noop)))
     return {
-        "compile_seconds": float(statistics.median(net(seconds, noop))),
-        "compulsory_bytes": sum(slot.bytes for slot in slots),
-        "rates": asdict(rates),
+        "compile_seconds": compiled,
+        "limit": asdict(limit) | {"seconds": limit.seconds},
+        "headroom": round(compiled / limit.seconds, 4),
     }
 
 

@@ -5,6 +5,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from components.core.params import JudgeParams
 from components.core.progress import Report
 from components.judge.baselines import COMPILE, EAGER, NOOP, fastest_mode, start_early, start_modes
 from components.judge.candidate import BuiltCandidate
+from components.judge.limit import Limit, forget_bandwidth, limit_of
 from components.judge.source_runner import TOO_LONG
 from components.judge.statistics import net, paired_ratio, wanted_rounds
 from components.judge.task_bench import TaskBench
@@ -44,6 +46,8 @@ Measurement = tuple[Speedup, Seconds, dict[str, Any]]
 ROUNDS_SHARE = 0.1
 # Number of timed rounds that are enough for a speed-up of a task that is almost too slow to be measured.
 LEAST_ROUNDS = 3
+# Share of the time that writing the outputs takes below which a candidate's time is not believed.
+POSSIBLE = 0.9
 
 
 def measure_candidate(
@@ -238,12 +242,39 @@ def _compare(
             "written before the clock ran; let each call allocate its outputs, or write all of one that is "
             "used again.",
         )
+    limit = _checked_limit(bench, params, medians)
+    evidence["limit"] = asdict(limit)
     evidence["inputs"] = {
         "drawn": bench.reference.inputs.draws,
         "distributions": sorted({*bench.reference.distributions, *bench.reference.inputs.usable()}),
         "different_calls": len(staged.fingerprints),
     }
-    return Speedup.model_validate(speedups), Seconds.model_validate(medians), evidence
+    return (
+        Speedup.model_validate(speedups),
+        Seconds.model_validate(medians | {"limit": limit.seconds}),
+        evidence,
+    )
+
+
+def _checked_limit(bench: TaskBench, params: JudgeParams, medians: dict[str, float]) -> Limit:
+    """Return the limit of the task, or raise Rejected if a candidate is faster than its outputs are written.
+
+    Nothing is refused if eager is as fast, whose outputs are then views of its inputs. What a candidate reads
+    is not counted, because a part of an input may be unused. The device is measured again before a candidate
+    is refused, because other work can have made it look slow.
+    """
+    for _ in range(2):
+        with bench.scheduler.measuring():
+            limit = limit_of(bench.reference.layout, params.device, params.precision)
+        if not medians["candidate"] < POSSIBLE * limit.output_seconds <= medians["eager"]:
+            return limit
+        forget_bandwidth()
+    raise Rejected(
+        "wrong_output",
+        "impossible_time",
+        f"a call took {medians['candidate'] * 1e6:.2f} us, and to write its outputs takes at least "
+        f"{limit.output_seconds * 1e6:.2f} us, as measured with a copy of as many bytes.",
+    )
 
 
 def _compile_baseline(

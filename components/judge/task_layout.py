@@ -87,7 +87,8 @@ class Description(FrozenModel):
     in `inputs` and None in `scalars`. Any other value has None in `inputs` and `[value]` in `scalars`.
     `state` has the names, shapes and dtypes of the module's state dict, and `parameters` has the names in it
     that are parameters. `seconds` is the time of the fastest call. `peak_bytes` is the GPU memory that the
-    calls reserved, or 0 on cpu.
+    calls reserved, or 0 on cpu. `operations` are the floating-point operations of the matrix products and
+    convolutions of a call.
     """
 
     init_inputs: list[Any] = Field(max_length=64)
@@ -98,6 +99,7 @@ class Description(FrozenModel):
     parameters: list[str] = Field(max_length=4096)
     seconds: float = Field(ge=0, lt=1e6)
     peak_bytes: int = Field(ge=0, lt=1 << 63)
+    operations: int = Field(ge=0, lt=1 << 63)
 
     @model_validator(mode="after")
     def _check_entries(self) -> Self:

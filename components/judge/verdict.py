@@ -98,11 +98,15 @@ class Ratio(FrozenModel):
 
 
 class Seconds(FrozenModel):
-    """Median seconds of one call of the candidate and of each baseline; a field is None if not measured."""
+    """Median seconds of one call of the candidate and of each baseline; a field is None if not measured.
+
+    `limit` is a lower bound for every kernel of the task on this device (`judge/limit.py`).
+    """
 
     candidate: float | None = None
     eager: float | None = None
     compile: float | None = None
+    limit: float | None = None
 
 
 class Speedup(FrozenModel):

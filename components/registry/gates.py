@@ -127,6 +127,7 @@ def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresho
         floor("faster_rate.compile", summary, thresholds.faster_rate_compile),
         floor("geomean.eager", summary, thresholds.geomean_eager),
         floor("geomean.compile", summary, thresholds.geomean_compile),
+        *([floor("limit_score", summary, thresholds.limit_score)] if thresholds.limit_score else ()),
         *(
             floor(
                 "faster_rate.compile", levels.get(str(level)), threshold, f"faster_rate.compile.level_{level}"

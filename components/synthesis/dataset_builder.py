@@ -7,11 +7,11 @@ in the journal, so that no candidate is judged again if a killed build is starte
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from components.core.errors import InfrastructureError, UserError
 from components.core.files import atomic_folder
@@ -271,7 +271,6 @@ class DatasetBuilder:
                 {"device": self.params.device}
                 | admission.evidence
                 | self.task_filter.similarity_evidence(task)
-                | compute_headroom(admission.evidence, candidate.draft.flops if candidate.draft else None)
             )
             self.admitted.append(
                 task.model_copy(update={"evidence": evidence, "name": task.name or "-".join(task.ops)})
@@ -318,25 +317,3 @@ class DatasetBuilder:
             )
             write_summary(folder, self.params, summary)
         return summary
-
-
-def compute_headroom(evidence: Mapping[str, Any], flops: int | None) -> dict[str, Any]:
-    """Return the entries `headroom` and `operations` for the evidence of a task.
-
-    The headroom is the time of torch.compile divided by a lower bound of any kernel's time:
-
-        headroom = compile seconds / max(compulsory bytes / bandwidth, operations / rate)
-
-    Compulsory bytes are the bytes of inputs, parameters and outputs, each counted once. The bandwidth (bytes
-    per second) and the rate (operations per second) are measured on the present device. The headroom can be
-    below 1 if the data fit into a cache, and is only an upper bound if the operations are unknown.
-
-    `evidence` is that of the task's admission. `flops` is the number of floating-point operations of one
-    call, or None if it is unknown, and becomes `operations`. The result is empty if the time of torch.compile
-    was not measured.
-    """
-    if "compile_seconds" not in evidence:
-        return {}
-    rates = evidence["rates"]
-    floor = max(evidence["compulsory_bytes"] / rates["bandwidth"], (flops or 0) / rates["flops"])
-    return {"headroom": round(evidence["compile_seconds"] / floor, 4), "operations": flops}

@@ -75,8 +75,6 @@ class Draft:
     task: KernelTask
     parts: tuple[OperatorTemplate, ...] | TransformersModule
     shape: Shape
-    # Floating-point operations of the products and convolutions in one call, or None if unknown.
-    flops: int | None
 
 
 # Names of the torch operators that only make a view.
@@ -282,11 +280,11 @@ class TorchComposer:
             tuple(template.name for template in chain),
             self.data.held_out_seed,
         )
-        return Draft(task, chain, shape, sum(cost.flops for _, cost in walked))
+        return Draft(task, chain, shape)
 
     def _write_module(self, module: TransformersModule, shape: Shape) -> Draft:
         code, ops = write_module_source(module, *shape), (f"transformers.{module.name}",)
-        return Draft(composed_task(code, ops, self.data.held_out_seed, "transformers"), module, shape, None)
+        return Draft(composed_task(code, ops, self.data.held_out_seed, "transformers"), module, shape)
 
 
 def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape]) -> str:

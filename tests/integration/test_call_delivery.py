@@ -49,6 +49,7 @@ def layout(
             "parameters": [],
             "seconds": 1.0,
             "peak_bytes": 0,
+            "operations": 0,
         }
     )
     sandbox = resolve("smoke", (f"sandbox.input_delivery={mode}",)).params.sandbox

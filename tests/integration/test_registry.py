@@ -34,6 +34,7 @@ LOW = GateThresholds(
     faster_rate_compile_by_level={},
     geomean_eager=0.5,
     geomean_compile=0.5,
+    limit_score=0.0,
     regression=0.2,
     improvement=True,
     measured=1.0,
@@ -342,6 +343,7 @@ def test_nothing_correct_fails_a_floor_on_the_geomean_and_passes_none() -> None:
             "faster_rate_compile": 0.0,
             "geomean_eager": 0.0,
             "geomean_compile": 0.0,
+            "limit_score": 0.0,
         }
     )
     assert {gate.name: gate.passed for gate in gates.floors(none, {}, LOW)}["geomean.eager"] is False

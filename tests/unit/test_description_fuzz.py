@@ -24,6 +24,7 @@ PLAIN: dict[str, Any] = {
     "parameters": ["scale"],
     "seconds": 0.001,
     "peak_bytes": 0,
+    "operations": 0,
 }
 BUDGETS = (MemoryBudget(0, 0, 1 << 40), MemoryBudget(80 << 30, 0, 1 << 40))
 PARAMS = resolve("ci").params
@@ -42,6 +43,7 @@ fields = {
     "state": st.lists(st.tuples(st.text(max_size=3), shapes, st.just("float32")), max_size=4),
     "seconds": st.floats(),
     "peak_bytes": numbers,
+    "operations": numbers,
 }
 
 

@@ -35,6 +35,7 @@ def description(task: dict[str, Any], **changes: Any) -> Description:
         "parameters": [],
         "seconds": 0.005,
         "peak_bytes": task["peak_bytes"],
+        "operations": 0,
     }
     return Description.model_validate(values | changes)
 
@@ -84,6 +85,7 @@ def test_the_tasks_that_are_checked_on_a_gpu_fit_and_share_buffers(total: int, g
             "outputs": [(shape, "float32")],
             "state": [("scale", [1024], "float32")],
             "peak_bytes": 3 * 4 * shape[0] * shape[1],
+            "operations": 0,
         }
     )
     allowed = budget(total)

@@ -13,7 +13,7 @@ from components.core.errors import UserError
 from components.core.files import write_json
 from components.evaluation.metrics import Attempt, Evaluation, Measurement, TaskResult, by_level, summarise
 from components.evaluation.report import load_report_data, write_report
-from components.judge.verdict import Ratio, Speedup, Status, Verdict, milestone
+from components.judge.verdict import Ratio, Seconds, Speedup, Status, Verdict, milestone
 
 EVIL = (
     '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)><a href="http://example.com">{{ 7 *'
@@ -39,6 +39,9 @@ def evaluation(eager: list[float | None], hostile: str = "") -> Evaluation:
                 reason=hostile,
                 milestone=milestone(Verdict(status=status, speedup=speedup)),
                 speedup=speedup,
+                seconds=Seconds(
+                    candidate=1e-3 / estimate if estimate else None, eager=1e-3, compile=1e-3, limit=2e-4
+                ),
                 attempts=(
                     Attempt(status=status, reward=1, first=Measurement(status=status, eager=estimate)),
                 ),
@@ -184,6 +187,7 @@ def test_every_picture_is_there(tmp_path: Path) -> None:
         "speed-up against torch.compile",
         "share correct and > p× as fast by p",
         "share correct and > p× as fast by p",
+        "share of the limit by task, by what the baseline attains",
         "mean reward by step",
         "milestone shares by step",
         "bars",

@@ -21,6 +21,7 @@ import torch
 from float64_mode import computing_in_float64
 from input_distributions import INPUT_DISTRIBUTIONS
 from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs, plain
+from torch.utils.flop_counter import FlopCounterMode
 
 if TYPE_CHECKING:
     from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
@@ -35,8 +36,9 @@ def describe(code: str, device: str) -> dict[str, Any]:
     """Return the shapes, dtypes and names that the judge needs to lay out shared memory for a task.
 
     `code` is the task's source. The result also has the arguments of the model's constructor, the duration of
-    the fastest call in `seconds`, and the GPU memory that was reserved at most in `peak_bytes` (0 on cpu). It
-    contains only values that JSON can represent.
+    the fastest call in `seconds`, the GPU memory that was reserved at most in `peak_bytes` (0 on cpu), and
+    the floating-point operations that torch counts in `operations`. It contains only values that JSON can
+    represent.
     """
     module = define_module("model", code)
     torch.manual_seed(0)
@@ -77,6 +79,9 @@ def describe(code: str, device: str) -> dict[str, Any]:
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds = min(seconds, time.perf_counter() - start)
+        counter = FlopCounterMode(display=False)
+        with contextlib.suppress(Exception), counter:  # of a module that the counter cannot follow
+            model(*arguments)
 
     return {
         "init_inputs": plain_init_inputs,
@@ -91,6 +96,7 @@ def describe(code: str, device: str) -> dict[str, Any]:
         # two values; no result depends on them.
         "seconds": seconds,
         "peak_bytes": torch.cuda.max_memory_reserved() if device == "cuda" else 0,
+        "operations": counter.get_total_flops(),
     }
 
 

@@ -1,0 +1,112 @@
+"""Least time of a call of a task on this device, from how fast the device was measured to be.
+
+It is the bound of the roofline model: each input, parameter and output is moved once at the measured
+bandwidth, and the operations of the task's matrix products and convolutions run at the measured rate. A
+kernel that needs less, because an operand has a structure or a part of an input is not used, can be faster.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from components.core.records import Device, Precision
+from components.judge.task_layout import TaskLayout
+
+# Sizes in bytes of the data that `bandwidth` moves: at least so much that a GPU needs longer for it than to
+# start a kernel, and at most so much that no cache holds it.
+LEAST_BYTES: dict[Device, int] = {"cpu": 1 << 20, "cuda": 1 << 25}
+MOST_BYTES = 1 << 28
+MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 8192}  # rows and columns
+REPETITIONS, CALLS = 5, 10
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a call of a task moves and computes at least, and how fast the device does it.
+
+    `bytes` are those of inputs, parameters and outputs. `bandwidth` is that of a copy of as many bytes as the
+    calls of a timed round have, each of which has inputs of its own, in bytes per second.
+    `operations_per_second` is 0 if the task has no matrix products and convolutions. `output_seconds` is the
+    time of writing the outputs alone, to memory that a cache may hold.
+    """
+
+    bytes: int
+    operations: int
+    bandwidth: float
+    operations_per_second: float
+    output_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        products = self.operations / self.operations_per_second if self.operations else 0.0
+        return max(self.bytes / self.bandwidth, products)
+
+
+def limit_of(layout: TaskLayout, device: Device, precision: Precision) -> Limit:
+    """Return the limit of a task; what is measured for it is kept for the rest of the process.
+
+    A caller holds the device, because other work would make it look slower than it is.
+    """
+    description = layout.description
+    outputs = sum(slot.bytes for slot in layout.outputs.slots)
+    moved = outputs + sum(slot.bytes for slot in (*layout.inputs.slots, *layout.parameters.slots))
+    used = {dtype for spec in (*description.inputs, *description.outputs) if spec for dtype in spec[1:]}
+    dtypes = used & {"float64", "bfloat16", "float16"} or {"float32"}
+    return Limit(
+        moved,
+        description.operations,
+        bandwidth(device, layout.calls * moved),
+        max(operation_rate(device, name, precision) for name in dtypes) if description.operations else 0.0,
+        outputs / bandwidth(device, outputs),
+    )
+
+
+def bandwidth(device: Device, size: int) -> float:
+    """Return the bytes per second of a copy that reads and writes about `size` bytes together, at most."""
+    return _bandwidth(device, min(max(1 << (size.bit_length() - 1), LEAST_BYTES[device]), MOST_BYTES))
+
+
+@functools.cache
+def _bandwidth(device: Device, size: int) -> float:
+    source = torch.ones(size // 8, device=device)
+    target = torch.empty_like(source)
+    return size / _seconds(lambda: target.copy_(source), device)
+
+
+@functools.cache
+def operation_rate(device: Device, dtype: str, precision: Precision) -> float:
+    """Measure the operations per second of a product of square matrices."""
+    side = MATRIX_SIZE[device]
+    a, b = (torch.randn(side, side, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+    try:
+        return 2 * side**3 / _seconds(lambda: torch.mm(a, b), device, calls=1)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+forget_bandwidth = _bandwidth.cache_clear
+
+
+def _seconds(work: Callable[[], Any], device: Device, calls: int = CALLS) -> float:
+    """Return the least seconds of a call; on cpu with one thread, by its own clock, as in judging."""
+    clock = time.thread_time if device == "cpu" else time.perf_counter
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    times = []
+    try:
+        for _ in range(1 + REPETITIONS):
+            start = clock()
+            for _ in range(calls):
+                work()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append((clock() - start) / calls)
+    finally:
+        torch.set_num_threads(threads)
+    return min(times[1:])

@@ -1,0 +1,125 @@
+"""The limit of a task's time, what of it a solution attains, and times that cannot be."""
+
+import contextlib
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from components.core.config import resolve
+from components.evaluation.metrics import TaskResult, summarise
+from components.judge import limit as limits
+from components.judge import measurement
+from components.judge.limit import Limit, limit_of
+from components.judge.measurement import _checked_limit
+from components.judge.verdict import Rejected, Seconds
+
+
+def layout(dtype: str = "float32", operations: int = 0) -> Any:
+    """Return a layout with an input and an output of 1 MB, parameters of 0.5 MB, and 10 calls a round."""
+    spec = ((512, 512), dtype)
+    description = SimpleNamespace(inputs=[spec, None], outputs=[spec], operations=operations)
+
+    def region(size: int) -> Any:
+        return SimpleNamespace(slots=[SimpleNamespace(bytes=size)])
+
+    return SimpleNamespace(
+        description=description,
+        inputs=region(1_000_000),
+        outputs=region(1_000_000),
+        parameters=region(500_000),
+        calls=10,
+    )
+
+
+def test_the_limit_is_the_larger_of_moving_and_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A copy of 1 MB is in a cache and four times as fast as one of 25 MB, which is ten calls'.
+    monkeypatch.setattr(limits, "bandwidth", lambda _, size: 1e9 if size == 25_000_000 else 4e9)
+    rates = {"float32": 1e10, "float64": 5e9, "bfloat16": 2e10}
+    monkeypatch.setattr(limits, "operation_rate", lambda _, dtype, __: rates[dtype])
+    found = limit_of(layout(), "cpu", "strict-fp32")
+    assert found == Limit(2_500_000, 0, 1e9, 0.0, 0.00025) and found.seconds == 0.0025
+    assert limit_of(layout(operations=10**7), "cpu", "strict-fp32").seconds == 0.0025
+    assert limit_of(layout(operations=10**8), "cpu", "strict-fp32").seconds == 0.01
+    assert limit_of(layout("float64", 10**8), "cpu", "strict-fp32").seconds == 0.02
+    assert limit_of(layout("bfloat16", 10**8), "cpu", "strict-fp32").seconds == 0.005
+
+
+def test_what_is_measured_is_what_a_machine_can_do() -> None:
+    small, large = limits.bandwidth("cpu", 1 << 20), limits.bandwidth("cpu", 1 << 27)
+    assert large > 1e8 and large / 2 < small < 1e12, "data in a cache is moved no slower"
+    assert 1e8 < limits.operation_rate("cpu", "float32", "strict-fp32") < 1e13
+
+
+@pytest.mark.parametrize(
+    ("candidate", "eager", "is_refused"),
+    [(90.1, 500.0, False), (89.0, 500.0, True), (1.0, 500.0, True), (1.0, 2.0, False)],
+)
+def test_a_call_takes_no_less_than_writing_its_outputs(
+    candidate: float, eager: float, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+
+    def limit(*_: object) -> Limit:
+        measured.append(1)
+        return Limit(2_500_000, 0, 1e9, 0.0, output_seconds=100e-6)
+
+    monkeypatch.setattr(measurement, "limit_of", limit)
+    scheduler = SimpleNamespace(measuring=contextlib.nullcontext)
+    bench = cast(Any, SimpleNamespace(scheduler=scheduler, reference=SimpleNamespace(layout=None)))
+    medians = {"candidate": candidate * 1e-6, "eager": eager * 1e-6}
+    expected = (
+        pytest.raises(Rejected, match=r"at least 100\.00 us") if is_refused else contextlib.nullcontext()
+    )
+    with expected as caught:
+        assert _checked_limit(bench, resolve("ci").params, medians).seconds == 0.0025
+    assert len(measured) == (2 if is_refused else 1), "a device that looked slow is measured again"
+    if caught is not None:
+        assert (caught.value.status, caught.value.reason) == ("wrong_output", "impossible_time")
+
+
+def result(
+    status: str, candidate: float, *, compiled: float | None = 3.0, limit: float | None = 1.0
+) -> TaskResult:
+    seconds = Seconds(candidate=candidate, eager=4.0, compile=compiled, limit=limit)
+    return TaskResult.model_validate(
+        {"task_id": f"{status} {candidate}", "status": status, "seconds": seconds.model_dump()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "attained", "score"),
+    [
+        (result("correct", 3.0), 1 / 3, 0.5),  # as fast as the faster baseline
+        (result("correct", 1.0), 1.0, 1.0),
+        (result("correct", 2.0), 0.5, 2 / 3),
+        (result("correct", 0.5), 2.0, 1.0),  # it used a structure of its operands
+        (result("correct", 4.0, compiled=None), 0.25, 0.5),
+        (result("correct", 2.0, limit=3.5), 1.75, None),  # torch.compile is faster than the limit
+        (result("correct", 2.0, limit=None), None, None),
+        (result("wrong_output", 2.0), None, 0.0),
+    ],
+)
+def test_half_a_point_at_the_baseline_and_one_at_the_limit(
+    row: TaskResult, attained: float | None, score: float | None
+) -> None:
+    assert (row.attained, row.limit_score) == (pytest.approx(attained), pytest.approx(score))
+
+
+def test_means_are_over_the_tasks_that_have_a_score() -> None:
+    rows = [
+        result("correct", 3.0),
+        result("correct", 1.0),
+        result("correct", 2.0, limit=None),
+        result("wrong_output", 2.0),
+        result("infrastructure", 2.0),
+    ]
+    found = summarise(rows)
+    assert found.limit_score == pytest.approx((0.5 + 1.0 + 0.0) / 3)
+    assert found.attained == pytest.approx((1 / 3 + 1) / 2)
+    low, high = found.intervals["limit_score"].low, found.intervals["limit_score"].high
+    assert low is not None and high is not None and low < found.limit_score < high
+    older = json.loads(found.model_dump_json())
+    del older["attained"], older["limit_score"]
+    assert type(found).model_validate(older).limit_score is None, "records without limits can be read"
