@@ -40,11 +40,15 @@ def judge(
         str, typer.Option("--weights", help="state_dict, or seed: equal secret seeds of both constructors")
     ] = "",
     tolerance: Annotated[str, typer.Option("--tolerance", help="strict, or KernelBench's: kernelbench")] = "",
+    against: Annotated[
+        Path | None,
+        typer.Option("--against", help="another workspace or file, to compare with instead of torch.compile"),
+    ] = None,
     precise: Annotated[
         bool, typer.Option("--precise", help="measure in more rounds, for narrower intervals")
     ] = False,
 ) -> Output:
-    """Build one candidate, check its outputs, and measure it against eager and torch.compile.
+    """Build one candidate, check its outputs, and measure it against eager, and torch.compile or another one.
 
     The exit code is 0 even if the candidate fails, and 1 if the judge itself fails.
     """
@@ -62,12 +66,15 @@ def judge(
     from components.judge.pool.open_pool import judge_workdir
     from components.judge.verdict import Labels
 
-    verdict = judge_workdir(resolved.params, workdir, task, home_of(resolved) / "judge", print_line)
+    verdict = judge_workdir(
+        resolved.params, workdir, task, home_of(resolved) / "judge", print_line, against=against
+    )
     reason = f" ({verdict.reason})" if verdict.reason else ""
     print_line(f"{verdict.status}{reason}, milestone {verdict.milestone}")
     if (labels := Labels.of(resolved.params.sandbox)) != Labels():
         print_line(f"  judged with {labels}")
-    for baseline, ratio in (("eager", verdict.speedup.eager), ("torch.compile", verdict.speedup.compile)):
+    names = {"eager": "eager", "compile": "torch.compile", "against": str(against)}
+    for baseline, ratio in ((names[name], ratio) for name, ratio in verdict.speedup):
         if ratio is not None:
             interval = f"(95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
             print_line(f"  {ratio.estimate:.3f}x {baseline} {interval}")

@@ -23,7 +23,7 @@ from components.core.text import readable
 from components.judge.admission import admit
 from components.judge.candidate import BuiltCandidate, build_candidate, screen_candidate
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.measurement import measure_candidate
+from components.judge.measurement import blaming_the_other, measure_candidate
 from components.judge.task_bench import BenchCache, TaskBench, make_reference
 from components.judge.verdict import (
     LOAD_ERRORS,
@@ -99,21 +99,25 @@ class Judge:
         files: dict[str, str],
         *,
         compare_compile: bool | None = False,
+        against: dict[str, str] | None = None,
         report: Report = ignore,
     ) -> Verdict:
         """Return the verdict on the candidate with `files` on `task`.
 
         `files` maps each workspace path to the text of the file. `compare_compile` determines when a correct
         candidate is also compared with torch.compile: always, with its fastest mode (True), only if it is
-        faster than eager, with the default mode (False), or never (None). `report` is called with the name of
-        each step when it begins. Raises InfrastructureError if the judge itself fails.
+        faster than eager, with the default mode (False), or never (None). With `against`, the files of
+        another candidate, it is compared with that one instead, in the same rounds. `report` is called with
+        the name of each step when it begins. Raises InfrastructureError if the judge itself fails.
         """
         try:
             report("building the candidate")
             built = self._build(task, files)
+            with blaming_the_other():
+                other = self._build(task, against) if against is not None else None
             report("preparing inputs, reference outputs and baselines")
             with self.bench(task) as bench:
-                measured = measure_candidate(self.params, bench, built, compare_compile, report)
+                measured = measure_candidate(self.params, bench, built, compare_compile, report, other)
                 speedups, seconds, evidence = measured
                 candidate = {"candidate": built.digest, "extensions_not_built": sorted(built.failures)}
                 return make_verdict(

@@ -20,7 +20,7 @@ from components.judge.limit import Limit, forget_bandwidth, limit_of
 from components.judge.source_runner import TOO_LONG
 from components.judge.statistics import net, paired_ratio, wanted_rounds
 from components.judge.task_bench import TaskBench
-from components.judge.timed_runner import StagedInputs, TimedRunner
+from components.judge.timed_runner import BASELINE_LIMITS, StagedInputs, TimedRunner
 from components.judge.verdict import (
     LOAD_ERRORS,
     MARGIN,
@@ -37,7 +37,7 @@ from components.sandbox.runner_factory import sealed_file
 from components.sandbox.runner_process import RunnerError
 
 # Names of the runners that are measured.
-Timed = Literal["candidate", "eager", "compile", "noop"]
+Timed = Literal["candidate", "eager", "compile", "noop", "against"]
 # Seconds per call in each round, by the name of the runner.
 RawSeconds = dict[Timed, list[float]]
 # Speed-ups, median seconds per call, and entries of a verdict's evidence.
@@ -56,24 +56,32 @@ def measure_candidate(
     built: BuiltCandidate,
     compare_compile: bool | None,
     report: Report,
+    against: BuiltCandidate | None = None,
 ) -> Measurement:
     """Load a candidate, verify its outputs before and after timing it, and return the measured figures.
 
     `compare_compile` determines when a correct candidate is also compared with torch.compile: always, with
     its fastest mode (True), only if it is faster than eager, with the default mode (False), or never (None).
-    `report` is called with the name of each step when it begins. On a GPU nothing else uses the device
-    meanwhile. Raises Rejected if the candidate fails.
+    `against` is another candidate, with which this one is compared in the same rounds in place of
+    torch.compile, since the memory is planned for two runners besides eager and the no-op. `report` is called
+    with the name of each step when it begins. On a GPU nothing else uses the device meanwhile. Raises
+    Rejected if a candidate fails.
     """
-    with (
-        _exclusive_device(bench, compare_compile),
-        bench.scheduler.limiting(params.sandbox.run_seconds),
-        open(sealed_file(built.library), "rb") as library,
-    ):
+    if against is not None:
+        compare_compile = None
+    with _exclusive_device(bench, compare_compile), bench.scheduler.limiting(params.sandbox.run_seconds):
         baselines = bench.baselines
         runners: dict[Timed, TimedRunner] = {"eager": baselines.get(EAGER), "noop": baselines.get(NOOP)}
-        candidate = _load(params, bench, built, library.fileno())
-        bench.float64_check.forget_deferred()
-        try:
+        with contextlib.ExitStack() as stack:
+            if against is not None:
+                with blaming_the_other():
+                    runners["against"] = other = stack.enter_context(
+                        _loaded(params, bench, against, BASELINE_LIMITS)
+                    )
+                    with rejecting(RUN_ERRORS):
+                        _verify(other)
+            candidate = stack.enter_context(_loaded(params, bench, built))
+            bench.float64_check.forget_deferred()
             report("comparing outputs with the reference")
             with rejecting(RUN_ERRORS):
                 _verify(candidate)
@@ -83,13 +91,21 @@ def measure_candidate(
                 )
                 # A candidate that counts its calls could be right only until it is timed.
                 _verify(candidate)
-        finally:
-            candidate.close()
         with rejecting(RUN_ERRORS, hide_text=True):
             reason = bench.wrong_deferred_call()
         if reason is not None:
             raise wrong_timed_output(reason)
         return measurement
+
+
+@contextlib.contextmanager
+def blaming_the_other() -> Iterator[None]:
+    """Convert a Rejected raised inside the context into one for the other candidate of a comparison."""
+    try:
+        yield
+    except Rejected as error:
+        text = f"the candidate to compare with: {error.status} ({error.reason}). {error.log}"
+        raise Rejected("infrastructure", "against", text) from error
 
 
 @contextlib.contextmanager
@@ -123,7 +139,24 @@ def _exclusive_device(bench: TaskBench, compare_compile: bool | None) -> Iterato
             yield
 
 
-def _load(params: JudgeParams, bench: TaskBench, built: BuiltCandidate, library: int) -> TimedRunner:
+@contextlib.contextmanager
+def _loaded(
+    params: JudgeParams, bench: TaskBench, built: BuiltCandidate, limits: int = 1
+) -> Iterator[TimedRunner]:
+    """Yield the runner of a candidate, which has loaded it; raise Rejected if that fails.
+
+    It may exist for `limits` times `sandbox.run_seconds`.
+    """
+    with (
+        open(sealed_file(built.library), "rb") as library,
+        contextlib.closing(_load(params, bench, built, library.fileno(), limits)) as runner,
+    ):
+        yield runner
+
+
+def _load(
+    params: JudgeParams, bench: TaskBench, built: BuiltCandidate, library: int, limits: int
+) -> TimedRunner:
     """Start the runner of a candidate, which loads it; raise Rejected if that fails.
 
     `library` is the descriptor of the candidate's library, or of an empty file if it has none.
@@ -136,7 +169,9 @@ def _load(params: JudgeParams, bench: TaskBench, built: BuiltCandidate, library:
         "rules": params.sandbox.rules,
         "library_bytes": os.fstat(library).st_size,
     }
-    start = functools.partial(TimedRunner, bench.reference, header, seconds=params.sandbox.run_seconds)
+    start = functools.partial(
+        TimedRunner, bench.reference, header, seconds=limits * params.sandbox.run_seconds
+    )
     try:
         with rejecting(LOAD_ERRORS):
             try:
@@ -230,7 +265,7 @@ def _compare(
         report("starting torch.compile")
         add_compile(every_mode=True)
     report("timing")
-    time_beside(["eager", "compile"] if compare_compile else ["eager"])
+    time_beside([name for name in ("eager", "compile", "against") if name in runners])
     if compare_compile is False and speedups["eager"].estimate > MARGIN:
         add_compile(every_mode=False)
         time_beside(["compile"], suffix="_2")
@@ -337,6 +372,9 @@ def timed_rounds(
             except RunnerError as error:
                 if name == "candidate":
                     raise
+                if name == "against":
+                    with blaming_the_other(), rejecting(RUN_ERRORS):
+                        raise
                 bench.baselines.drop_runner(runners[name])  # the next attempt starts a new one
                 if error.kind == "timed_out":
                     raise TaskError(f"{name} took {TOO_LONG}") from error
@@ -346,7 +384,8 @@ def timed_rounds(
             if number > 0:
                 raw[name].append(seconds)
             if runners[name].inputs_changed:
-                raise wrong_timed_output("inputs_changed")
+                with blaming_the_other() if name == "against" else contextlib.nullcontext():
+                    raise wrong_timed_output("inputs_changed")
             if name not in ("candidate", "eager"):
                 continue
             results[name] = outputs

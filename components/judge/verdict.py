@@ -100,20 +100,23 @@ class Ratio(FrozenModel):
 class Seconds(FrozenModel):
     """Median seconds of one call of the candidate and of each baseline; a field is None if not measured.
 
-    `limit` is a lower bound for every kernel of the task on this device (`judge/limit.py`).
+    `limit` is a lower bound for every kernel of the task on this device (`judge/limit.py`), and `against`
+    the time of the candidate with which this one was compared.
     """
 
     candidate: float | None = None
     eager: float | None = None
     compile: float | None = None
     limit: float | None = None
+    against: float | None = None
 
 
 class Speedup(FrozenModel):
-    """Speed-ups of the candidate over each baseline; a field is None if not measured."""
+    """Speed-ups over each baseline, and over another candidate; a field is None if it was not measured."""
 
     eager: Ratio | None = None
     compile: Ratio | None = None
+    against: Ratio | None = None
 
 
 class Verdict(FrozenModel):

@@ -125,6 +125,8 @@ class JobService:
         task = self.task(token, body)
         candidate = Candidate.of(body.files)
         epoch = f"service/{token.name}/{body.measurement}/{body.compare_compile}"
+        if body.against is not None:
+            epoch += f"/{Candidate.of(body.against).digest}"
         protocol = protocol_digest(body.settings(self.params))
         return StoredJob(
             id=verdict_key(protocol, Job(task, candidate, epoch)),
@@ -367,6 +369,7 @@ class JobService:
                         KernelTask(code=body.code),
                         dict(Candidate.of(body.files).files),
                         compare_compile=body.compare_compile,
+                        against=body.against,
                         report=report,
                     ),
                 )

@@ -96,6 +96,10 @@ class JudgementBody(Body):
         description="compare every correct candidate with the fastest mode of torch.compile; otherwise only "
         "one that is faster than eager, with the default mode; null compares none",
     )
+    against: dict[Text, Text] | None = Field(
+        None,
+        description="files of another candidate, with which this one is compared in place of torch.compile",
+    )
     measurement: Measurement = 1
     labels: Labels | None = Field(
         None, description="rules, weights and tolerance (docs/judge.md); by default the service's"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 # Reasons of verdicts `infrastructure` that the task's own source causes; another attempt would not help.
-TASK_FAULTS = ("task", "too_large")
+TASK_FAULTS = ("task", "too_large", "against")
 
 
 @dataclass(frozen=True)

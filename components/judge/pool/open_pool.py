@@ -44,18 +44,24 @@ def open_pool(params: Params, verdicts: Path, *, use_service: bool = False) -> L
 
 
 def judge_workdir(
-    params: Params, workdir: Path, task: Path | None, folder: Path, report: Report = ignore
+    params: Params,
+    workdir: Path,
+    task: Path | None,
+    folder: Path,
+    report: Report = ignore,
+    *,
+    against: Path | None = None,
 ) -> Verdict:
-    """Return the verdict on a candidate, which is compared with eager and torch.compile.
+    """Return the verdict on a candidate, which is compared with eager, and with torch.compile or `against`.
 
-    `workdir` is a workspace or a single Python file. `task` is the path of a task file; if it is None, the
-    task is the workspace's model.py. If the parameter `pool.service` is set, the HTTP service at this address
-    judges. Otherwise the service whose socket is in `folder` judges, or, if none runs there, a new judge that
-    keeps its builds in `folder`. `report` is called with the name of each step when it begins. If the judge
-    itself fails, the verdict has the status `infrastructure`. Raises UserError if a file is missing or not
-    valid.
+    `workdir` and `against`, another candidate, are workspaces or single Python files. `task` is the path of a
+    task file; if it is None, the task is the workspace's model.py. If the parameter `pool.service` is set,
+    the HTTP service at this address judges. Otherwise the service whose socket is in `folder` judges, or, if
+    none runs there, a new judge that keeps its builds in `folder`. `report` is called with the name of each
+    step when it begins. If the judge itself fails, the verdict has the status `infrastructure`. Raises
+    UserError if a file is missing or not valid.
     """
-    files = read_candidate(workdir)
+    files, others = read_candidate(workdir), None if against is None else read_candidate(against)
     if task is None and workdir.is_file():
         raise UserError(f"{workdir}: a single file has no task; give its task file with --task.")
     kernel_task = load_task(task if task is not None else workdir / "model.py")
@@ -65,7 +71,7 @@ def judge_workdir(
         judge = connect(params, folder) or start_judge(params, folder, report)
     with contextlib.closing(judge):
         try:
-            return judge.verdict(kernel_task, files, compare_compile=True, report=report)
+            return judge.verdict(kernel_task, files, compare_compile=True, against=others, report=report)
         except InfrastructureError as error:
             return infrastructure_verdict(params, error)
 

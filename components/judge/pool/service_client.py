@@ -100,6 +100,7 @@ class ServiceClient:
         files: dict[str, str],
         *,
         compare_compile: bool | None = False,
+        against: dict[str, str] | None = None,
         measurement: int = 0,
         report: Report = ignore,
     ) -> Verdict:
@@ -107,7 +108,8 @@ class ServiceClient:
 
         `files` maps each workspace path to the text of the file. `compare_compile` determines when a correct
         candidate is also compared with torch.compile: always, with its fastest mode (True), only if it is
-        faster than eager, with the default mode (False), or never (None). The service measures a candidate
+        faster than eager, with the default mode (False), or never (None). With `against`, the files of
+        another candidate, it is compared with that one instead. The service measures a candidate
         once for each value of `measurement`; if it is 0, it is the first one, or a new one on a Unix socket.
         `report` is called with the name of each step of the judge. If the judge or the task fails, the
         verdict is `infrastructure`. Raises InfrastructureError if the service does not answer, and UserError
@@ -117,6 +119,7 @@ class ServiceClient:
             "code": task.code,
             "files": files,
             "compare_compile": compare_compile,
+            "against": against,
             "measurement": measurement or (secrets.randbelow(MOST_MEASUREMENTS) + 1 if self.is_local else 1),
         }
         job = self._ask("/v1/judgements", request, report)
