@@ -34,7 +34,7 @@ from components.evaluation.suites import load_suite
 from components.judge.pool.open_pool import open_pool
 from components.registry import models
 from components.registry.tracking import connect, flatten
-from flows import run_context
+from flows import run_context, run_page
 from flows.approval import approval, ask, settings
 from flows.data import dataset
 from flows.nightly import nightly_pipeline
@@ -84,6 +84,7 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
             "then start the deployment again: it continues where it was."
         )
     run_context.check_environment(run)
+    run_page.show_logs()
     # If this process is killed, the reaper kills DVC, the judge and their children, which would otherwise
     # go on and hold locks.
     start_reaper()

@@ -79,6 +79,7 @@ def run_pipeline(run: PipelineRun, progress: Progress, server: Server | None = N
                 server.task_runs = count_task_runs()
 
     run_page.keep_logs_off_the_console()
+    run_page.show_logs()
     try:
         record: RunRecord = nightly(**run_page.parameters(run))
     except Exception as error:

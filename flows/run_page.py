@@ -22,6 +22,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
 from prefect.client.schemas.objects import TaskRun
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from components.core.progress import Progress
@@ -41,12 +42,20 @@ EVENT_SECONDS = 5.0
 # requests.
 REQUEST_SECONDS = 5.0
 PAUSE_SECONDS = 60.0
+PAGE = APILogHandler()
 
 
 def keep_logs_off_the_console() -> None:
-    """Send the logs of flow and task runs to Prefect's server only, because a run has its own display."""
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
+    """Keep logs from Prefect's handler that prints to the console, because a run has its own display."""
+    for name in ("prefect.flow_runs", "prefect.task_runs", "components"):
         logging.getLogger(name).propagate = False
+
+
+def show_logs() -> None:
+    """Show what this project's modules log, from the level INFO on, on the page of the current flow run."""
+    log = logging.getLogger("components")
+    log.setLevel(logging.INFO)
+    log.addHandler(PAGE)
 
 
 def parameters(run: PipelineRun) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
@@ -44,9 +45,19 @@ if TYPE_CHECKING:
 SHORTENED = "[an older observation, shortened]"
 # Number of tokens that must be left in the context window; with fewer, an episode ends.
 MIN_TURN_TOKENS = 16
-# Largest share of the trajectories of a training step, or of a batch of an evaluation, that may be lost
-# because the judge failed. With more, the stage or the evaluation stops.
+# Largest share of the trajectories of a training step, of those of a batch of an evaluation, or of the tasks
+# of an evaluation that may be lost because the judge failed. With more, the stage or the evaluation stops.
 MAX_LOST_SHARE = 0.25
+
+
+def judge_failures(failures: Sequence[tuple[str, str]]) -> str:
+    """Return a phrase with the number and the first log for each reason for which the judge failed.
+
+    `failures` are pairs of reason and log.
+    """
+    logs = dict(reversed(failures))
+    counts = Counter(reason for reason, _ in failures)
+    return "; ".join(f"{number} {reason}: {logs[reason][:300]}" for reason, number in counts.most_common())
 
 
 def _ignore(*_: object) -> None:

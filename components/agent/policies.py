@@ -29,7 +29,7 @@ from components.policy.sampler import Sampler
 from components.policy.vllm.own_servers import check_own_servers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from components.policy.chat_client import ChatClient
 
@@ -82,7 +82,8 @@ def open_sampler(
 ) -> Sampler:
     """Return a sampler of the model in `folder` by the backend `policy.backend`.
 
-    `version` is the name of its weights in trajectories. vLLM servers get the weights first.
+    `version` is the name of its weights in trajectories. vLLM servers get the weights first, and again if
+    they are restarted.
     """
     from components.policy.transformers_sampler import TransformersSampler  # imports torch
     from components.policy.vllm.sampler import open_vllm_sampler
@@ -90,13 +91,22 @@ def open_sampler(
 
     settings = params.policy
     own_device = settings.backend == "transformers" or settings.weight_transfer == "ipc"
-    model = load_model(folder, dtype=params.engine.dtype, device=params.device if own_device else "cpu")
+    load = functools.partial(
+        load_model, folder, dtype=params.engine.dtype, device=params.device if own_device else "cpu"
+    )
+    model = load()
     if settings.backend == "transformers":
         return TransformersSampler(
             model, tokenizer, batch=settings.batch, device=params.device, version=version
         )
     sampler = open_vllm_sampler(params, folder, tokenizer, version=version)
-    sampler.push(weight_buckets(model, BUCKET_BYTES), version=version, folder=folder)
+
+    def push(model: PreTrainedModel) -> None:
+        sampler.push(weight_buckets(model, BUCKET_BYTES), version=version, folder=folder)
+
+    push(model)
+    # The model is loaded anew, so that its memory is free meanwhile.
+    sampler.push_again = lambda: push(load())
     return sampler
 
 

@@ -102,6 +102,8 @@ def evaluate(
         evaluation_table(summary, console)
     for task in results.not_measurable:
         console.print(f"not measurable: {task.name or task.task_id}, {task.reason}")
+    if results.errors:
+        print_line(f"neither passed nor failed, because the judge failed: {results.errors} tasks")
     print_line(f"report   {report}")
     return Output(results.model_dump(mode="json") | {"report": str(report)})
 

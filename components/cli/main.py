@@ -9,6 +9,7 @@ interrupted, 143 ended by SIGTERM.
 """
 
 import gc
+import logging
 import os
 import sys
 
@@ -75,6 +76,15 @@ def _reopen_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
+def _show_logs() -> None:
+    """Print what this project's modules log, from the level INFO on, as plain lines on standard error."""
+    log, handler = logging.getLogger("components"), logging.lastResort
+    assert handler is not None
+    log.setLevel(logging.INFO)
+    handler.setLevel(logging.INFO)
+    log.addHandler(handler)
+
+
 def main() -> None:
     """Run the command line.
 
@@ -82,6 +92,7 @@ def main() -> None:
     traceback.
     """
     _reopen_standard_streams()
+    _show_logs()
     handle_signals()
     # No command downloads from Hugging Face, and progress bars for loading weights are switched off.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -8,6 +8,7 @@ start `train` directly as one rank:
 """
 
 import contextlib
+import math
 import os
 import sys
 from contextlib import closing
@@ -217,6 +218,9 @@ def fleet(
         connect()
     print_line(f"{replicas} servers start; their logs are in {logs}.")
     urls = [launch.url for launch in started]
-    with running(started, print_line) as watch, announcing(urls) if announced else contextlib.nullcontext():
+    with (
+        running(started, print_line, max_ends=math.inf) as watch,
+        announcing(urls) if announced else contextlib.nullcontext(),
+    ):
         typer.echo(f"policy.servers=[{','.join(urls)}]")
         watch()

@@ -22,11 +22,11 @@ from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
 
-from components.agent.episode import MAX_LOST_SHARE, RolloutRequest
+from components.agent.episode import MAX_LOST_SHARE, RolloutRequest, judge_failures
 from components.agent.policies import Policy
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core.config import result_values
-from components.core.errors import InfrastructureError, UserError
+from components.core.errors import InfrastructureError, StageFailed, UserError
 from components.core.files import digest_json, read_json, write_json
 from components.core.progress import Progress
 from components.core.task import KernelTask
@@ -41,8 +41,8 @@ from components.evaluation.metrics import (
     load_evaluation,
     summarise,
 )
-from components.judge.pool.local_pool import Candidate, Job, JudgePool
-from components.judge.pool.measurable import MENDS, refused_tasks
+from components.judge.pool.local_pool import TASK_FAULTS, Candidate, Job, JudgePool
+from components.judge.pool.measurable import MENDS, left_out, refused_tasks
 from components.judge.verdict import Admission, Labels, Verdict
 
 # Seconds to wait before final answers on which the judge failed are measured again, for each retry. Tasks on
@@ -71,8 +71,9 @@ def evaluate(
     earlier admission, before the policy attempts any. Tasks on which a wrong kernel could pass are marked as
     degenerate but remain included in the figures. Tasks whose own source fails, and tasks that take more
     memory than there is (`refused_tasks`), are left out and listed in `Evaluation.not_measurable`. Raises
-    UserError if there is no task, if too few tasks can be measured, if `out` holds a different evaluation, if
-    the policy's server does not answer, or if the judge fails during too many attempts.
+    UserError if there is no task, if less than sandbox.measurable_share of the tasks can be measured, if
+    `out` holds a different evaluation, or if the policy's server does not answer. Raises StageFailed if the
+    judge fails on more than MAX_LOST_SHARE of the attempts of a batch or of the tasks.
     """
     params = policy.params
     if not tasks:
@@ -86,7 +87,8 @@ def evaluate(
 
     suite = f"evaluation.suite: {params.evaluation.suite}"
     file = out / "left_out.json"
-    refused = refused_tasks(tasks, pool, params, file, origin=suite, progress=progress)
+    share = params.sandbox.measurable_share
+    refused = refused_tasks(tasks, pool, params, file, least_share=share, origin=suite, progress=progress)
     measurable = [task for task in tasks if task.task_id not in refused]
     admissions = _admissions(measurable, admit, progress) if admit is not None else {}
     refused |= {
@@ -95,11 +97,10 @@ def evaluate(
         if found.reason in MENDS
     }
     measurable = [task for task in measurable if task.task_id not in refused]
-    if not measurable:
-        _, detail = next(iter(refused.values()))
+    if not measurable or len(measurable) < share * len(tasks):
         raise UserError(
-            f"evaluation.suite: no task of {params.evaluation.suite} can be measured on this device "
-            f"({detail}); give another suite, or a device with more memory."
+            f"{suite}: {left_out(refused, len(tasks))}; {len(measurable)} tasks remain, less than the share "
+            f"of {share:g} in sandbox.measurable_share."
         )
     attempts = _attempts(policy, measurable, pool, out, epoch=epoch, progress=progress, seed=seed)
     results = _measure(measurable, attempts, pool, out, admissions, epoch=epoch, progress=progress)
@@ -194,7 +195,7 @@ def _attempts(
 
     They are sampled in batches of `policy.batch`. An interrupted evaluation continues after the last batch
     that is complete, also with another `policy.batch`, because each trajectory has a seed of its own. Raises
-    UserError if the policy's server answers no turn of a batch, or if the judge ended more than
+    UserError if the policy's server answers no turn of a batch, and StageFailed if the judge ended more than
     MAX_LOST_SHARE of its trajectories; the batch is not stored then.
     """
     settings = policy.params.evaluation
@@ -232,17 +233,29 @@ def _attempts(
                 f"--policy {policy.name}: {trajectories[0].error}; "
                 "fix the server, the same command continues."
             )
-        lost = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "judge"]
-        if len(lost) > MAX_LOST_SHARE * len(trajectories):
-            raise UserError(
-                f"{out}: the judge failed during {len(lost)} of {len(trajectories)} attempts "
-                f"({lost[0][:300]}); run cuda-agent doctor, and then the same command again, which continues."
-            ) from InfrastructureError(lost[0])
+        lost = [one.final for one in trajectories if one.finish_reason == "judge"]
+        _check_lost(out, lost, len(trajectories), "attempts")
         save_trajectories(folder, trajectories)
         add_cost(out, "episodes", time.monotonic() - started)
         found += trajectories
     count = settings.attempts
     return [found[first : first + count] for first in range(0, len(found), count)]
+
+
+def _check_lost(out: Path, lost: Sequence[Verdict], count: int, things: str) -> None:
+    """Raise StageFailed if the judge failed on more than MAX_LOST_SHARE of `count` attempts or tasks.
+
+    `lost` are its verdicts on those on which it failed. If another try may help, the error has an
+    InfrastructureError as its cause.
+    """
+    if len(lost) > MAX_LOST_SHARE * count:
+        said = judge_failures([(verdict.reason or verdict.status, verdict.log) for verdict in lost])
+        raise StageFailed(
+            f"{out}: the judge failed on {len(lost)} of {count} {things} ({said}), so there is no result; "
+            "run cuda-agent doctor, and then the same command again, which continues."
+        ) from (
+            None if {verdict.reason for verdict in lost} <= set(TASK_FAULTS) else InfrastructureError(said)
+        )
 
 
 def _has_answer(attempt: Trajectory) -> bool:
@@ -264,7 +277,8 @@ def _measure(
 
     The result is the verdict of a final measurement of the first attempt's files, which is made here unless
     the result is on disk already. If the judge fails, the measurement is repeated after pauses of
-    `RETRY_SECONDS`. A task that is listed several times is measured only once.
+    `RETRY_SECONDS`. A task that is listed several times is measured only once. Raises StageFailed if the
+    judge failed on more than MAX_LOST_SHARE of the tasks; they are measured again by the next call.
     """
     first = {task.task_id: (task, own) for task, own in reversed(list(zip(tasks, attempts, strict=True)))}
     files = {task_id: out / "tasks" / f"{task_id}.json" for task_id in first}
@@ -274,26 +288,33 @@ def _measure(
         if file.is_file()
     }
     sampled = sum(map(len, attempts))
+    lost: dict[str, Verdict] = {}
+
+    def keep(task_id: str, verdict: Verdict) -> None:
+        task, own = first[task_id]
+        reason = admissions[task_id].reason if task_id in admissions else ""
+        results[task_id] = _result(task, own, verdict, "" if reason in SOUND else reason)
+        write_json(files[task_id], results[task_id].model_dump(mode="json"))
+        passed = sum(result.correct for result in results.values()) / len(results)
+        progress.update("evaluation", sampled + len(results), sampled + len(first), pass_rate=passed)
+
     for delay in (*RETRY_SECONDS, None):
-        pending: dict[Future[Verdict], str] = {}
         started = time.monotonic()
-        for task_id, (task, own) in first.items():
-            if task_id in results:
-                continue
-            pending[_final(task, own[0], pool, epoch)] = task_id
+        pending = {
+            _final(task, own[0], pool, epoch): task_id
+            for task_id, (task, own) in first.items()
+            if task_id not in results
+        }
+        lost = {}
         for future in as_completed(pending):
             task_id, verdict = pending[future], future.result()
-            task, own = first[task_id]
-            if verdict.status == "infrastructure" and delay is not None and _has_answer(own[0]):
+            if verdict.status == "infrastructure":
+                lost[task_id] = verdict
                 continue
-            reason = admissions[task_id].reason if task_id in admissions else ""
-            results[task_id] = _result(task, own, verdict, "" if reason in SOUND else reason)
-            write_json(files[task_id], results[task_id].model_dump(mode="json"))
+            keep(task_id, verdict)
             add_cost(out, "final measurements", time.monotonic() - started)
             started = time.monotonic()
-            passed = sum(result.correct for result in results.values()) / len(results)
-            progress.update("evaluation", sampled + len(results), sampled + len(first), pass_rate=passed)
-        if len(results) == len(first):
+        if delay is None or not any(_has_answer(first[task_id][1][0]) for task_id in lost):
             break
         progress.update(
             "evaluation",
@@ -301,7 +322,11 @@ def _measure(
             sampled + len(first),
             measured_again=len(first) - len(results),
         )
-        time.sleep(delay or 0)
+        time.sleep(delay)
+    by_judge = [verdict for verdict in lost.values() if verdict.reason != "server"]
+    _check_lost(out, by_judge, len(first), "tasks")
+    for task_id, verdict in lost.items():
+        keep(task_id, verdict)
     return [
         results[task.task_id].model_copy(update={"name": task.name, "level": task.level}) for task in tasks
     ]

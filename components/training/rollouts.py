@@ -17,6 +17,7 @@ from components.agent.in_flight import BusyMeter
 from components.agent.rewards import load_reward
 from components.agent.trajectory import Trajectory, load_trajectories
 from components.core import stage_params
+from components.core.errors import StageFailed
 from components.core.files import atomic_folder
 from components.core.task import KernelTask
 from components.judge.pool.measurable import left_out, refused_tasks
@@ -214,10 +215,15 @@ class TrainedPolicy:
     def _restore(self) -> None:
         """Send the present weights again if all vLLM servers lost them by a restart.
 
-        This is not possible if several ranks have to gather the weights.
+        Raises StageFailed if several ranks would have to gather the weights.
         """
-        is_whole = self.world.size == 1 or self.stage.params.engine.zero_stage < 3
-        if isinstance(self.sampler, VllmSampler) and is_whole and self.sampler.fleet.has_lost_weights():
+        if isinstance(self.sampler, VllmSampler) and self.sampler.fleet.has_lost_weights():
+            if self.world.size > 1 and self.stage.params.engine.zero_stage == 3:
+                raise StageFailed(
+                    f"{self.stage.name}: the vLLM servers lost their weights by a restart, and several ranks "
+                    "under engine.zero_stage 3 send them only between steps; run the same command again, "
+                    "which continues from the last saved state."
+                )
             self._push(self.sampler, self.sampler.version)
 
     def _help_to_gather(self) -> None:

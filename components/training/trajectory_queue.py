@@ -18,13 +18,12 @@ import dataclasses
 import itertools
 import shutil
 import threading
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.agent.episode import MAX_LOST_SHARE, RolloutRequest
+from components.agent.episode import MAX_LOST_SHARE, RolloutRequest, judge_failures
 from components.agent.in_flight import BusyMeter, keep_in_flight
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories, updates_of
 from components.core.errors import InfrastructureError, UserError
@@ -170,17 +169,14 @@ class TrajectoryQueue:
 
         If another attempt may help, the error has an InfrastructureError as its cause.
         """
-        lost = Counter(one.failure[0] for one in chosen if one.failure is not None)
-        if lost.total() > MAX_LOST_SHARE * count:
-            logs = dict(one.failure for one in reversed(chosen) if one.failure is not None)
-            said = "; ".join(
-                f"{number} {reason}: {logs[reason][:300]}" for reason, number in lost.most_common()
-            )
+        lost = [one.failure for one in chosen if one.failure is not None]
+        if len(lost) > MAX_LOST_SHARE * count:
+            said = judge_failures(lost)
             raise UserError(
-                f"{self.out.name}: step {self.step + 1}: the judge failed on {lost.total()} of {len(chosen)} "
+                f"{self.out.name}: step {self.step + 1}: the judge failed on {len(lost)} of {len(chosen)} "
                 f"trajectories ({said}), so nothing of the step was trained on; run cuda-agent doctor, and "
                 "then the same command again, which continues from the last saved state."
-            ) from (None if lost.keys() <= set(TASK_FAULTS) else InfrastructureError(said))
+            ) from (None if {reason for reason, _ in lost} <= set(TASK_FAULTS) else InfrastructureError(said))
         if len(chosen) == count and not any(one.is_trainable for one in chosen):
             raise UserError(
                 f"{self.out.name}: step {self.step + 1}: no token was sampled in any trajectory, because the "

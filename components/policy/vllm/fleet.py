@@ -118,6 +118,10 @@ class Fleet:
             replica.outdated and not replica.doubted for replica in self.replicas
         )
 
+    def has_restarted(self) -> bool:
+        """Return whether a server that answers has lost its weights since the last push."""
+        return any(replica.restarted and not replica.doubted for replica in self.replicas)
+
     def figures(self) -> dict[str, float]:
         """Return figures of the servers' health and load by name, for the metrics of a training step.
 
@@ -172,7 +176,7 @@ class Fleet:
                     and not await replica.server.is_asleep()
                     and await replica.server.workers("weight_report", None, EXAMINATION_SECONDS) != known
                 ):
-                    replica.outdated = True
+                    replica.outdated = replica.restarted = True
             except (ServerUnavailable, UserError):
                 replica.failed()
                 replica.doubt(True)

@@ -2,16 +2,18 @@
 
 import atexit
 import contextlib
+import contextvars
 import functools
 import logging
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from components.core.errors import refuse
+from components.core.errors import StageFailed, UserError, refuse
 from components.core.params import Params
 from components.core.reaper import start_reaper
 from components.policy.vllm.start import (
@@ -68,13 +70,16 @@ class OwnServers:
         self.urls: list[str] = []
         # The configuration of the servers' model, and how they were started, without ports.
         self.served: Any = None
+        # Why the servers are not started again any more, or None.
+        self.fault: StageFailed | UserError | None = None
 
     def open(self, params: Params, model: Path) -> list[str]:
         """Return the addresses of servers that can hold the weights of the model in the folder `model`.
 
         They are started with this model. Servers that run already, with equal options and for a model of
         equal configuration, are returned as they are; others are ended first. So the servers may have other
-        weights until a push. Raises UserError if a server cannot be started.
+        weights until a push. The log says that they start, and how long it takes. A server that ends is
+        started again. Raises UserError if a server cannot be started.
         """
         # Imported here because the imports take seconds.
         from transformers import AutoConfig
@@ -100,24 +105,39 @@ class OwnServers:
         count = len(gpus) // group
         described = {name: value for name, value in config.to_dict().items() if name not in STORAGE}
         served = (described, plan(Path(), ports=[0] * count))
-        if self.urls and served == self.served:
+        if self.urls and served == self.served and self.fault is None:
             deadline = time.monotonic() + START_SECONDS
             while not all(map(is_healthy, self.urls)) and time.monotonic() < deadline:
+                self.check()
                 time.sleep(POLL_SECONDS)
             return self.urls
         self.close()
         started = plan(model.resolve(), ports=_free_ports(count))
         start_reaper()
         LOG.info("%d vLLM servers start; their logs are in %s.", len(started), started[0].log.parent)
-        watch = self.stack.enter_context(running(started, LOG.warning))
-        threading.Thread(target=watch, name="vllm-watch", daemon=True).start()
+        watch = self.stack.enter_context(running(started, LOG.info))
+        # In the context of the caller, with whose flow run the log is shown.
+        target = functools.partial(contextvars.copy_context().run, self._watch, watch)
+        threading.Thread(target=target, name="vllm-watch", daemon=True).start()
         self.urls, self.served = [launch.url for launch in started], served
         return self.urls
+
+    def _watch(self, watch: Callable[[], None]) -> None:
+        try:
+            watch()
+        except (StageFailed, UserError) as error:
+            self.fault = error
+
+    def check(self) -> None:
+        """Raise StageFailed if a server has ended so often that it is not started again."""
+        if self.fault is not None:
+            raise self.fault
 
     def close(self) -> None:
         """End the servers."""
         self.urls = []
         self.stack.close()
+        self.fault = None
 
 
 def _free_ports(count: int) -> list[int]:

@@ -30,6 +30,8 @@ class Replica:
     doubted: bool = False
     # Whether the server is known not to have the newest weights.
     outdated: bool = False
+    # Whether it was found to have lost its weights, for instance by a restart, and no push began since then.
+    restarted: bool = False
     # `lost` is set while `doubted` is true. `examining` is held while the server is examined. `examined` is
     # the time.monotonic() at which `doubted` was last assigned.
     lost: asyncio.Event = field(default_factory=asyncio.Event)

@@ -4,19 +4,25 @@ The log-probabilities are those of the distribution after temperature (the serve
 is processed_logprobs). New weights are sent with vLLM's weight transfer, or loaded by the servers from disk.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from components.core.errors import UserError
 from components.core.params import Params, Policy
 from components.policy.checkpoint import load_generation_config
 from components.policy.sampler import Completion, stop_ids
 from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.own_servers import OWN_SERVERS
-from components.policy.vllm.server import Request, server_addresses
+from components.policy.vllm.server import Request, ServerUnavailable, server_addresses
 from components.policy.vllm.weights import FleetWeights
+
+# Interval, in seconds, at which a completion that is waited for looks after the servers.
+TEND_SECONDS = 2.0
 
 
 class VllmSampler:
@@ -36,6 +42,9 @@ class VllmSampler:
         self.settings = settings
         self.stop = stop
         self.asleep = False
+        # Pushes the present weights again; None if only the caller of `push` can do so.
+        self.push_again: Callable[[], None] | None = None
+        self.lock = threading.Lock()
 
     def capacity(self) -> int:
         """Return how many sequences the servers can hold together, by the figures that they report."""
@@ -44,12 +53,34 @@ class VllmSampler:
     async def complete(
         self, prompt: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int, session: str
     ) -> Completion:
-        """Sample one completion of `prompt`, as specified by `Sampler.complete`."""
+        """Sample one completion of `prompt`, as specified by `Sampler.complete`.
+
+        While it waits, servers that have lost their weights by a restart get them again, if `push_again` is
+        set. Raises StageFailed if a server of this process is not started again any more.
+        """
         limit = min(max_new_tokens, self.settings.context - len(prompt))
         if limit <= 0:
             return Completion((), (), "length", ())
         request = Request(tuple(prompt), limit, temperature, seed, self.stop)
-        return await self.fleet.complete(request, session)
+        completing = asyncio.create_task(self.fleet.complete(request, session))
+        try:
+            while not (await asyncio.wait((completing,), timeout=TEND_SECONDS))[0]:
+                OWN_SERVERS.check()
+                if self.push_again is not None and self.fleet.has_restarted():
+                    await asyncio.to_thread(self._restore, self.push_again)
+            return completing.result()
+        finally:
+            completing.cancel()
+
+    def _restore(self, push_again: Callable[[], None]) -> None:
+        with self.lock:
+            try:
+                if self.fleet.has_restarted():
+                    push_again()
+            except UserError as error:
+                # A server that ended again is started again.
+                if not (isinstance(error.__cause__, ServerUnavailable) and error.__cause__.status == 0):
+                    raise
 
     def push(
         self, buckets: Iterable[Mapping[str, Tensor]], *, version: str, folder: Path | None = None

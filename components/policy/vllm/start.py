@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from components.core.config import PROJECT
-from components.core.errors import UserError
+from components.core.errors import StageFailed, UserError
 from components.core.params import Params
 
 # Class that vLLM adds to the bases of its worker class.
@@ -23,6 +23,11 @@ WORKER_EXTENSION = "components.policy.vllm.worker.Fingerprint"
 # seconds.
 START_SECONDS, END_SECONDS = 1800.0, 20.0
 POLL_SECONDS = 0.5
+# Interval of the reports on a server that starts, in seconds.
+REPORT_SECONDS = 10.0
+# Number of ends in a row after which a server is not started again, and time, in seconds, for which it must
+# have been healthy so that its next end is the first one again.
+MAX_ENDS, STEADY_SECONDS = 3, 300.0
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,42 @@ class Launch:
     command: tuple[str, ...]
     gpus: tuple[str, ...]
     log: Path
+
+
+class _Server:
+    """A server with its process, which is started by the constructor.
+
+    `ends` is the number of its ends in a row. `started`, `reported` and `healthy` are the time.monotonic() of
+    the start, of the last report on it, and from which on the server was healthy, or None. `offset` is the
+    size of the log at the start, in bytes.
+    """
+
+    def __init__(self, launch: Launch):
+        self.launch, self.ends = launch, 0
+        self.start()
+
+    def start(self) -> None:
+        log = self.launch.log
+        self.offset = log.stat().st_size if log.exists() else 0
+        self.process = _start(self.launch)
+        self.started = self.reported = time.monotonic()
+        self.healthy: float | None = None
+
+    def attend(self, report: Callable[[str], None]) -> None:
+        """Find out whether a server that starts is healthy, and report it, or what it does for how long."""
+        now = time.monotonic()
+        name, seconds = f"The vLLM server at {self.launch.url}", f"{now - self.started:.0f} s"
+        if is_healthy(self.launch.url):
+            self.healthy = now
+            report(f"{name} is ready after {seconds}.")
+        elif now - self.reported >= REPORT_SECONDS:
+            self.reported = now
+            report(f"{name} has been starting for {seconds}; its log is {self.launch.log}.")
+
+    def last_line(self) -> str:
+        """Return the last line that the process has written to its log."""
+        lines = self.launch.log.read_bytes()[self.offset :].decode(errors="replace").split("\n")
+        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it is empty")
 
 
 def launches(
@@ -99,39 +140,56 @@ def find_vllm(name: str) -> str:
 
 
 @contextlib.contextmanager
-def running(fleet: Sequence[Launch], report: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+def running(
+    fleet: Sequence[Launch], report: Callable[[str], None], *, max_ends: float = MAX_ENDS
+) -> Iterator[Callable[[], None]]:
     """Start the servers, yield when all of them are healthy, and end them all after the block.
 
-    A function is yielded that starts each server again that has ended, and returns after the block. It calls
-    `report` with one sentence each time. Raises UserError if a server ends before it is healthy, or is not
-    healthy within START_SECONDS.
+    A function is yielded that starts each server again that has ended, and returns after the block. It raises
+    StageFailed when a server has ended `max_ends` times in a row. `report` is called with one sentence every
+    REPORT_SECONDS while a server starts, when it is ready, and when it has ended. Raises UserError if a
+    server ends before it is healthy, or is not healthy within START_SECONDS.
     """
-    processes: dict[Launch, subprocess.Popen[bytes]] = {}
+    servers: list[_Server] = []
     ended, lock = threading.Event(), threading.Lock()
     try:
         for launch in fleet:
-            processes[launch] = _start(launch)
-        _wait_until_healthy(processes)
+            servers.append(_Server(launch))
+        _wait_until_healthy(servers, report)
 
         def watch() -> None:
             while not ended.wait(POLL_SECONDS):
-                for launch, process in list(processes.items()):
-                    with lock:
-                        if ended.is_set() or (code := process.poll()) is None:
-                            continue
-                        report(
-                            f"{launch.url} has ended with code {code} (its log is {launch.log}); it starts "
-                            "again, and is sampled from after the next push of weights."
+                for server in servers:
+                    if (code := server.process.poll()) is None:
+                        if server.healthy is None:
+                            server.attend(report)
+                        continue
+                    is_steady = (
+                        server.healthy is not None and time.monotonic() - server.healthy > STEADY_SECONDS
+                    )
+                    server.ends = 1 if is_steady else server.ends + 1
+                    said = (
+                        f"{server.launch.log}: the vLLM server at {server.launch.url} has ended with code "
+                        f"{code} ({server.last_line()})"
+                    )
+                    if server.ends >= max_ends:
+                        raise StageFailed(
+                            f"{said}, {server.ends} times in a row, and is not started again; mend what the "
+                            "log says, and run the same command again."
                         )
-                        _end([process])
-                        processes[launch] = _start(launch)
+                    with lock:
+                        if ended.is_set():
+                            return
+                        report(f"{said}; it starts again, and is sampled from once it has the weights again.")
+                        _end([server.process])
+                        server.start()
                     ended.wait(10 * POLL_SECONDS)
 
         yield watch
     finally:
         ended.set()
         with lock:
-            _end(list(processes.values()))
+            _end([server.process for server in servers])
 
 
 def _start(launch: Launch) -> subprocess.Popen[bytes]:
@@ -158,18 +216,17 @@ def _start(launch: Launch) -> subprocess.Popen[bytes]:
             ) from error
 
 
-def _wait_until_healthy(processes: dict[Launch, subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    waiting = dict(processes)
-    while waiting:
-        for launch, process in list(waiting.items()):
-            if (code := process.poll()) is not None or time.monotonic() > deadline:
+def _wait_until_healthy(servers: Sequence[_Server], report: Callable[[str], None]) -> None:
+    while waiting := [server for server in servers if server.healthy is None]:
+        for server in waiting:
+            launch, code = server.launch, server.process.poll()
+            if code is not None or time.monotonic() - server.started > START_SECONDS:
                 end = f"ended with code {code}" if code is not None else "is not healthy after half an hour"
                 raise UserError(
-                    f"{launch.log}: the server at {launch.url} {end}; mend what the log says and start again."
+                    f"{launch.log}: the server at {launch.url} {end} ({server.last_line()}); mend what the "
+                    "log says and start again."
                 )
-            if is_healthy(launch.url):
-                del waiting[launch]
+            server.attend(report)
         time.sleep(POLL_SECONDS)
 
 

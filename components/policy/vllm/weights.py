@@ -86,6 +86,7 @@ class FleetWeights:
         self.targets = answering or list(self.fleet.replicas)
         for replica in self.fleet.replicas:
             replica.outdated = replica.outdated or replica not in self.targets
+            replica.restarted = False
 
         async def prepare(replica: Replica) -> list[dict[str, Any]]:
             server = replica.server
