@@ -136,9 +136,8 @@ class Sandbox(FrozenModel):
     warm_tasks: Count = throughput("tasks whose baselines are kept warm")
     attempts: Count = throughput("tries of a judgement that failed by the judge's own fault")
     measurable_share: Share = throughput(
-        "least share of a data set's training tasks, or of a suite, that the judge must be able to measure on "
-        "its device; a training stage or an evaluation leaves out the others, and is refused if the share is "
-        "smaller"
+        "least share of the tasks of a data set or a suite that the judge must be able to measure on its "
+        "device; a training stage or an evaluation leaves out the others, and is refused if it is smaller"
     )
 
 

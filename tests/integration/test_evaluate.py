@@ -15,7 +15,7 @@ from evaluation_fixtures import at_once as at_once
 from components.agent.episode import RolloutRequest
 from components.agent.trajectory import Trajectory
 from components.core.config import resolve
-from components.core.errors import UserError
+from components.core.errors import InfrastructureError, StageFailed, UserError
 from components.core.files import digest_tree
 from components.core.progress import Quiet
 from components.evaluation.evaluate import evaluate
@@ -27,7 +27,7 @@ from components.registry.gates import integrity
 
 
 def test_an_answer_on_which_the_judge_failed_is_measured_again_and_the_others_are_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     class Recovering(LinePool):
         def submit(self, job: Job) -> Future[Verdict]:
@@ -46,8 +46,32 @@ def test_an_answer_on_which_the_judge_failed_is_measured_again_and_the_others_ar
         == run(tmp_path / "calm", LinePool(), Script(LINES)).tasks
     )
     assert [pool.measured[task.task_id, "evaluation/final/night"] for task in TASKS] == [2, 2, 0, 1, 2]
-    monkeypatch.setattr("components.evaluation.evaluate.RETRY_SECONDS", ())
-    assert run(tmp_path / "never", Recovering(), Script(LINES)).errors == 3
+
+
+def test_a_judge_that_fails_on_more_than_a_quarter_of_the_tasks_ends_the_evaluation_until_it_works(
+    tmp_path: Path,
+) -> None:
+    class Failing(LinePool):
+        """A pool that always fails on the first two tasks."""
+
+        def submit(self, job: Job) -> Future[Verdict]:
+            found = super().submit(job)
+            if job.task in TASKS[:2]:
+                found = Future()
+                found.set_result(Verdict(status="infrastructure", reason="judge", log="the GPU is gone"))
+            return found
+
+    with pytest.raises(
+        StageFailed,
+        match=r"failed on 3 of 5 tasks \(2 judge: the GPU is gone; 1 infrastructure: \), .* which continues",
+    ) as failed:
+        run(tmp_path, Failing(), Script(LINES))
+    assert failed.value.exit_code == 1 and isinstance(failed.value.__cause__, InfrastructureError)
+    assert not (tmp_path / "results.json").exists(), "no gate can read it"
+    pool = LinePool()
+    found = run(tmp_path, pool, Script({}))
+    assert found.errors == 1 and found.overall.correct == 2
+    assert {task_id for task_id, _ in pool.measured} == {TASKS[index].task_id for index in (0, 1, 4)}
 
 
 def test_an_attempt_that_the_judge_ended_is_an_error_and_many_stop_the_evaluation(tmp_path: Path) -> None:
@@ -66,12 +90,14 @@ def test_an_attempt_that_the_judge_ended_is_an_error_and_many_stop_the_evaluatio
             ]
 
     pool, policy = LinePool(), Losing(LINES)
-    found = run(tmp_path / "one", pool, policy)
-    assert found.tasks[0].error and found.tasks[0].attempts[0].reward is None
+    found = run(tmp_path / "one", pool, policy, TASKS[:4])
+    assert found.errors == 1 and found.tasks[0].error and found.tasks[0].attempts[0].reward is None
     assert pool.measured[TASKS[0].task_id, "evaluation/final/night"] == 0, "half an attempt is no answer"
     many = Losing(LINES)
     many.lost = 2
-    with pytest.raises(UserError, match=r"failed during 2 of 4 attempts \(the zygote is gone\).* continues"):
+    with pytest.raises(
+        StageFailed, match=r"failed on 2 of 4 attempts \(2 judge: the zygote is gone\).* continues"
+    ):
         run(tmp_path / "many", LinePool(), many)
     assert not (tmp_path / "many" / "episodes").exists()
     assert run(tmp_path / "many", LinePool(), Script(LINES)).errors == 1
@@ -309,7 +335,12 @@ def test_tasks_too_large_for_the_device_are_left_out_before_any_attempt_and_list
     assert "cannot be measured on this device" in write_evaluation_report(tmp_path, found).read_text()
     refused |= {TASKS[0].code: "does_not_run", TASKS[2].code: "too_large"}
     with pytest.raises(
-        UserError, match=r"no task .* can be measured on this device \(judging it takes 99.9 GB"
+        UserError,
+        match=r"3 of 3 tasks are left out, .* on this device \(1 does_not_run, such as: judging it "
+        r"takes 99.9 GB.*; 0 tasks remain, less than the share of 0\.5 in sandbox\.measurable_share",
     ):
         evaluated(tmp_path / "none")
     assert not (tmp_path / "none" / "episodes").exists(), "no attempt was made"
+    del refused[TASKS[0].code]
+    with pytest.raises(UserError, match=r"; 1 tasks remain, less than the share of 0\.5"):
+        evaluated(tmp_path / "few")

@@ -1,7 +1,9 @@
 """vLLM servers that a process starts for itself: once, when it first samples, and never left behind."""
 
+import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,19 +11,25 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fleet_fixtures import starts, vllm_executable
+from fleet_fixtures import free_port, starts, vllm_executable
 from train_command_fixtures import train
 from training_fixtures import episode, params, stage, tiny_policy, tiny_tokenizer
 
+from components.agent.policies import open_sampler
 from components.agent.trajectory import load_trajectories
 from components.core import reaper
 from components.core.config import PROJECT
-from components.core.errors import UserError
+from components.core.errors import StageFailed, UserError
 from components.core.params import Params
+from components.policy.sampler import Completion
+from components.policy.vllm import start
 from components.policy.vllm.own_servers import OWN_SERVERS, check_own_servers
+from components.policy.vllm.sampler import VllmSampler
+from components.training.rollouts import TrainedPolicy
 from components.training.run_stage import run_stage
 from components.training.stage import CHECKPOINT, Stage
 
@@ -108,6 +116,104 @@ def test_a_server_that_is_killed_within_a_step_is_started_again_with_the_weights
     assert last["sampler_difference"] < 1e-4 and last["sampler_retries"] > 0
 
 
+def test_a_server_that_ends_in_an_evaluation_is_started_again_with_its_weights_but_not_for_ever(
+    vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(start, "POLL_SECONDS", 0.05)
+    caplog.set_level("INFO", "components")
+    tokenizer, folders = tiny_tokenizer(), [tmp_path / "first", tmp_path / "evaluated"]
+    for seed, folder in enumerate(folders):
+        tiny_policy(seed).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    given = params(*sets(vllm))
+    OWN_SERVERS.open(given, folders[0])
+    sampler = open_sampler(given, folders[1], tokenizer, version="evaluated")
+
+    def complete() -> Completion:
+        coroutine = sampler.complete([1, 5, 6], max_new_tokens=6, temperature=0.0, seed=0, session="s")
+        return asyncio.run(coroutine)
+
+    before = complete()
+    assert set(before.versions) == {"evaluated"}
+    os.kill(starts(vllm)[0][0], signal.SIGKILL)
+    assert complete() == before and len(starts(vllm)) == 2
+    vllm.write_text("#!/bin/sh\necho the GPU has fallen off the bus >&2\nexit 5\n")
+    os.kill(starts(vllm)[1][0], signal.SIGKILL)
+    log = given.home + "/vllm/server-0.log"
+    with pytest.raises(
+        StageFailed,
+        match=rf"^{log}: .* has ended with code 5 \(the GPU has fallen off the bus\), 3 times in a row, and "
+        "is not started again; mend what the log says, and run the same command again",
+    ):
+        complete()
+    assert "has ended with code -9" in caplog.text
+
+
+SLOW_SERVER = f"""#!{sys.executable}
+import http.server, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+time.sleep(1)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[4])), Handler).serve_forever()
+"""
+
+
+def test_a_server_says_while_it_starts_for_how_long_and_where_its_log_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "REPORT_SECONDS", 0.2)
+    monkeypatch.setattr(start, "POLL_SECONDS", 0.1)
+    vllm, said = tmp_path / "vllm", list[str]()
+    vllm.write_text(SLOW_SERVER)
+    vllm.chmod(0o755)
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    launch = start.Launch(url, (str(vllm), "serve", "model", "--port", str(port)), ("0",), tmp_path / "log")
+    with start.running([launch], said.append):
+        *starting, ready = said
+    assert len(starting) > 1 and {re.sub(r"\d+ s", "N s", line) for line in starting} == {
+        f"The vLLM server at {url} has been starting for N s; its log is {launch.log}."
+    }
+    assert re.fullmatch(rf"The vLLM server at {url} is ready after [1-9]\d* s\.", ready)
+
+
+def test_a_server_that_ends_while_it_starts_is_one_sentence_with_the_last_line_of_its_log(
+    tmp_path: Path,
+) -> None:
+    log, vllm = tmp_path / "log", tmp_path / "vllm"
+    log.write_text("a line of an earlier server\n")
+    for script, line in (
+        ("echo loading; echo no such model >&2; echo", "no such model"),
+        ("", "it is empty"),
+    ):
+        vllm.write_text(f"#!/bin/sh\n{script}\nexit 3\n")
+        vllm.chmod(0o755)
+        launch = start.Launch("http://127.0.0.1:9", (str(vllm),), ("0",), log)
+        with (
+            pytest.raises(UserError, match=rf"^{log}: the server at .* ended with code 3 \({line}\); mend"),
+            start.running([launch], print),
+        ):
+            pass
+
+
+def test_weights_that_several_ranks_would_have_to_gather_within_a_step_are_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    made = stage(tmp_path, "warmup", "engine.zero_stage=3")
+    fleet: Any = SimpleNamespace(has_lost_weights=lambda: True)
+    policy: Any = SimpleNamespace(
+        stage=made,
+        world=SimpleNamespace(size=2),
+        sampler=VllmSampler(fleet, (2,), made.params.policy, version="v"),
+    )
+    with pytest.raises(
+        StageFailed, match=r"^warmup: the vLLM servers lost their weights .* same command again"
+    ):
+        TrainedPolicy._restore(policy)
+
+
 PROGRAM = """
 import asyncio, sys
 from pathlib import Path
@@ -181,5 +287,5 @@ def test_gpus_of_samplers_are_those_after_the_trainer_s(vllm: Path, monkeypatch:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-5")
     check_own_servers(given(0))
     check_own_servers(given(1))
-    with pytest.raises(UserError, match=r"pool\.samplers: 2 GPUs .* CUDA_VISIBLE_DEVICES names 4,GPU-5;"):
+    with pytest.raises(UserError, match=r"pool\.samplers: 2 .* CUDA_VISIBLE_DEVICES is 4,GPU-5;"):
         check_own_servers(given(2))
