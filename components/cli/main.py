@@ -76,7 +76,7 @@ def _reopen_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
-def _show_logs() -> None:
+def show_logs() -> None:
     """Print what this project's modules log, from the level INFO on, as plain lines on standard error."""
     log, handler = logging.getLogger("components"), logging.lastResort
     assert handler is not None
@@ -92,7 +92,7 @@ def main() -> None:
     traceback.
     """
     _reopen_standard_streams()
-    _show_logs()
+    show_logs()
     handle_signals()
     # No command downloads from Hugging Face, and progress bars for loading weights are switched off.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,4 +1,4 @@
-"""The wait at the end of a run until Prefect's server has recorded the task runs."""
+"""Task runs and log lines that Prefect's server records, and the wait for them at the end of a run."""
 
 import os
 import sqlite3
@@ -87,3 +87,58 @@ def test_a_server_that_is_gone_ends_no_stage(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", PROGRESS, str(tmp_path)], env=environment | home, check=True, timeout=300
     )
+
+
+LOGS = """
+import contextvars
+import logging
+import sys
+import threading
+from pathlib import Path
+
+from components.cli.main import show_logs
+from flows.processes import prefect_server
+from flows.run_context import prepare_environment
+
+show_logs()
+prepare_environment(Path(sys.argv[1]))
+with prefect_server(Path(sys.argv[1])) as server:
+    from prefect import flow, task
+
+    from flows import run_page
+
+    log = logging.getLogger("components.policy.vllm.own_servers")
+
+    @task
+    def stage() -> None:
+        log.info("a server starts")
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(log.info, "it is ready"))
+        thread.start()
+        thread.join()
+
+    @flow
+    def stages() -> None:
+        stage()
+
+    run_page.keep_logs_off_the_console()
+    run_page.show_logs()
+    server.wait()
+    stages()
+"""
+
+
+def test_what_the_project_logs_is_on_the_page_of_the_run_and_once_on_the_console(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    done = subprocess.run(
+        [sys.executable, "-c", LOGS, str(tmp_path)],
+        env=environment,
+        check=True,
+        timeout=300,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    said = ["a server starts", "it is ready"]
+    assert [line for line in done.stderr.splitlines() if any(text in line for text in said)] == said
+    with sqlite3.connect(tmp_path / "prefect" / "prefect.db") as database:
+        query = "select message from log where name like 'components.%' order by timestamp"
+        assert [message for (message,) in database.execute(query)] == said
