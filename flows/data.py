@@ -29,11 +29,9 @@ from components.core.files import (
     read_json,
     write_changed,
 )
-from components.core.params import Params
 from components.core.progress import Progress
 from components.core.sources import project_digests
 from components.core.task import dataset_version
-from components.synthesis.dvc_stages import ERROR_PREFIX
 from components.synthesis.operator_table import library_versions
 from flows.dataset_remote import OUTPUT, has_version, initialise_workspace, keep_lock, run_dvc
 from flows.run_context import Busy, PipelineRun
@@ -47,14 +45,15 @@ LOCK_HELD = ("Unable to acquire lock", "is busy, it is being blocked")
 LOCK_DAMAGED = "Unable to read RWLock-file"
 # Seconds to wait before each further try of a DVC command whose lock is held.
 RETRY_SECONDS = (2.0, 5.0, 15.0)
-# Pattern of a line of LineProgress printed by components.synthesis.dvc_stages, with groups step, total and
-# figures, and pattern of one of the figures, with groups name and value.
+# Pattern of a line of progress that `cuda-agent data build` prints, with groups step, total and figures, and
+# pattern of one of the figures, with groups name and value.
 PROGRESS_LINE = re.compile(r"^(?:data|seeds) +(\d+)/(\d+)(.*)$")
 FIGURE = re.compile(r"  ([a-z]\w*) (\S+)")
 # Pattern of DVC's message about a failed stage, with the stage's exit code as its group.
 EXITED = re.compile(r"exited with (\d+)")
-# Exit codes of components.synthesis.dvc_stages.
+# Exit codes of `cuda-agent data build`, and the prefix of the line in which it says why it failed.
 BAD_INPUT, NO_ISOLATION = 2, 3
+ERROR_PREFIX = "cuda-agent: "
 # Source paths whose change causes the data set to be built again. The judge's sources are not listed, because
 # the data set depends on the judge only through the parameters and the verdicts.
 MAKERS = ("components/synthesis/", "components/bootstrap/operator_chain.py", "components/core/task.py")
@@ -101,7 +100,7 @@ def prepare_workspace(run: PipelineRun) -> Path:
     """
     workspace = initialise_workspace(run.home / "dvc", run.params, run.home)
     write_changed(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
-    write_changed(workspace / "params.yaml", yaml.safe_dump(absolute_values(run.params), sort_keys=False))
+    write_changed(workspace / "params.yaml", yaml.safe_dump(absolute_values(run), sort_keys=False))
     return workspace
 
 
@@ -133,7 +132,6 @@ def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: P
             progress.update("dataset", int(step[1]), int(step[2]), **figures)
 
     environment = {
-        "CUDA_AGENT_VERDICTS": str(run.home / "verdicts"),
         # The commands in dvc.yaml start `python`, which must be the interpreter of this environment and must
         # import the modules of this project.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
@@ -167,7 +165,9 @@ def _failure(workspace: Path, command: str, lines: Sequence[str]) -> Exception:
     """
     newest = lines[::-1]
     sentence = next((line.removeprefix(ERROR_PREFIX) for line in newest if line.startswith(ERROR_PREFIX)), "")
-    status = next((int(match[1]) for match in map(EXITED.search, newest) if match), 1)
+    status = next((int(match[1]) for match in map(EXITED.search, newest) if match), 0)
+    if status:
+        newest = [line for line in newest if not line.startswith("ERROR: ")]  # DVC only says that it failed
     if status == NO_ISOLATION:
         return IsolationUnavailable(sentence)
     if status == BAD_INPUT and sentence:
@@ -197,11 +197,12 @@ def maker_digest(run: PipelineRun) -> str:
     return digest_json([files, library_versions(), run.rerun_number("dataset")])
 
 
-def absolute_values(params: Params) -> dict[str, Any]:
-    """Return all parameters as nested dictionaries, with the paths in data.against made absolute.
+def absolute_values(run: PipelineRun) -> dict[str, Any]:
+    """Return all parameters as nested dictionaries, with home and the paths in data.against made absolute.
 
     DVC runs in the folder of its workspace, where relative paths would name other files.
     """
-    values: dict[str, Any] = params.model_dump(mode="json")
-    values["data"]["against"] = [str(Path(path).resolve()) for path in params.data.against]
+    values: dict[str, Any] = run.params.model_dump(mode="json")
+    values["home"] = str(run.home)
+    values["data"]["against"] = [str(Path(path).resolve()) for path in run.params.data.against]
     return values

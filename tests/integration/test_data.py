@@ -287,7 +287,6 @@ def test_a_runs_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     """What the flow does after DVC has made the data set, without the judge."""
     night = run_context.open_run(resolve("ci", (f"home={tmp_path}",)))
     workspace = data.prepare_workspace(night)
-    (workspace / "data" / "seeds").mkdir(parents=True)
     build_dataset(parameters(), workspace / data.OUTPUT, InProcess(), Quiet())
     data.dvc(workspace, ["commit", "--force"], night, None)
     data.dvc(workspace, ["push"], night, None)
@@ -319,13 +318,15 @@ FAILING = """
 import sys
 from components.core.errors import UserError
 from components.core.errors import IsolationUnavailable
-from components.synthesis import dvc_stages
+from components.cli.main import main
+from components.synthesis import dataset
 
-def tasks(*given):
+def build_dataset(*given):
     raise {error}
 
-dvc_stages.tasks = tasks
-sys.exit(dvc_stages.main(["tasks", "--params", "params.yaml", "--out", "data/tasks"]))
+dataset.build_dataset = build_dataset
+sys.argv = "cuda-agent data build --profile= --params params.yaml --out data/tasks".split()
+main()
 """
 
 
