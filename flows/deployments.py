@@ -1,4 +1,4 @@
-"""The flows of the deployments in prefect.yaml: pipeline, data set, evaluation and promotion.
+"""The flows of the deployments `nightly` and `data` in prefect.yaml: the pipeline, and the data set alone.
 
 Each flow works in the home that its deployment names. To ensure that only one flow at a time writes in a
 home, a flow takes a slot of a global concurrency limit and then the lock file of the home. The slot has a
@@ -6,7 +6,6 @@ short lease, so Prefect frees the slot of a killed flow within a minute. Prefect
 used, because their slots stay occupied for minutes after a flow is killed.
 """
 
-import contextlib
 import sys
 import time
 from collections import Counter
@@ -18,29 +17,21 @@ from typing import Any, TypeVar
 import httpx
 from mlflow.exceptions import MlflowException
 from prefect import flow, get_run_logger
-from prefect.artifacts import create_table_artifact
 from prefect.concurrency.sync import concurrency
 from prefect.runtime import flow_run
 from requests.exceptions import ConnectionError as RequestsConnectionError
 from requests.exceptions import Timeout as RequestsTimeout
 from sqlalchemy.exc import OperationalError
 
-from components.agent.policies import checkpoint_policy
 from components.core.errors import InfrastructureError, UserError, error_chain
 from components.core.progress import LineProgress, Progress
 from components.core.reaper import start_reaper
-from components.evaluation.evaluate import evaluate
-from components.evaluation.suites import load_suite
-from components.judge.pool.open_pool import open_pool
-from components.registry import models
-from components.registry.tracking import connect, flatten
 from flows import run_context, run_page
-from flows.approval import approval, ask, settings
+from flows.approval import ask, settings
 from flows.data import dataset
 from flows.nightly import nightly_pipeline
 from flows.progress import DiskGuard, EventProgress
 from flows.run_context import Busy, PipelineRun
-from flows.stages import figures
 
 # Seconds after which Prefect frees the concurrency slot of a flow that was killed.
 LEASE_SECONDS = 60.0
@@ -66,11 +57,6 @@ T = TypeVar("T")
 FlowResult = dict[str, Any]
 
 
-def scheduled_day() -> str:
-    """Return the day that the flow run was scheduled for, or today without a schedule, as YYYYMMDD in UTC."""
-    return f"{flow_run.scheduled_start_time or datetime.now(UTC):%Y%m%d}"
-
-
 def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> FlowResult:
     """Call `work` while no other flow works in the home, and return its result.
 
@@ -90,7 +76,7 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
     start_reaper()
 
     lines = LineProgress(lambda line: print(line, file=sys.stderr, flush=True))
-    progress = EventProgress(lines, run.params, run.home, str(flow_run.id))
+    progress = EventProgress(lines, str(flow_run.id))
 
     def attempt() -> FlowResult:
         with (
@@ -127,7 +113,8 @@ def nightly(
         )
 
     plain = settings(profile, sets, home).params
-    run = open_run(scheduled_day())
+    # The day that the flow run was scheduled for, or today without a schedule.
+    run = open_run(f"{flow_run.scheduled_start_time or datetime.now(UTC):%Y%m%d}")
     runs = run_context.newest_runs(Path(plain.home).expanduser().resolve()) if dated else []
     for left in filter(None, map(run_context.left_unfinished, runs)):
         # Records of earlier releases have no seed, and the run may have had other parameters.
@@ -156,65 +143,6 @@ def data(profile: str = "h20-pool", sets: str = "", home: str = "") -> dict[str,
     """
     run = PipelineRun(settings(profile, sets, home))
     return work_in_home(run, lambda progress: dataset(run, DiskGuard(progress, run.home)).model_dump())
-
-
-@flow(name="evaluation", persist_result=False)
-def evaluation(
-    profile: str = "h20-pool", sets: str = "", home: str = "", version: str = "champion"
-) -> dict[str, Any]:
-    """Evaluate a model version again, and publish a table with its registered and its new figures.
-
-    The table is a Prefect artifact. `version` is a number or an alias. The suite is that of the parameters;
-    held-out tasks are taken from the home's newest data set. Returns the model, the version, the new figures
-    and the folder of the results.
-    """
-    run = PipelineRun(settings(profile, sets, home))
-
-    def work(progress: Progress) -> FlowResult:
-        client, model = connect(run.params.registry, run.home), run.params.registry.model
-        day = scheduled_day()
-        described = models.describe(client, model, version)
-        number, registered = described["version"], described["tags"]
-        folder = run.home / "evaluations" / f"{model}-{number}-{day}"
-        checkpoint = models.checkpoint(client, model, number, folder / "checkpoint")
-        newest = max(
-            (run.home / "datasets").glob("*/tasks.parquet"),
-            key=lambda path: path.stat().st_mtime,
-            default=run.home / "datasets",
-        )
-        with contextlib.closing(open_pool(run.params, run.home / "verdicts")) as pool:
-            measured = evaluate(
-                checkpoint_policy(checkpoint, run.params),
-                load_suite(run.params, newest.parent),
-                pool,
-                folder / "results",
-                epoch=folder.name,
-                progress=progress,
-                seed=run.params.seed,
-            )
-        now = figures(measured.overall)
-        rows = [
-            {"figure": name, "registered": registered.get(f"figure.{name}", ""), "now": value}
-            for name, value in sorted(flatten(now).items())
-        ]
-        create_table_artifact(rows, key="evaluation", description=f"{model} version {number}, {day}")
-        return {"model": model, "version": number, "figures": now, "results": str(folder / "results")}
-
-    return work_in_home(run, work)
-
-
-@flow(name="promotion", persist_result=False)
-def promotion(profile: str = "h20-pool", sets: str = "", home: str = "") -> dict[str, Any]:
-    """Ask a person again about the version with the alias `candidate`, if it still waits for a decision.
-
-    Returns the audit entry of the answer, or `{"verdict": "nothing waits", …}` if no such version waits.
-    """
-    run = PipelineRun(settings(profile, sets, home))
-    client, model = connect(run.params.registry, run.home), run.params.registry.model
-    version = models.aliases(client, model).get(models.CANDIDATE)
-    if version is None or models.describe(client, model, version)["decision"] != "waiting":
-        return {"model": model, "version": version, "verdict": "nothing waits"}
-    return dict(approval.fn(version, profile, sets, home))
 
 
 def retry_kind(error: BaseException) -> str | None:

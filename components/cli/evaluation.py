@@ -50,12 +50,6 @@ def evaluate(
         int,
         typer.Option("--attempts", min=0, help="trajectories for each task; by default evaluation.attempts"),
     ] = 0,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="only continue an evaluation; without it the command begins or continues one"
-        ),
-    ] = False,
     dataset: Annotated[
         Path | None,
         typer.Option("--dataset", help="data set with the held-out tasks; by default the newest in the home"),
@@ -86,11 +80,6 @@ def evaluate(
     params = examined.params
     epoch = evaluation_epoch(examined.digest, tasks, params)
     folder = home / "evaluations" / epoch
-    if resume and not folder.is_dir():
-        raise UserError(
-            f"--resume: {folder} is not there, no such evaluation was begun; give the options of the first "
-            "command, or leave --resume out."
-        )
     with judge_session(with_any_duration(params), home) as (pool, view):
         results = evaluate_policy(
             examined, tasks, pool, folder, epoch=epoch, progress=view, seed=params.seed, admit=pool.admit

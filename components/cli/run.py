@@ -19,20 +19,9 @@ from components.cli.common import (
 @with_common_options()
 def run(
     options: CommonOptions,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="continue an interrupted run; this is also the default")
-    ] = False,
     redo_from: Annotated[
         str, typer.Option("--from", metavar="STAGE", help="repeat this stage and all that follow")
     ] = "",
-    metrics: Annotated[
-        int,
-        typer.Option(
-            "--metrics",
-            metavar="PORT",
-            help="serve Prometheus metrics on this port of 127.0.0.1 during the run",
-        ),
-    ] = 0,
 ) -> Output:
     """Run the pipeline: data set, cold start, four training stages, evaluation, registration, gates.
 
@@ -41,7 +30,6 @@ def run(
     continues where it stopped.
     """
     from components.cli.progress_view import ProgressView, final_table
-    from components.core import telemetry
     from components.core.reaper import start_reaper
     from flows import run_context
     from flows.processes import prefect_server
@@ -58,8 +46,6 @@ def run(
         with run_context.home_lock(pipeline_run.home):
             run_context.prepare_environment(pipeline_run.home)
             start_reaper()
-            if metrics:
-                telemetry.serve(metrics)
             print_line(f"run {pipeline_run.run_id}, profile {resolved.profile}, home {pipeline_run.home}")
             for line in run_context.undecidable_gates(pipeline_run.params):
                 print_line(f"warning: {line}")

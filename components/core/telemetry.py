@@ -1,8 +1,8 @@
 """Prometheus metrics of the judge, the rollouts, the training and the store.
 
 Each process has one registry of metrics. It is written as a text file into the home, where the textfile
-collector of node_exporter reads it, or it is served with `--metrics PORT`. The names follow the conventions
-of Prometheus: base units, and the ending `_total` for counters.
+collector of node_exporter reads it; the service serves its own. The names follow the conventions of
+Prometheus: base units, and the ending `_total` for counters.
 """
 
 import time
@@ -15,7 +15,6 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
-    start_http_server,
     write_to_textfile,
 )
 
@@ -98,8 +97,3 @@ def write(path: Path) -> None:
     """Write all metrics to a text file, which is replaced in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_to_textfile(str(path), REGISTRY)
-
-
-def serve(port: int, address: str = "127.0.0.1") -> None:
-    """Start a thread that serves all metrics over HTTP until the process ends."""
-    start_http_server(port, addr=address, registry=REGISTRY)

@@ -3,7 +3,7 @@
 #   infra/prefect/deploy.sh [PARAMETER=VALUE]...    change parameters of every deployment; safe to repeat
 # It runs Prefect's own commands on prefect.yaml, pools.yaml and automations.yaml. Variables, with their defaults:
 #   CUDA_AGENT_PROFILE   profile of every deployment (h20-pool)
-#   CUDA_AGENT_POOL      work pool of nights, data sets and evaluations (gpu-h20); approvals and promotions are in the pool cpu
+#   CUDA_AGENT_POOL      work pool of nights and data sets (gpu-h20); approvals are in the pool cpu
 #   CUDA_AGENT_HOME      home (.cuda-agent of this folder; with Kubernetes /srv/cuda-agent)
 #   CUDA_AGENT_CRON, CUDA_AGENT_TIMEZONE   schedule of the nights (0 1 * * *) and time zone of every schedule (UTC)
 #   CUDA_AGENT_WORKERS   process: workers run flows on their own machine; kubernetes: as jobs (process)

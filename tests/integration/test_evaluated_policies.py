@@ -51,7 +51,6 @@ def test_a_folder_that_is_no_sound_policy_is_refused(
         (["--policy", "."], r"config\.json is missing"),
         (["--levels", "one"], "--levels one: numbers with commas"),
         (["--levels", "4"], "its levels are: 1, 2, 3"),
-        (["--policy", "model", "--resume"], "no such evaluation was begun"),
     ],
 )
 def test_an_evaluation_of_nothing_is_one_sentence_and_leaves_nothing(

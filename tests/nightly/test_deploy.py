@@ -129,7 +129,7 @@ def test_the_schedule_makes_scheduled_runs(server: dict[str, str], deployed: str
 
 def test_two_runs_never_overlap(server: dict[str, str], deployed: str) -> None:
     found = ask(server, "/deployments/filter")
-    assert {entry["name"] for entry in found} == {"nightly", "data", "evaluation", "promotion", "approval"}
+    assert {entry["name"] for entry in found} == {"nightly", "data", "approval"}
     for entry in found:
         assert (
             entry["global_concurrency_limit"]["limit"] == 1
