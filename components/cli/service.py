@@ -99,10 +99,6 @@ def create(
     file: File = DEFAULT,
     days: Annotated[float | None, typer.Option("--days", min=0, help="days until it expires")] = None,
     queued: Annotated[int, typer.Option("--queued", min=1, help="jobs that may wait at once")] = 1000,
-    per_day: Annotated[int, typer.Option("--per-day", min=1, help="new jobs within 24 hours")] = 10_000,
-    device: Annotated[
-        list[str] | None, typer.Option("--device", help="device that may be measured on; may be repeated")
-    ] = None,
     measurements: Annotated[
         int, typer.Option("--measurements", min=1, help="how often an equal candidate may be measured")
     ] = 16,
@@ -122,8 +118,6 @@ def create(
                 "name": name,
                 "digest": "",
                 "queued": queued,
-                "per_day": per_day,
-                "devices": tuple(device or ("cpu", "cuda")),
                 "own_tasks": not listed_tasks_only,
                 "measurements": measurements,
                 "operator": operator,
@@ -145,7 +139,7 @@ def list_tokens(file: File = DEFAULT) -> Output:
     from components.service.tokens import read_tokens
 
     tokens = read_tokens(file)
-    columns = ("name", "expires", "queued", "per_day", "devices", "own_tasks", "measurements", "operator")
+    columns = ("name", "expires", "queued", "own_tasks", "measurements", "operator")
     print_table(
         columns,
         [[str(getattr(token, column)) for column in columns] for token in tokens],

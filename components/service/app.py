@@ -6,15 +6,13 @@ itself could not make is answered with the status 503, and never with a verdict.
 
 import asyncio
 import contextlib
-import json
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
@@ -41,8 +39,8 @@ from components.service.tokens import Token, TokenFile
 # Largest number of bytes of a request's body, and of a larger body that are read and dropped before the
 # answer, because the client of a connection that is closed while it sends gets no answer.
 BODY_BYTES, DROPPED_BYTES = 8 << 20, 32 << 20
-# Longest wait of one request for a result, and longest time without data in a stream of events, in seconds.
-WAIT_SECONDS, HEARTBEAT_SECONDS = 60.0, 15.0
+# Longest wait of one request for a result, in seconds.
+WAIT_SECONDS = 60.0
 # Host names of requests to a service without tokens; others are requests that a web page redirected.
 LOOPBACK_HOSTS = ["127.0.0.1", "localhost"]
 
@@ -105,12 +103,6 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
         response.status_code = found.status
         return found
 
-    @app.get("/v1/jobs/{job_id}/events", response_class=StreamingResponse)
-    async def events(job_id: str, token: Caller) -> StreamingResponse:
-        """Stream the job as server-sent events: `progress` whenever it changes, then once `end`."""
-        await run_in_threadpool(service.find, token, job_id)
-        return StreamingResponse(_events(service, token, job_id), media_type="text/event-stream")
-
     @app.delete("/v1/jobs/{job_id}", responses=RESPONSES)
     def cancel(job_id: str, token: Caller) -> JobView:
         """Cancel a job that is queued."""
@@ -157,7 +149,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     404: {"description": "no such job or task"},
     413: {"description": "the body is too large"},
     422: {"description": "the request, or the task itself, is faulty"},
-    429: {"description": "the queue or the quota is full; Retry-After says when to try again"},
+    429: {"description": "the queue is full; Retry-After says when to try again"},
     503: {"description": "the judge failed, through no fault of the candidate"},
 }
 
@@ -223,9 +215,9 @@ class BodyLimit:
         await self.app(scope, limited, send)
 
 
-@contextlib.contextmanager
-def changes(service: JobService, job_id: str) -> Iterator[asyncio.Event]:
-    """Yield an event of the running event loop that is set whenever the job's state or progress changes."""
+async def ended(service: JobService, token: Token, job_id: str, seconds: float) -> JobView:
+    """Wait for the end of a job, for at most `seconds` or until the service closes, and return its state."""
+    deadline = time.monotonic() + seconds
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 
     def changed() -> None:
@@ -233,13 +225,6 @@ def changes(service: JobService, job_id: str) -> Iterator[asyncio.Event]:
             loop.call_soon_threadsafe(event.set)
 
     with service.watch(job_id, changed):
-        yield event
-
-
-async def ended(service: JobService, token: Token, job_id: str, seconds: float) -> JobView:
-    """Wait for the end of a job, for at most `seconds` or until the service closes, and return its state."""
-    deadline = time.monotonic() + seconds
-    with changes(service, job_id) as event:
         while True:
             event.clear()
             job = await run_in_threadpool(service.view, token, job_id)
@@ -248,19 +233,3 @@ async def ended(service: JobService, token: Token, job_id: str, seconds: float) 
                 return job
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(event.wait(), left)
-
-
-async def _events(service: JobService, token: Token, job_id: str) -> AsyncIterator[str]:
-    last = None
-    with changes(service, job_id) as event:
-        while not service.closing:
-            event.clear()
-            job = await run_in_threadpool(service.view, token, job_id)
-            if job.has_ended:
-                yield f"event: end\ndata: {job.model_dump_json()}\n\n"
-                return
-            state = {"state": job.state, "position": job.position, "progress": job.progress}
-            yield ": waiting\n\n" if state == last else f"event: progress\ndata: {json.dumps(state)}\n\n"
-            last = state
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), HEARTBEAT_SECONDS)

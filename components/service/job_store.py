@@ -34,10 +34,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     status INTEGER NOT NULL DEFAULT 200,
     attempts INTEGER NOT NULL DEFAULT 0
 );
-CREATE TABLE IF NOT EXISTS submissions (token TEXT NOT NULL, created REAL NOT NULL);
-CREATE INDEX IF NOT EXISTS days ON submissions (token, created);
 CREATE INDEX IF NOT EXISTS queued ON jobs (token, seq) WHERE state = 'queued';
-DROP INDEX IF EXISTS active;
 CREATE INDEX IF NOT EXISTS sizes ON jobs (token, size) WHERE state IN ('queued', 'running');
 CREATE INDEX IF NOT EXISTS subjects ON jobs (subject);
 CREATE INDEX IF NOT EXISTS ended ON jobs (changed) WHERE state NOT IN ('queued', 'running');
@@ -87,12 +84,6 @@ class JobStore:
         self.database.row_factory = sqlite3.Row
         self.database.execute("PRAGMA journal_mode = WAL")
         self.database.execute("PRAGMA synchronous = NORMAL")  # survives a kill of the process
-        columns = [row["name"] for row in self._rows("PRAGMA table_info(jobs)")]
-        if "created" in columns:  # a queue of an earlier version
-            self._rows("ALTER TABLE jobs RENAME COLUMN created TO changed")
-        if columns and "size" not in columns:
-            self._rows("ALTER TABLE jobs ADD COLUMN size INTEGER NOT NULL DEFAULT 0")
-            self._rows("UPDATE jobs SET size = length(CAST(body AS BLOB))")
         self.database.executescript(SCHEMA)
 
     def _rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
@@ -107,18 +98,13 @@ class JobStore:
         return StoredJob(**rows[0]) if rows else None
 
     def put(self, job: StoredJob) -> None:
-        """Add a job at the end of the queue, in place of the job with the same id if there is one.
-
-        If its state is `queued`, a submission of its token is recorded, also if it replaces a failed job.
-        """
+        """Add a job at the end of the queue, in place of the job with the same id if there is one."""
         job = replace(job, size=len(job.body.encode()))
         columns = [name for name in vars(job) if name != "seq"]
         self._rows(
             f"INSERT OR REPLACE INTO jobs ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})",
             *(vars(job)[name] for name in columns),
         )
-        if job.state == "queued":
-            self._rows("INSERT INTO submissions VALUES (?, ?)", job.token, job.changed)
 
     def waiting(self) -> dict[str, StoredJob]:
         """Return the first queued job of each token that has one, by the token's name."""
@@ -196,16 +182,6 @@ class JobStore:
                 subject,
             )
         )
-
-    def since(self, token: str, moment: float) -> tuple[int, float]:
-        """Return the number of the token's submissions since `moment`, and when the first of them was made.
-
-        Both times are values of time.time(); the second is 0 without submissions. Older submissions are
-        deleted from the store.
-        """
-        self._rows("DELETE FROM submissions WHERE token = ? AND created < ?", token, moment)
-        row = self._rows("SELECT count(*), min(created) FROM submissions WHERE token = ?", token)[0]
-        return int(row[0]), float(row[1] or 0)
 
     def close(self) -> None:
         with self.lock:

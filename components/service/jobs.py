@@ -98,12 +98,8 @@ class JobService:
     def submit(self, token: Token, body: JudgementBody | AdmissionBody) -> JobView:
         """Return the job of a request, which is queued unless it is known already.
 
-        Raises ServiceError if the request is not allowed, or if the queue or the token's quota is full.
+        Raises ServiceError if the request is not allowed, or if the queue is full.
         """
-        if self.judges.device not in token.devices:
-            raise ServiceError(
-                403, f"device: the token {token.name} may not measure on {self.judges.device}."
-            )
         if body.params is not None and token is not OWNER:
             raise ServiceError(403, "params: only the account that runs the service may send them.")
         made = (
@@ -116,7 +112,7 @@ class JobService:
                 if job is None or job.state == "cancelled":
                     self._check_measurements(token, made)
                 if not is_known:
-                    self._check_quota(token, len(made.body))
+                    self._check_space(token, len(made.body))
                 self.store.put(replace(made, state="done", body="") if is_known else made)
                 self.condition.notify()
         return self.view(token, made.id)
@@ -190,8 +186,8 @@ class JobService:
                 "times; use one of those measurements, or ask the service's operator for more.",
             )
 
-    def _check_quota(self, token: Token, size: int) -> None:
-        """Raise ServiceError unless a request of `size` bytes has a place in the queue and in the quota."""
+    def _check_space(self, token: Token, size: int) -> None:
+        """Raise ServiceError unless a request of `size` bytes has a place in the queue."""
         active, own_bytes = self.store.active(token.name)
         if active >= token.queued or own_bytes + size > OWN_BYTES:
             raise ServiceError(
@@ -204,14 +200,6 @@ class JobService:
         if jobs >= self.capacity or all_bytes + size > ALL_BYTES:
             raise ServiceError(
                 429, "queue: the service has no place for another job.", retry_after=QUEUE_SECONDS
-            )
-        now = time.time()
-        count, first = self.store.since(token.name, now - DAY)
-        if count >= token.per_day:
-            raise ServiceError(
-                429,
-                f"quota: the token {token.name} may submit {token.per_day} new jobs within 24 hours.",
-                retry_after=min(DAY, max(1.0, first + DAY - now)),
             )
 
     def find(self, token: Token, job_id: str) -> StoredJob:
@@ -259,7 +247,7 @@ class JobService:
 
     @contextlib.contextmanager
     def watch(self, job_id: str, changed: Callable[[], None]) -> Iterator[None]:
-        """Call `changed` whenever the job's state or progress changes inside the context.
+        """Call `changed` when the job ends inside the context, or when the service closes.
 
         The call may come from any thread.
         """
@@ -315,12 +303,9 @@ class JobService:
                     self.turn += 1
                     self.served[job.token] = self.turn
                     self.running[job.token] += 1
-                    break
+                    return job
                 self.condition.wait()
-            else:
-                return None
-        self._notify(job.id)
-        return job
+        return None
 
     def _choose(self) -> StoredJob | None:
         """Return the first job of the token that was served least recently, or None if none may run.
@@ -341,10 +326,6 @@ class JobService:
         path = journal_path(self.verdicts, job.id)
         if path.exists():  # written before the process was killed
             return "done", "", 200
-
-        def report(text: str) -> None:
-            self.progress[job.id] = text
-            self._notify(job.id)
 
         with self.judges.on_behalf_of(job.token):
             if job.kind == "admission":
@@ -370,7 +351,7 @@ class JobService:
                         dict(Candidate.of(body.files).files),
                         compare_compile=body.compare_compile,
                         against=body.against,
-                        report=report,
+                        report=functools.partial(self.progress.__setitem__, job.id),
                     ),
                 )
         if verdict.status == "infrastructure":

@@ -14,7 +14,7 @@ from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from components.core.errors import UserError
 from components.core.files import digest_bytes, write_json
-from components.core.records import Count, Device, FrozenModel
+from components.core.records import Count, FrozenModel
 from components.judge.pool.service_client import MOST_MEASUREMENTS
 from components.service.requests import ServiceError
 
@@ -26,15 +26,13 @@ class Token(FrozenModel):
     digest: str
     expires: AwareDatetime | None = None
     queued: Count = Field(default=1000, description="jobs that may wait or be judged at the same time")
-    per_day: Count = Field(default=10_000, description="new jobs within 24 hours")
-    devices: tuple[Device, ...] = Field(default=("cpu", "cuda"), description="devices to measure on")
     own_tasks: bool = Field(default=True, description="whether tasks may be sent")
     measurements: Count = Field(default=16, description="how often an equal candidate may be measured")
     operator: bool = Field(default=False, description="whether metrics may be read")
 
 
 # Caller of a service without a token file, which only this machine can connect to.
-LOCAL = Token(name="local", digest="", queued=10_000, per_day=1_000_000, measurements=1000, operator=True)
+LOCAL = Token(name="local", digest="", queued=10_000, measurements=1000, operator=True)
 # Caller by the Unix socket, which only the account that runs the service can connect to. It alone may send
 # all parameters of a judgement, and occupy all workers.
 OWNER = LOCAL.model_copy(update={"name": "owner", "measurements": MOST_MEASUREMENTS})

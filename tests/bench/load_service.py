@@ -131,10 +131,11 @@ class Load:
             request = {"task": self.task, "files": candidate("slow", "honest", f"single {where} {number}")}
             job = (await client.post("/v1/judgements", json=request)).raise_for_status().json()
             queued = began
-            async with client.stream("GET", f"/v1/jobs/{job['id']}/events") as events:
-                async for line in events.aiter_lines():
-                    if line.startswith("data: ") and json.loads(line[6:])["state"] == "queued":
-                        queued = time.perf_counter()
+            while job["state"] in ("queued", "running"):
+                if job["state"] == "queued":
+                    queued = time.perf_counter()
+                answer = await client.get(f"/v1/jobs/{job['id']}", params={"wait": 0.02})
+                job = answer.raise_for_status().json()
             return time.perf_counter() - began, queued - began
 
     async def flood(self, jobs: int, singles: int) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_the_command_asks_the_service_and_starts_no_judge(home: Path, workspace:
     assert done.returncode == 0 and verdict["status"] == "correct", done.stderr
     assert verdict["speedup"]["eager"] and verdict["speedup"]["compile"]
     assert "raw_seconds" in verdict["evidence"] and "seeds" not in verdict["evidence"]
-    assert done.stderr.splitlines()[0] == "building the candidate", "and not: starting a judge"
+    assert "baselines" in done.stderr and "starting a judge" not in done.stderr
     (workspace / "kernels" / "forward.cpp").write_text("not C++")
     assert json.loads(judge(workspace, home).stdout)["status"] == "build_failed"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from service_fixtures import TextJudges, body, service, token
 
-from components.service.job_store import BATCH, JobStore, StoredJob
+from components.service.job_store import BATCH, StoredJob
 from components.service.jobs import DAY, JobService
 from components.service.requests import JudgementBody, ServiceError
 from components.service.server import retaining
@@ -117,15 +117,3 @@ def test_a_server_deletes_old_jobs_when_it_starts(tmp_path: Path) -> None:
     with service(tmp_path, TextJudges()) as jobs, retaining(jobs, days=2):
         wait_for(lambda: verdicts(tmp_path) == 1)
         assert jobs.store.get(old) is None and jobs.store.get(new) is not None
-
-
-def test_a_queue_of_an_earlier_version_is_kept(tmp_path: Path) -> None:
-    with service(tmp_path, TextJudges()) as jobs:
-        job = judged(jobs, "a")
-    with sqlite3.connect(tmp_path / "jobs.sqlite") as database:
-        database.execute("ALTER TABLE jobs RENAME COLUMN changed TO created")
-    database.close()
-    store = JobStore(tmp_path / "jobs.sqlite")
-    found = store.get(job)
-    assert found is not None and time.time() - 60 < found.changed <= time.time()
-    store.close()

@@ -5,7 +5,6 @@ uses a running service starts fast.
 """
 
 import contextlib
-import json
 import os
 import secrets
 import time
@@ -24,6 +23,8 @@ from components.judge.verdict import VERSION, Admission, Verdict, protocol_diges
 
 # Seconds that one request waits for a result, and that its transfer may take beyond that.
 WAIT_SECONDS, TRANSFER_SECONDS = 50, 30.0
+# Seconds between two requests for the progress of a job.
+PROGRESS_SECONDS = 0.2
 # Seconds for which a request is repeated if the service does not answer, for example because it restarts, and
 # seconds between two attempts.
 RESTART_SECONDS, RETRY_SECONDS = 60.0, 1.0
@@ -200,12 +201,16 @@ class ServiceClient:
                 raise InfrastructureError(text) if answer.status_code == JUDGE_FAILED else UserError(text)
 
     def _follow(self, job_id: str, report: Report) -> httpx.Response:
-        """Report the progress of a job until its events end, and return the service's answer about it."""
-        with self.client.stream("GET", f"/v1/jobs/{job_id}/events") as events:
-            for line in events.iter_lines():
-                if line.startswith("data: ") and (progress := json.loads(line[6:])["progress"]):
-                    report(progress)
-        return self.client.get(f"/v1/jobs/{job_id}")
+        """Report each new progress of a job until it ends, and return the service's answer about it."""
+        reported = ""
+        while True:
+            answer = self.client.get(f"/v1/jobs/{job_id}", params={"wait": PROGRESS_SECONDS})
+            job = _json(answer)
+            if job.get("state") not in ("queued", "running"):
+                return answer
+            if job["progress"] not in ("", reported):
+                reported = job["progress"]
+                report(reported)
 
     def prepare(self) -> None:
         """Do nothing, because the service's judge is ready."""
