@@ -166,11 +166,10 @@ def data_show(
         Path | None, typer.Option("--dataset", help="data set; by default the newest in the home")
     ] = None,
 ) -> Output:
-    """Print the source and the evidence of a task, and the most similar tasks of the data set."""
+    """Print the source and the evidence of a task."""
     from rich.syntax import Syntax
 
     from components.core.task import read_tasks
-    from components.synthesis.dataset import nearest_tasks
 
     path = _parquet(dataset or newest_dataset(home_of(options.resolve())))
     tasks = read_tasks(path)
@@ -181,16 +180,10 @@ def data_show(
             "cuda-agent data show has printed."
         )
     task = matches[0]
-    near = nearest_tasks(task, tasks, 5)
     print_line(f"{task.task_id}  {task.data_source}  {' > '.join(task.ops)}  {task.split}")
     stderr_console().print(Syntax(task.code, "python"))
     print_line(json.dumps(task.evidence, indent=2))
-    for value, other in near:
-        print_line(f"  {value:.3f}  {other.task_id}  {' > '.join(other.ops)}")
-    similar = [
-        {"similarity": round(value, 4), "task_id": other.task_id, "ops": other.ops} for value, other in near
-    ]
-    return Output(task.model_dump(mode="json") | {"task_id": task.task_id, "neighbours": similar})
+    return Output(task.model_dump(mode="json") | {"task_id": task.task_id})
 
 
 @data_app.command("push")

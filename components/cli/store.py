@@ -1,4 +1,4 @@
-"""The commands `cuda-agent store …`: list, fetch, verify and remove objects of the artefact store."""
+"""The commands `cuda-agent store …`: list, fetch and remove objects of the artefact store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import typer
 
 from components.cli.common import (
     CommonOptions,
-    ExitCode,
     Output,
     home_of,
     print_line,
@@ -83,26 +82,6 @@ def store_get(
                 ) from error
             view.update("fetched", number, len(paths))
     return Output({"objects": {name: str(path.resolve()) for name, path in paths.items()}})
-
-
-@store_app.command("verify")
-@with_common_options()
-def store_verify(options: CommonOptions, prefix: Prefix = "") -> Output:
-    """Read all objects and compare them with their digests. The exit code is 1 if an object is damaged."""
-    from components.cli.progress_view import ProgressView
-    from components.storage.gc import damaged
-
-    store, faults, checked = _open_store(options.resolve()), {}, 0
-    total = sum(1 for _ in store.entries(prefix))
-    with ProgressView(stderr_console()) as view:
-        for checked, (key, fault) in enumerate(damaged(store, prefix), 1):
-            view.update("verified", checked, max(total, checked))
-            if fault:
-                faults[key] = fault
-    for key, fault in faults.items():
-        print_line(f"{key} {fault}")
-    print_line(f"{checked} objects checked, {len(faults)} damaged")
-    return Output({"checked": checked, "damaged": faults}, ExitCode.FAILED if faults else ExitCode.DONE)
 
 
 @store_app.command("gc")

@@ -1,4 +1,4 @@
-"""Find the objects in an artifact store that can be removed or are damaged, and remove them.
+"""Find the objects in an artifact store that can be removed, and remove them.
 
 Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`, which are kept or removed as a whole. All
 other objects (of DVC's remote and of MLflow) are managed by other programs and are never removed.
@@ -7,7 +7,7 @@ other objects (of DVC's remote and of MLflow) are managed by other programs and 
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -97,45 +97,6 @@ def remove(store: Store, group: Group) -> None:
     """
     for entry in sorted(group.entries, key=lambda entry: (not entry.key.endswith(f"/{MANIFEST}"), entry.key)):
         store.remove(entry.key)
-
-
-def damaged(store: Store, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, fault) for every object whose key starts with `prefix`, also for undamaged objects.
-
-    The fault is a text such as "is not what was written", and is empty for an undamaged object. Each object
-    is read in full. Its digest is compared with the digest that was recorded when it was written, and with
-    the manifest if the object belongs to a checkpoint. Objects that the manifest names and the store does not
-    have are yielded too, and so is the name of a checkpoint that has no manifest.
-    """
-    found = list(store.entries(prefix))
-    for group in groups(found):
-        manifest = next((entry.key for entry in group.entries if entry.key == f"{group.name}/{MANIFEST}"), "")
-        expected = (
-            dict(_read(store, manifest).get("files", {}))
-            if manifest and group.name.startswith("checkpoints/")
-            else {}
-        )
-        for entry in group.entries:
-            name = entry.key.removeprefix(f"{group.name}/")
-            yield entry.key, _fault(store, entry.key, expected.pop(name, ""))
-        for name in sorted(expected):
-            yield f"{group.name}/{name}", "is missing"
-        if group.name.startswith("checkpoints/") and not manifest and not prefix.count("/") > 1:
-            yield group.name, f"has no {MANIFEST}: an upload that was not finished"
-    for entry in found:
-        if entry.key.split("/")[0] not in GROUPS:
-            yield entry.key, _fault(store, entry.key)
-
-
-def _fault(store: Store, key: str, wanted: str = "") -> str:
-    """Return the fault of the object `key` as text, or an empty string if it is undamaged.
-
-    `wanted` is the digest that the manifest of its checkpoint states, or empty if no manifest states one.
-    """
-    now, written = store.digests(key)
-    if written and now != written:
-        return "is not what was written"
-    return f"does not match {MANIFEST}" if wanted and now != wanted else ""
 
 
 def words(text: str) -> set[str]:

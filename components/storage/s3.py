@@ -125,14 +125,6 @@ class S3Store:
                         item["Key"].removeprefix(self.prefix), item["Size"], item["LastModified"]
                     )
 
-    def digests(self, key: str) -> tuple[str, str]:
-        sha256 = hashlib.sha256()
-        with self._faults(self._name(key), "read") as name:
-            answer = self.client.get_object(Bucket=self.bucket, Key=name)
-            for block in answer["Body"].iter_chunks(BLOCK_BYTES):
-                sha256.update(block)
-        return sha256.hexdigest(), answer["Metadata"].get("sha256", "")
-
     def remove(self, key: str) -> None:
         with self._faults(self._name(key), "removal") as name:
             self.client.delete_object(Bucket=self.bucket, Key=name)

@@ -55,12 +55,6 @@ class Store(Protocol):
     def entries(self, prefix: str = "") -> Iterator[StoredObject]:
         """Yield every object whose key starts with `prefix`, in the order of the keys."""
 
-    def digests(self, key: str) -> tuple[str, str]:
-        """Return the SHA-256 of the object's present bytes, and the SHA-256 recorded when it was written.
-
-        The second is empty if none was recorded.
-        """
-
     def remove(self, key: str) -> None:
         """Delete the object if it exists."""
 
@@ -140,10 +134,6 @@ class FolderStore:
             ):
                 status = path.stat()
                 yield StoredObject(key, status.st_size, datetime.fromtimestamp(status.st_mtime, UTC))
-
-    def digests(self, key: str) -> tuple[str, str]:
-        path = self.root / check_key(key)
-        return digest_file(path), self._recorded(key)
 
     def remove(self, key: str) -> None:
         path = self.root / check_key(key)

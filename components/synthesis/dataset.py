@@ -21,7 +21,6 @@ from components.core.params import Data, Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.synthesis.compose import compose_tasks, split_of
-from components.synthesis.contamination import count_subtrees, similarity
 from components.synthesis.dataset_builder import AdmissionPool, DatasetBuilder, TaskCandidate, task_quotas
 from components.synthesis.dataset_summary import DatasetSummary, Rejection
 from components.synthesis.model_composer import ModelComposer
@@ -188,17 +187,3 @@ def check_rows(tasks: list[KernelTask], data: Data) -> dict[int, Rejection]:
         if reason:
             refused[row] = Rejection(task, reason, detail)
     return refused
-
-
-def nearest_tasks(task: KernelTask, others: list[KernelTask], count: int) -> list[tuple[float, KernelTask]]:
-    """Return the `count` tasks of `others` that are most similar to `task`, with their similarity (0 to 1).
-
-    The most similar task is first. `task` itself is left out.
-    """
-    subtrees = count_subtrees(task.code)
-    near = (
-        (similarity(subtrees, count_subtrees(other.code)), other)
-        for other in others
-        if other.task_id != task.task_id
-    )
-    return sorted(near, key=lambda pair: (-pair[0], pair[1].task_id))[:count]

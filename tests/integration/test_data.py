@@ -28,7 +28,6 @@ from components.synthesis.dataset import (
     admit_tasks,
     build_dataset,
     check_rows,
-    nearest_tasks,
     parse_operators,
     read_public,
 )
@@ -252,15 +251,7 @@ def test_stats_and_show(built: Path) -> None:
         .invoke(app, ["data", "show", tasks[3].task_id[:10], "--dataset", str(built), "--json"])
         .stdout
     )
-    assert (
-        shown["code"] == tasks[3].code
-        and shown["evidence"]["eager_seconds"] > 0
-        and len(shown["neighbours"]) == 5
-    )
-    near = nearest_tasks(tasks[3], tasks, 5)
-    assert [item["task_id"] for item in shown["neighbours"]] == [other.task_id for _, other in near] and near[
-        0
-    ][0] >= near[-1][0]
+    assert shown["code"] == tasks[3].code and shown["evidence"]["eager_seconds"] > 0
 
 
 def test_the_card_says_where_the_rows_are(built: Path) -> None:

@@ -15,10 +15,8 @@ from botocore.exceptions import EndpointConnectionError, ResponseStreamingError
 from moto.server import ThreadedMotoServer
 
 from components.core.errors import UserError
-from components.core.files import digest_bytes
 from components.core.params import StoreParams
 from components.storage import FolderStore, S3Store, Store, StoreUnavailable, open_store, put_checkpoint
-from components.storage.gc import damaged
 from flows.deployments import retry_kind
 
 KEYS = {
@@ -162,7 +160,6 @@ def test_a_large_object_goes_up_in_parts_and_comes_back(bucket: Any, tmp_path: P
     store.put("checkpoints/a/weights", file(tmp_path, LARGE))
     store.get("checkpoints/a/weights", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == LARGE
-    assert store.digests("checkpoints/a/weights") == (digest_bytes(LARGE), digest_bytes(LARGE))
 
 
 def test_an_interrupted_upload_leaves_nothing_and_is_made_anew(
@@ -200,7 +197,8 @@ def test_of_two_writers_that_both_saw_nothing_one_is_refused(
     monkeypatch.setattr(second, "_recorded", late)
     with pytest.raises(UserError, match="never overwritten"):
         second.put("weights", theirs)
-    assert first.digests("weights")[0] == digest_bytes(LARGE[:size])
+    first.get("weights", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == LARGE[:size]
 
 
 def test_an_interrupted_download_leaves_nothing_and_is_made_anew(
@@ -259,9 +257,7 @@ def test_damage_in_a_folder_is_noticed(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     for key in ("runs/a/report.html", "datasets/b/dvc.lock"):
         store.put(key, file(tmp_path, b"good"))
-        assert list(damaged(store, key)) == [(key, "")]
         (tmp_path / "store" / key).write_bytes(b"evil")
-        assert list(damaged(store, key)) == [(key, "is not what was written")]
         with pytest.raises(UserError, match="does not match its SHA-256"):
             store.get(key, tmp_path / "back")
         store.remove(key)

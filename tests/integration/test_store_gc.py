@@ -19,7 +19,7 @@ from components.registry.gates import Compared, Decision
 from components.registry.promotion import Promotion
 from components.registry.tracking import MlflowRun, connect
 from components.storage import FolderStore
-from components.storage.gc import damaged, plan, reason_to_keep
+from components.storage.gc import plan, reason_to_keep
 
 OLD = timedelta(days=90)
 NAMES = ("predecessor", "champion", "declined", "undecided", "running", "forgotten")
@@ -168,24 +168,6 @@ def test_objects_of_others_in_the_bucket_are_never_touched(tmp_path: Path) -> No
     for key in ("dvc/files/md5/ab/cd", "mlflow/1/artifacts/x", "checkpoints/loose"):
         store.put(key, tmp_path / "x")
     assert plan(store, {}, {}, datetime.now(UTC) + OLD, timedelta(0)).remove == ()
-
-
-def test_verify_names_what_is_damaged_missing_or_unfinished(tmp_path: Path) -> None:
-    store = FolderStore(tmp_path / "store")
-    sound, flipped, short, unfinished = (
-        checkpoint(tmp_path / name, store, name) for name in ("sound", "flipped", "short", "unfinished")
-    )
-    weights = tmp_path / "store" / "checkpoints" / flipped / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    store.remove(f"checkpoints/{short}/model.safetensors")
-    store.remove(f"checkpoints/{unfinished}/manifest.json")
-    faults = {key: fault for key, fault in damaged(store) if fault}
-    assert faults == {
-        f"checkpoints/{flipped}/model.safetensors": "is not what was written",
-        f"checkpoints/{short}/model.safetensors": "is missing",
-        f"checkpoints/{unfinished}": "has no manifest.json: an upload that was not finished",
-    }
-    assert not any(fault for key, fault in damaged(store, f"checkpoints/{sound}"))
 
 
 @given(st.text("0123456789abcdef", min_size=64, max_size=64), st.integers(12, 64), st.integers(12, 64))

@@ -18,6 +18,7 @@ import json
 import os
 import random
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -40,6 +41,7 @@ SERVICES = ("postgres", "s3", "prefect", "mlflow")
 def wrong(night: PipelineRun) -> list[str]:
     """What is not as it must be after a finished night, a sentence each."""
     from components.core.config import resolve
+    from components.core.errors import UserError
     from components.registry.promotion import Promotion
     from components.registry.tracking import RUN_KEY, connect
     from components.storage import S3Store, open_store
@@ -70,10 +72,11 @@ def wrong(night: PipelineRun) -> list[str]:
     assert isinstance(store, S3Store)
     found += [f"unfinished upload of {key}" for key, _ in store.abandoned(timedelta(0))]
     for entry in store.entries():
-        # DVC writes below the same address, and under names that are digests; its objects carry none beside
-        # that.
-        actual, recorded = store.digests(entry.key)
-        found += [f"{entry.key} damaged"] if recorded not in ("", actual) else []
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                store.get(entry.key, Path(scratch) / "object")
+            except UserError as error:
+                found.append(str(error))
     mine = f"{os.getpid()}-"
     for process in psutil.process_iter():
         try:
