@@ -20,9 +20,8 @@ from components.sandbox.runner_factory import RunnerFactory
 
 LOG = logging.getLogger(__name__)
 
-# Seconds after which a judge that is not used is closed, because each judge has task benches of its own.
-IDLE_SECONDS = 900.0
-# Largest number of judges that stay warm. More are open only while more are in use.
+# Largest number of judges that stay warm, because each has task benches of its own. More are open only while
+# more are in use.
 MOST_WARM = 4
 
 
@@ -45,15 +44,13 @@ class WarmJudges:
     """The judges of one device, each for one set of parameters and constructed at its first use.
 
     `folder` is where judges keep builds and caches. The judge for `params` is constructed at once and is
-    closed only by `close`. Any other judge is closed when it was not used for `idle_seconds`, or when it is
-    the one that was not used for longest and MOST_WARM others are wanted. Judges whose limits of runners are
-    equal fork them from the same processes.
+    closed only by `close`. Any other judge is closed when it is the one that was not used for longest and
+    MOST_WARM others are wanted. Judges whose limits of runners are equal fork them from the same processes.
     """
 
-    def __init__(self, params: Params, folder: Path, *, idle_seconds: float = IDLE_SECONDS):
+    def __init__(self, params: Params, folder: Path):
         self.device = params.device
         self.folder = folder
-        self.idle_seconds = idle_seconds
         self.scheduler = DeviceScheduler(params.device)
         self.scheduler.release_idle_memory = self._release_idle_memory
         self.judges: dict[str, WarmJudge] = {}
@@ -64,9 +61,6 @@ class WarmJudges:
         with self.using(params) as own:
             own.prepare()
             self.runner_factory = own.runner_factory
-        self.closing = threading.Event()
-        self.closer = threading.Thread(target=self._close_idle_judges, name="idle-judges", daemon=True)
-        self.closer.start()
 
     @contextlib.contextmanager
     def using(self, params: Params) -> Iterator[Judge]:
@@ -80,7 +74,7 @@ class WarmJudges:
             raise UserError(f"device={params.device}: the running judge measures on {self.device}.")
         protocol = protocol_digest(params)
         with self.lock:
-            closed = [] if protocol in self.judges else self._remove_idle(most=MOST_WARM - 1)
+            closed = [] if protocol in self.judges else self._remove_unused()
             warm = self.judges.setdefault(protocol, WarmJudge())
             warm.users += 1
         try:
@@ -98,19 +92,15 @@ class WarmJudges:
                 if warm.judge is None and warm.users == 0:
                     del self.judges[protocol]
 
-    def _remove_idle(self, *, before: float = 0.0, most: int = MOST_WARM) -> list[Judge]:
-        """Remove and return unused judges: those last used `before`, and more until `most` are left.
+    def _remove_unused(self) -> list[Judge]:
+        """Remove and return the unused judges that leave no place for another warm one, the oldest first.
 
         The caller holds the lock, and closes the judges after it has released it.
         """
         unused = [key for key, warm in self.judges.items() if key != self.own and warm.users == 0]
         unused.sort(key=lambda key: self.judges[key].last_used)
-        excess = len(self.judges) - most
-        removed = [
-            self.judges.pop(key).judge
-            for number, key in enumerate(unused)
-            if number < excess or self.judges[key].last_used < before
-        ]
+        excess = max(0, len(self.judges) + 1 - MOST_WARM)
+        removed = [self.judges.pop(key).judge for key in unused[:excess]]
         return [judge for judge in removed if judge is not None]
 
     def _close_judges(self, judges: list[Judge]) -> None:
@@ -121,15 +111,8 @@ class WarmJudges:
                         judge.bench_cache.close()
                 else:
                     judge.close()
-            except Exception:  # the others are closed nevertheless, and those that are idle later
+            except Exception:  # the others are closed nevertheless
                 LOG.exception("a judge that was not used could not be closed")
-
-    def _close_idle_judges(self) -> None:
-        """Close judges that were not used for `idle_seconds`, and repeat this until `close` is called."""
-        while not self.closing.wait(self.idle_seconds / 4):
-            with self.lock:
-                closed = self._remove_idle(before=time.monotonic() - self.idle_seconds)
-            self._close_judges(closed)
 
     def admit(self, params: Params, code: str, *, headroom: bool, memory_only: bool) -> Admission:
         """Return the admission of the task with source `code`.
@@ -158,8 +141,6 @@ class WarmJudges:
             judge.bench_cache.close_unused()
 
     def close(self) -> None:
-        self.closing.set()
-        self.closer.join()
         own = self.judges[self.own].judge
         self._close_judges([judge for judge in self._constructed() if judge is not own])
         if own is not None:

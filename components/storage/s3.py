@@ -10,7 +10,6 @@ boto3's transfer manager moves large objects in parts, several at a time.
 """
 
 import contextlib
-import hashlib
 import os
 import tempfile
 from collections.abc import Iterator

@@ -101,7 +101,7 @@ def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], s
             return [], reason
     candidates = list(dict.fromkeys([*HAND_WRITTEN.get(name, ()), *_candidates(name, thing)]))
     if not candidates:
-        return [], _missing_rule(name, thing)
+        return [], "no rule says how to call it"
     kept: list[OperatorTemplate] = []
     reasons: list[str] = []
     for init, plain in candidates[:MAX_VARIANTS]:
@@ -156,27 +156,6 @@ def _fill_arguments(arguments: list[Argument]) -> Iterator[list[str]]:
     for a in arguments:
         for value in ARGUMENTS.get(a.name, ())[1 if a.is_required else 0 :]:
             yield [f"{key}={value}" for key, value in (base | {a.name: value}).items()]
-
-
-def _missing_rule(name: str, thing: Any) -> str:
-    """Return the reason why no call of the operator `thing` could be written from its signature."""
-    signatures = [_signature(thing)] if isinstance(thing, type) else list(_overloads(name, thing))
-    if not signatures:
-        return "has no signature that can be read"
-    if not isinstance(thing, type) and not any(
-        signature and signature[0].is_tensor for signature in signatures
-    ):
-        return "takes no tensor first"
-    unknown = [
-        a.name
-        for a in signatures[0]
-        if a.is_required and a.name not in ARGUMENTS and a.name not in FIRST_INPUTS
-    ]
-    return (
-        f"needs {', '.join(unknown)}, and no rule says what to give"
-        if unknown
-        else "takes more tensors than a chain has"
-    )
 
 
 def _signature(function: Any) -> list[Argument]:

@@ -59,14 +59,5 @@ def load_operator_table(folder: Path, progress: Progress) -> "OperatorTable":
 
 
 def write_table(folder: Path, table: "OperatorTable") -> None:
-    """Write the table to operators.json in the folder, and a list of what was not mined to left_out.csv.
-
-    `load_operator_table` reads the first file. The second is for people, and has the reason for each public
-    name of the libraries that was not mined.
-    """
+    """Write the table to operators.json in the folder, which `load_operator_table` reads."""
     atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")
-    rows = [
-        "name,reason",
-        *(f'{name},"{reason.replace(chr(34), chr(39))}"' for name, reason in table.left_out.items()),
-    ]
-    atomic_write(folder / "left_out.csv", "\n".join(rows) + "\n")

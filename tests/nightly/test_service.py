@@ -5,16 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import judge_fixtures as corpus
-import psutil
 from serve_fixtures import start
-
-from components.core.config import resolve
-from components.service.judges import WarmJudges
 
 SIMD = corpus.files("honest", "simd")
 
@@ -62,35 +57,3 @@ def test_a_token_is_printed_once_and_opens_the_service(tmp_path: Path) -> None:
     assert httpx.get(f"{address}/v1/tasks", headers=headers, timeout=60).status_code == 200
     process.terminate()
     assert process.wait(60) == 143
-
-
-def test_a_judge_that_was_not_used_for_long_is_closed_and_started_again(tmp_path: Path) -> None:
-    params = resolve("ci").params
-    any_rules = params.model_copy(update={"sandbox": params.sandbox.model_copy(update={"rules": "any"})})
-    refused = SIMD | {"kernels/forward.cpp": "not C++"}
-
-    earlier = {process.pid for process in psutil.Process().children(recursive=True)}
-
-    def processes() -> set[int]:
-        return {process.pid for process in psutil.Process().children(recursive=True)} - earlier
-
-    judges = WarmJudges(params, tmp_path, idle_seconds=1.0)
-    try:
-        with judges.using(params) as own:
-            assert own.verdict(corpus.TASK, SIMD).status == "correct"
-        before = processes()
-        for _ in range(2):
-            with judges.using(any_rules) as other:
-                assert other.verdict(corpus.TASK, SIMD).status == "correct"
-                added = processes() - before
-                time.sleep(2.0)
-                assert len(judges.judges) == 2, "it is in use"
-                assert other.verdict(corpus.TASK, refused).status == "build_failed"
-            assert added
-            while len(judges.judges) > 1 or added & processes():
-                time.sleep(0.05)
-        with judges.using(params) as again:
-            assert again is own
-    finally:
-        judges.close()
-    assert not before & processes()
