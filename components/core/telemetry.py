@@ -1,4 +1,4 @@
-"""Prometheus metrics of the judge, the rollouts, the training and the store.
+"""Prometheus metrics of the judge, the rollouts and the training.
 
 Each process has one registry of metrics. It is written as a text file into the home, where the textfile
 collector of node_exporter reads it; the service serves its own. The names follow the conventions of
@@ -44,13 +44,6 @@ FIGURE = Gauge(
 MOVED = Gauge(
     "cuda_agent_stage_moved_timestamp_seconds", "When a stage last reported", ["stage"], registry=REGISTRY
 )
-STORE_BYTES = Counter(
-    "cuda_agent_store_bytes", "Bytes moved to and from the artefact store", ["direction"], registry=REGISTRY
-)
-STORE_SECONDS = Counter("cuda_agent_store_seconds", "Seconds spent on it", ["direction"], registry=REGISTRY)
-STORE_FAULTS = Counter(
-    "cuda_agent_store_faults", "Store operations that failed", ["direction"], registry=REGISTRY
-)
 
 
 @contextmanager
@@ -66,23 +59,6 @@ def judging() -> Iterator[list[str]]:
     finally:
         VERDICTS.labels(status[-1]).inc()
         JUDGING.observe(time.monotonic() - started)
-
-
-@contextmanager
-def transfer(direction: str) -> Iterator[list[int]]:
-    """Measure the duration of one transfer in the direction `put` or `get`, and count its bytes and faults.
-
-    The block appends numbers of bytes to the list that is yielded.
-    """
-    started, moved = time.monotonic(), [0]
-    try:
-        yield moved
-    except BaseException:
-        STORE_FAULTS.labels(direction).inc()
-        raise
-    finally:
-        STORE_BYTES.labels(direction).inc(sum(moved))
-        STORE_SECONDS.labels(direction).inc(time.monotonic() - started)
 
 
 def set_stage_progress(stage: str, step: int, total: int, figures: dict[str, float]) -> None:

@@ -17,7 +17,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from components.core import telemetry
 from components.core.errors import UserError
 from components.core.files import digest_file, sync
 from components.storage.store import StoredObject, check_key, key_taken
@@ -82,17 +81,16 @@ class S3Store:
 
     def put(self, key: str, source: Path) -> str:
         sha256 = digest_file(source)
-        with self._faults(self._name(key), "write") as name, telemetry.transfer("put") as moved:
+        with self._faults(self._name(key), "write") as name:
             present = self._recorded(name)
             if present is None:
                 present = self._write(name, source, sha256)
-                moved.append(source.stat().st_size)
             if present != sha256:
                 raise key_taken(self._address(name))
         return self._address(name)
 
     def get(self, key: str, target: Path) -> None:
-        with self._faults(self._name(key), "read") as name, telemetry.transfer("get") as moved:
+        with self._faults(self._name(key), "read") as name:
             head = self._head(name)
             if head is None:
                 raise KeyError(key)
@@ -108,7 +106,6 @@ class S3Store:
                     )
                 sync(copy)
                 copy.replace(target)
-            moved.append(target.stat().st_size)
 
     def exists(self, key: str) -> bool:
         with self._faults(self._name(key), "look-up") as name:

@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
-from components.core import telemetry
 from components.core.errors import UserError
 from components.core.files import MANIFEST, atomic_write, digest_file, sync
 
@@ -103,23 +102,19 @@ class FolderStore:
 
     def put(self, key: str, source: Path) -> str:
         target = self.root / check_key(key)
-        with telemetry.transfer("put") as moved:
-            sha256 = digest_file(source)
-            if not target.exists() and _copy(source, target, replace=False):
-                moved.append(source.stat().st_size)
-            elif digest_file(target) != sha256:
-                raise key_taken(str(target))
-            if not self._recorded(key):
-                atomic_write(self._note(key), sha256)
+        sha256 = digest_file(source)
+        is_written = not target.exists() and _copy(source, target, replace=False)
+        if not is_written and digest_file(target) != sha256:
+            raise key_taken(str(target))
+        if not self._recorded(key):
+            atomic_write(self._note(key), sha256)
         return str(target)
 
     def get(self, key: str, target: Path) -> None:
         path = self.root / check_key(key)
         if not path.is_file():
             raise KeyError(key)
-        with telemetry.transfer("get") as moved:
-            _copy(path, target, replace=True, sha256=self._recorded(key))
-            moved.append(path.stat().st_size)
+        _copy(path, target, replace=True, sha256=self._recorded(key))
 
     def exists(self, key: str) -> bool:
         return (self.root / check_key(key)).is_file()
