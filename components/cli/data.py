@@ -24,19 +24,11 @@ from components.cli.common import (
 from components.core.errors import UserError
 
 if TYPE_CHECKING:
-    from components.core.params import Params
     from components.synthesis.dataset_summary import DatasetSummary
 
 data_app = typer.Typer(help="Data sets of kernel tasks.", no_args_is_help=True, rich_markup_mode=None)
 
 Out = Annotated[Path, typer.Option("--out", help="folder to write")]
-Against = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--against",
-        help="folder or parquet of evaluation programs that no task may resemble; may be repeated",
-    ),
-]
 Dataset = Annotated[
     Path, typer.Argument(metavar="WHERE", help="folder with tasks.parquet, or a parquet file")
 ]
@@ -64,7 +56,6 @@ def data_import(
     options: CommonOptions,
     file: Annotated[Path, typer.Argument(help="parquet with the columns ops, data_source and code")],
     out_folder: Out,
-    against: Against = None,
 ) -> Output:
     """Write a data set of those tasks in a parquet file that pass the filters and the judge's admission.
 
@@ -73,9 +64,8 @@ def data_import(
     resolved = options.resolve()
     from components.synthesis.dataset import admit_tasks, read_public
 
-    params = _with_against(resolved.params, against)
+    params = resolved.params
     tasks = read_public(file, params.data.held_out_seed)
-
     with judge_session(params, home_of(resolved)) as (pool, view):
         summary = admit_tasks(params, tasks, len(tasks), out_folder, pool, view)
     return _summary_output(summary, out_folder)
@@ -83,7 +73,7 @@ def data_import(
 
 @data_app.command("check")
 @with_common_options()
-def data_check(options: CommonOptions, dataset: Dataset, against: Against = None) -> Output:
+def data_check(options: CommonOptions, dataset: Dataset) -> Output:
     """Report which tasks of a data set the filters refuse, and why, without running the tasks.
 
     The filters refuse a task that lacks a part of a kernel task, contains forbidden code, has wrong operator
@@ -94,7 +84,7 @@ def data_check(options: CommonOptions, dataset: Dataset, against: Against = None
     from components.core.task import dataset_version, read_tasks
     from components.synthesis.dataset import check_rows, read_public
 
-    data = _with_against(options.resolve().params, against).data
+    data = options.resolve().params.data
     path = _parquet(dataset)
     # A data set of this project records the split of each row. For other files, the operators determine it.
     own = (path.parent / "metrics.json").is_file()
@@ -230,15 +220,6 @@ def _summary_output(summary: DatasetSummary, out: Path) -> Output:
             "path": str(out.resolve()),
         }
     )
-
-
-def _with_against(params: Params, against: list[str] | None) -> Params:
-    """Return `params` with the paths `against` added to `data.against`.
-
-    The paths hold evaluation programs that no task of a data set may resemble.
-    """
-    paths = [*params.data.against, *(against or ())]
-    return params.model_copy(update={"data": params.data.model_copy(update={"against": paths})})
 
 
 def _parquet(dataset: Path) -> Path:

@@ -132,7 +132,6 @@ def examine(resolved: Resolved) -> list[Finding]:
         _readable("pool", lambda: pool(params)),
         *samplers(params),
         _readable("suite", lambda: _suite(params)),
-        _gates(params),
         _readable("evaluation programs", lambda: _evaluation_programs(params)),
         *(_package(name, cost) for name, cost in PACKAGES.items()),
     ]
@@ -237,19 +236,6 @@ def _suite(params: Params) -> str:
 
     suite = params.evaluation.suite
     return suite if suite == HELD_OUT else f"{suite}: {len(load_suite(params, Path()))} tasks"
-
-
-def _gates(params: Params) -> Finding:
-    """Return the finding on whether the suite has enough tasks for the gates of promotion."""
-    from components.core.errors import UserError
-    from flows.run_context import undecidable_gates
-
-    try:
-        missing = undecidable_gates(params)
-    except (UserError, ModuleNotFoundError) as error:
-        return Finding("gates", False, "", str(error), needed=False)
-    found = "the suite has too few tasks" if missing else "the suite has enough tasks"
-    return Finding("gates", not missing, found, " ".join(missing), needed=False)
 
 
 def _evaluation_programs(params: Params) -> str:

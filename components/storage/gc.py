@@ -13,11 +13,11 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from components.core.files import MANIFEST
 from components.storage.store import Store, StoredObject
 
 # First parts of the keys of objects that belong to a group.
 GROUPS = ("checkpoints", "runs")
-MANIFEST = "manifest.json"
 # Pattern of a run id or a digest within a text.
 WORD = re.compile(r"[0-9a-f]{12,64}")
 

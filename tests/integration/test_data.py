@@ -131,7 +131,7 @@ def test_every_plant_is_refused_for_its_own_reason(judge: Judge, planted: Path, 
 
 def test_check_says_per_row_why_not_and_runs_nothing(planted: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(
-        app, ["data", "check", str(planted), "--against", str(tmp_path / "suite"), "--json"]
+        app, ["data", "check", str(planted), "--set", f"data.against=[{tmp_path / 'suite'}]", "--json"]
     )
     assert done.exit_code == 1
     record = json.loads(done.stdout)
