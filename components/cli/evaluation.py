@@ -20,7 +20,6 @@ from components.cli.common import (
     stderr_console,
     with_common_options,
 )
-from components.core.errors import UserError
 
 if TYPE_CHECKING:
     from components.core.params import Params
@@ -42,14 +41,6 @@ def evaluate(
             "--suite", help="held-out, shipped, a folder, task file or parquet; by default evaluation.suite"
         ),
     ] = "",
-    levels: Annotated[
-        str,
-        typer.Option("--levels", metavar="1,2,…", help="levels of the suite; by default evaluation.levels"),
-    ] = "",
-    attempts: Annotated[
-        int,
-        typer.Option("--attempts", min=0, help="trajectories for each task; by default evaluation.attempts"),
-    ] = 0,
     dataset: Annotated[
         Path | None,
         typer.Option("--dataset", help="data set with the held-out tasks; by default the newest in the home"),
@@ -60,12 +51,6 @@ def evaluate(
     The same command continues an interrupted evaluation.
     """
     overrides = [f"evaluation.suite={json.dumps(suite)}"] if suite else []
-    if levels and not levels.replace(",", "").isdigit():
-        raise UserError(
-            f"--levels {levels}: numbers with commas between them are expected, for instance 1,2."
-        )
-    overrides += [f"evaluation.levels=[{levels}]"] if levels else []
-    overrides += [f"evaluation.attempts={attempts}"] if attempts else []
     resolved = options.resolve_for_judging(*overrides)
     home, console = home_of(resolved), stderr_console()
     from components.cli.models import find_policy

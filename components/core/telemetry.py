@@ -30,9 +30,6 @@ WAITING = Gauge("cuda_agent_judge_jobs", "Jobs that are waiting or being judged"
 SERVICE_JOBS = Gauge(
     "cuda_agent_service_jobs", "Jobs of the service that are queued or running", registry=REGISTRY
 )
-SERVICE_REFUSED = Counter(
-    "cuda_agent_service_refused", "Requests that a full queue or quota refused", registry=REGISTRY
-)
 STEP = Gauge("cuda_agent_stage_step", "Steps done of a stage", ["stage"], registry=REGISTRY)
 STEPS = Gauge("cuda_agent_stage_steps", "Steps of a stage in all", ["stage"], registry=REGISTRY)
 FIGURE = Gauge(

@@ -156,8 +156,6 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 
 def _add_error_handlers(app: FastAPI) -> None:
     def answer(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
-        if status == 429:
-            telemetry.SERVICE_REFUSED.inc()
         return JSONResponse({"error": text}, status, headers)
 
     async def refused(request: Request, error: Exception) -> JSONResponse:

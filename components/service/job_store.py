@@ -90,9 +90,6 @@ class JobStore:
         with self.lock:
             return self.database.execute(statement, values).fetchall()
 
-    def _number(self, statement: str, *values: Any) -> float:
-        return float(self._rows(statement, *values)[0][0] or 0)
-
     def get(self, job_id: str) -> StoredJob | None:
         rows = self._rows("SELECT * FROM jobs WHERE id = ?", job_id)
         return StoredJob(**rows[0]) if rows else None
@@ -163,25 +160,16 @@ class JobStore:
 
     def position(self, job: StoredJob) -> int:
         """Return the number of queued jobs of the job's token up to and including the job."""
-        return int(
-            self._number(
-                "SELECT count(*) FROM jobs WHERE state = 'queued' AND token = ? AND seq <= ?",
-                job.token,
-                job.seq,
-            )
-        )
+        statement = "SELECT count(*) FROM jobs WHERE state = 'queued' AND token = ? AND seq <= ?"
+        return int(self._rows(statement, job.token, job.seq)[0][0])
 
     def measurements(self, subject: str) -> int:
         """Return how many jobs have this subject, without cancelled ones.
 
         It is the number of measurements of the subject's candidate that the subject's token has requested.
         """
-        return int(
-            self._number(
-                "SELECT count(*) FROM jobs WHERE subject = ? AND state != 'cancelled'",
-                subject,
-            )
-        )
+        statement = "SELECT count(*) FROM jobs WHERE subject = ? AND state != 'cancelled'"
+        return int(self._rows(statement, subject)[0][0])
 
     def close(self) -> None:
         with self.lock:

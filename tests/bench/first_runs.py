@@ -31,7 +31,7 @@ from components.evaluation.metrics import Evaluation, changes, load_evaluation
 from components.judge.pool.open_pool import open_pool
 
 REFUSED = 4
-GREEDY = ("--attempts", "1", "--set", "evaluation.temperature=0.0")
+GREEDY = ("--set", "evaluation.attempts=1", "--set", "evaluation.temperature=0.0")
 # Row of a table: the figure's name in `changes`, the column's title, and whether the figure is a share.
 FIGURES = (
     ("attempts_pass_rate", "pass rate", True),

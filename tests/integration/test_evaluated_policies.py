@@ -49,8 +49,7 @@ def test_a_folder_that_is_no_sound_policy_is_refused(
             "no such folder; give champion, a version's number, a folder, or an address",
         ),
         (["--policy", "."], r"config\.json is missing"),
-        (["--levels", "one"], "--levels one: numbers with commas"),
-        (["--levels", "4"], "its levels are: 1, 2, 3"),
+        (["--set", "evaluation.levels=[4]"], "its levels are: 1, 2, 3"),
     ],
 )
 def test_an_evaluation_of_nothing_is_one_sentence_and_leaves_nothing(
