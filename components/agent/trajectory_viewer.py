@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
@@ -18,7 +17,6 @@ from components.judge.verdict import Verdict
 
 # The text of a call between tags, which is shown as an action instead.
 CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
-WIDTH, HEIGHT, LEFT, BOTTOM = 760, 220, 56, 34
 
 
 @dataclass(frozen=True)
@@ -120,72 +118,12 @@ def _diff(before: str, after: str) -> Iterator[str]:
     return (line for line in lines if not line.startswith(("---", "+++")))
 
 
-def marks(trajectory: Trajectory) -> list[tuple[int, Verdict]]:
-    """Return all verdicts of the trajectory, each with the number of its turn, as the marks of the plot.
-
-    Turns count from 1. The final verdict has the number after that of the last turn.
-    """
-    found = [
-        (step.number, verdict)
-        for step in steps(trajectory)
-        for action in step.actions
-        for verdict in action.verdicts
-    ]
-    return [*found, (len(trajectory.turns) + 1, trajectory.final)]
-
-
 def words(verdict: Verdict) -> str:
     """Return a description of the verdict in one line."""
     if verdict.status != "correct":
         return f"{verdict.status}{f': {verdict.reason}' if verdict.reason else ''}"
     ratios = [f"{r.estimate:.2f}x {name} ({r.low:.2f} to {r.high:.2f})" for name, r in verdict.speedup if r]
     return f"correct, {', '.join(ratios) or 'not measured'}, milestone {verdict.milestone}"
-
-
-def plot(trajectory: Trajectory) -> dict[str, Any]:
-    """Return size, axes and marks of the plot of speed-ups by turn, in the coordinates of an SVG.
-
-    The result has the values that the template timeline.html.j2 needs for the plot. The axis of speed-ups is
-    logarithmic. Verdicts without a measured speed-up over eager are returned under `failed`.
-    """
-    found = marks(trajectory)
-    measured = [
-        (baseline, turn, ratio.estimate, words(verdict))
-        for turn, verdict in found
-        for baseline, ratio in verdict.speedup
-        if ratio and ratio.estimate
-    ]
-    ratios = [ratio for _, _, ratio, _ in measured]
-    low, high = min([0.5, *ratios]), max([2.0, *ratios])
-    last = max(2, len(trajectory.turns) + 1)
-
-    def x(turn: int) -> float:
-        return round(LEFT + (turn - 1) / (last - 1) * (WIDTH - LEFT - 24), 1)
-
-    def y(ratio: float) -> float:
-        share = (math.log(ratio) - math.log(low)) / (math.log(high) - math.log(low))
-        return round(12 + (1 - share) * (HEIGHT - BOTTOM - 30), 1)
-
-    ticks = [
-        value
-        for value in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 1000)
-        if low <= value <= high
-    ]
-    return {
-        "width": WIDTH,
-        "height": HEIGHT,
-        "left": LEFT,
-        "base": HEIGHT - BOTTOM,
-        "ticks": [(f"{value:g}x", y(value)) for value in ticks],
-        "turns": [
-            (str(turn) if turn <= len(trajectory.turns) else "end", x(turn))
-            for turn in range(1, last + 1)
-            if turn <= len(trajectory.turns) + 1
-        ],
-        "eager": [(x(turn), y(ratio), text) for name, turn, ratio, text in measured if name == "eager"],
-        "compile": [(x(turn), y(ratio), text) for name, turn, ratio, text in measured if name == "compile"],
-        "failed": [(x(turn), words(verdict)) for turn, verdict in found if verdict.speedup.eager is None],
-    }
 
 
 def page(trajectory: Trajectory, name: str) -> str:
@@ -201,7 +139,6 @@ def page(trajectory: Trajectory, name: str) -> str:
         name=name,
         trajectory=trajectory,
         steps=steps(trajectory),
-        plot=plot(trajectory),
         words=words,
         final=words(trajectory.final),
     )

@@ -1,7 +1,6 @@
 """Trajectory pages need no other file and escape everything."""
 
 import dataclasses
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -57,10 +56,7 @@ def test_the_page_stands_alone_and_shows_each_change_and_each_measurement(trajec
     page.feed(text)
     assert page.found == [] and "script" not in page.tags and "b" not in page.tags
     assert "I try &lt;b&gt;this&lt;/b&gt;." in text and "A &lt;name&gt;" in text
-    assert (
-        len(re.findall(r'<circle class="eager"', text)) == 3
-        and text.count("✕<title>wrong_output: max_error:given") == 1
-    )
+    assert text.count('<p class="verdict wrong">wrong_output: max_error:given') == 1
     assert '<span class="cut">-0.8</span>' in text and '<span class="add">+2.5</span>' in text
 
 
@@ -77,7 +73,6 @@ def test_turns_know_their_verdicts_and_their_changes(trajectory: Trajectory) -> 
         "-// 2.5",
         "+// wrong",
     )
-    assert [turn for turn, _ in trajectory_viewer.marks(trajectory)] == [1, 2, 3, 6]
     shown = "\n".join(text for text, _ in trajectory_viewer.lines(trajectory))
     assert "= correct, 2.50x eager (2.25 to 2.75)" in shown and "final answer: correct, 2.50x eager" in shown
 
