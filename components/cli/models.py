@@ -23,6 +23,7 @@ from components.cli.common import (
     with_common_options,
 )
 from components.core.errors import UserError
+from components.core.text import format_number
 
 if TYPE_CHECKING:
     from components.agent.policies import Policy
@@ -276,15 +277,14 @@ def _entry_output(promotion: Promotion, entry: AuditEntry, *, refused: bool = Fa
 
 
 def _print_gates(gates: list[dict[str, Any]]) -> None:
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.3g}"
-
     rows = [
         (
             gate["name"],
-            number(gate["value"]),
-            f"{number(gate['low'])} to {number(gate['high'])}" if gate["low"] is not None else "",
-            number(gate["threshold"]),
+            format_number(gate["value"]),
+            f"{format_number(gate['low'])} to {format_number(gate['high'])}"
+            if gate["low"] is not None
+            else "",
+            format_number(gate["threshold"]),
             "yes" if gate["passed"] else "no",
         )
         for gate in gates

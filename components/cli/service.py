@@ -80,14 +80,10 @@ def mcp(
     """Serve the judge's tools to a coding agent by MCP on standard input and output."""
     import httpx
 
+    from components.judge.pool.service_client import token_headers
     from components.service.mcp_server import make_mcp_server
 
-    headers = {}
-    if token is not None:
-        try:
-            headers["Authorization"] = f"Bearer {token.read_text().strip()}"
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--token {token}: cannot be read ({error}).") from error
+    headers = {} if token is None else token_headers(str(token), "--token")
     client = httpx.AsyncClient(base_url=service, headers=headers)
     make_mcp_server(client).run("stdio")
 

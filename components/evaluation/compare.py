@@ -7,7 +7,7 @@ solved. It is exact if there are at most SIGN_FLIPS sign flips. Neither test ass
 
 import glob
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 from scipy import stats
 
+from components.core.config import flatten_values
 from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel
@@ -127,7 +128,7 @@ def open_side(home: Path, name: str) -> Side:
     return Side(
         name=folder.name,
         evaluation=load_evaluation(home / record["evaluation"]["results"]),
-        params=_flat(settings.get("params", {})),
+        params=flatten_values(settings.get("params", {})),
         dataset=record["dataset"]["version"],
         sources=settings.get("sources", {}),
     )
@@ -152,20 +153,11 @@ def read_record(file: Path) -> dict[str, Any]:
 def _evaluation_side(name: str, folder: Path) -> Side:
     plan = _read_if_there(folder / PLAN)
     plan.pop("epoch", None)
-    return Side(name=name, evaluation=load_evaluation(folder), params=_flat(plan))
+    return Side(name=name, evaluation=load_evaluation(folder), params=flatten_values(plan))
 
 
 def _read_if_there(file: Path) -> dict[str, Any]:
     return dict(read_json(file)) if file.is_file() else {}
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values in nested mappings as one mapping with dotted keys."""
-    if not isinstance(value, Mapping):
-        return {prefix.removesuffix("."): value}
-    return {
-        key: leaf for name, item in value.items() for key, leaf in _flat(item, f"{prefix}{name}.").items()
-    }
 
 
 def compare(first: Side, second: Side) -> Comparison:

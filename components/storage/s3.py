@@ -21,8 +21,6 @@ from components.core.errors import UserError
 from components.core.files import digest_file, sync
 from components.storage.store import StoredObject, check_key, key_taken
 
-# Size in bytes of the blocks in which an object is read.
-BLOCK_BYTES = 1 << 20
 # Error codes of a write that the server refused because the key exists or is being written.
 REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
 # Error codes of a request for an object that does not exist.

@@ -52,17 +52,11 @@ class ServiceClient:
         self.resources = contextlib.ExitStack()
         self.is_local = socket is not None
         self.address = params.pool.service if socket is None else "http://localhost"
-        headers, transport = {}, None
+        headers, transport = dict[str, str](), None
         if socket is not None:
             transport = httpx.HTTPTransport(uds=socket_address(socket, self.resources))
         elif params.pool.service_token:
-            path = Path(params.pool.service_token).expanduser()
-            try:
-                headers["Authorization"] = f"Bearer {path.read_text().strip()}"
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(
-                    f"pool.service_token: {path} cannot be read ({error}); give the file with the token."
-                ) from error
+            headers = token_headers(params.pool.service_token, "pool.service_token")
         self.client = self.resources.enter_context(
             httpx.Client(
                 transport=transport,
@@ -217,6 +211,19 @@ class ServiceClient:
 
     def close(self) -> None:
         self.resources.close()
+
+
+def token_headers(path: str, option: str) -> dict[str, str]:
+    """Return the header with the token in the file `path`, which `option` names.
+
+    Raises UserError if the file cannot be read.
+    """
+    try:
+        return {"Authorization": f"Bearer {Path(path).expanduser().read_text().strip()}"}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{option}: {path} cannot be read ({error}); give the file with the token."
+        ) from error
 
 
 def socket_path(folder: Path, device: Device) -> Path:
