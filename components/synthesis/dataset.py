@@ -70,8 +70,8 @@ def build_dataset(
                 for item in ModelComposer(names, data, seeds.parent / "answers")
             )
         else:
-            builder.composer = TorchComposer(table, data, params.device, modules=data.operators == "all")
-            source = (TaskCandidate(draft.task, draft=draft) for draft in builder.composer)
+            drafts = TorchComposer(table, data, params.device, modules=data.operators == "all")
+            source = (TaskCandidate(draft.task, draft=draft) for draft in drafts)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # The composer's tensors are small, and the judge needs the cores.
     try:

@@ -21,7 +21,7 @@ from components.core.task import KernelTask, dataset_version, write_tasks
 from components.judge.verdict import Admission
 from components.synthesis.dataset_summary import DatasetSummary, Rejection, write_summary
 from components.synthesis.task_filter import TaskFilter
-from components.synthesis.torch_composer import Draft, TorchComposer
+from components.synthesis.torch_composer import Draft
 
 # Number of successive executed candidates at which the build fails if all were refused.
 MAX_REFUSED_IN_A_ROW = 60
@@ -32,8 +32,8 @@ MAX_USELESS_IN_A_ROW = 5000
 # Number of candidates in the window (see DatasetBuilder) for each worker of the pool. The window is large,
 # because candidates are decided in order and one admission may take a minute.
 LOOKAHEAD = 16
-# Largest number of undecided submitted candidates for each worker of the pool. It is small, because a resized
-# task is the next to be decided and has to wait until these are judged.
+# Largest number of undecided submitted candidates for each worker of the pool. It is small, because the tasks
+# that are still needed change with every decision.
 AHEAD = 2
 
 
@@ -60,18 +60,13 @@ class TaskCandidate:
     judgement: Future[Admission] | None = None
     # The templates or the module of the task if it was composed from the mined table.
     draft: Draft | None = None
-    # Whether the size of the task was changed after a measurement, which is done at most once.
-    resized: bool = False
 
     @property
     def is_ruled_out(self) -> bool:
-        """Return whether it is already known that neither the task nor a resized one will be admitted."""
+        """Return whether it is already known that the task will not be admitted."""
         if self.refused is not None or self.judgement is None or not self.judgement.done():
             return self.refused is not None
-        admission = self.judgement.result()
-        return not admission.admitted and (
-            self.resized or self.draft is None or admission.reason != "eager_time"
-        )
+        return not self.judgement.result().admitted
 
 
 # Type of a pair (split, kind). The split is `train` or `held_out`. The kind is a task's `data_source`, such
@@ -122,8 +117,6 @@ class DatasetBuilder:
         self, params: Params, pool: AdmissionPool, progress: Progress, wanted: Counter[Quota] | None
     ):
         self.params, self.pool, self.progress, self.wanted = params, pool, progress, wanted
-        # Composer of the proposed tasks, which writes a task in another size if its eager time does not fit.
-        self.composer: TorchComposer | None = None
         self.task_filter = TaskFilter(params.data)
         self.done: Counter[Quota] = Counter()
         self.window: deque[TaskCandidate] = deque()
@@ -283,16 +276,6 @@ class DatasetBuilder:
                 f"data: the last {MAX_REFUSED_IN_A_ROW} candidates that ran were all refused, "
                 f"this one for {reason}; widen data.eager_seconds or data.numel."
             )
-        if (
-            reason == "eager_time"
-            and candidate.draft is not None
-            and self.composer is not None
-            and not candidate.resized
-        ):
-            resized = self.composer.resize(candidate.draft, admission.evidence["eager_seconds"])
-            if resized is not None:
-                self.window.appendleft(self.enter(TaskCandidate(resized.task, draft=resized, resized=True)))
-                self.feed()
 
     def write(self, out: Path) -> DatasetSummary:
         with atomic_folder(out) as folder:

@@ -67,10 +67,7 @@ Layout = tuple[Shape, Shape]
 
 @dataclass(frozen=True)
 class Draft:
-    """A composed task with the templates or the module that it is made of, and the shape of its first input.
-
-    A draft can be written again for another shape (`TorchComposer.resize`).
-    """
+    """A composed task, the templates or the module that it is made of, and the shape of its first input."""
 
     task: KernelTask
     parts: tuple[OperatorTemplate, ...] | TransformersModule
@@ -196,30 +193,6 @@ class TorchComposer:
             return self._write_module(self.rng.choice(self.modules), self.rng.choice(self.block_shapes))
         count = draw_weighted(self.rng, self.data.operator_mix)
         return next(filter(None, map(self._draw_chain, itertools.repeat(count))))
-
-    def resize(self, draft: Draft, seconds: float) -> Draft | None:
-        """Return the draft in another size, whose eager time should be near the middle of data.eager_seconds.
-
-        `seconds` is the measured eager time of the draft, which is assumed to be proportional to the number
-        of elements. Returns None if no other size has half to twice the wanted number of elements.
-        """
-        low, high = self.data.eager_seconds
-        factor = math.sqrt(low * high) / max(seconds, 1e-7)
-        shapes = (
-            self.block_shapes
-            if isinstance(draft.parts, TransformersModule)
-            else self.shapes[len(draft.shape)]
-        )
-        target = math.log(math.prod(draft.shape) * factor)
-        near = sorted(shapes, key=lambda shape: (abs(math.log(math.prod(shape)) - target), shape))
-        for shape in near[:MAX_SIZES_TRIED]:
-            if abs(math.log(math.prod(shape)) - target) > math.log(2) or shape == draft.shape:
-                continue
-            if isinstance(draft.parts, TransformersModule):
-                return self._write_module(draft.parts, shape)
-            if _walk(draft.parts, shape) is not None:
-                return self._write_chain(draft.parts, shape)
-        return None
 
     def _draw_chain(self, count: int) -> Draft | None:
         rank = draw_weighted(self.rng, RANKS)

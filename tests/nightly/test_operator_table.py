@@ -102,15 +102,6 @@ def test_composed_chains_keep_the_contract_the_rubric_and_run(table: OperatorTab
         assert out.dtype == torch.float32 and low <= inputs[0].numel() <= data.numel[1]
 
 
-def test_the_size_is_searched_by_what_was_measured(table: OperatorTable) -> None:
-    data = mined_parameters("data.eager_seconds=[0.0001, 0.001]", "data.numel=[16384, 4194304]").data
-    composer = TorchComposer(table, data, "cpu", modules=False)
-    draft = next(iter(composer))
-    larger = composer.resize(draft, 2e-5)
-    assert larger is None or torch.Size(larger.shape).numel() > torch.Size(draft.shape).numel()
-    assert any(composer.resize(other, 2e-5) is not None for other in itertools.islice(composer, 5))
-
-
 def test_most_chains_find_their_size_on_a_gpu(table: OperatorTable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launch time does not grow with the size; a guess that grows finds a size for few chains."""
     data = mined_parameters("data.eager_seconds=[0.0001, 0.05]", "data.numel=[1048576, 67108864]").data
