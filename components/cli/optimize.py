@@ -23,9 +23,7 @@ def optimize(
     options: CommonOptions,
     module: Annotated[
         Path,
-        typer.Argument(
-            help="file with Model, get_inputs and get_init_inputs, or with the class that --class names"
-        ),
+        typer.Argument(help="file with the class Model, get_inputs and get_init_inputs"),
     ],
     policy: Policy = "champion",
     model: ServerModel = "",
@@ -43,18 +41,6 @@ def optimize(
         Path | None,
         typer.Option("--out", help="folder to write; by default optimized-NAME in the current folder"),
     ] = None,
-    class_name: Annotated[str, typer.Option("--class", help="class of the file to make faster")] = "",
-    inputs: Annotated[
-        str,
-        typer.Option(
-            "--inputs",
-            metavar="EXPR",
-            help="inputs of --class: a tensor or a list, such as torch.randn(8, 64)",
-        ),
-    ] = "",
-    init: Annotated[
-        str, typer.Option("--init", metavar="EXPR", help="list of the constructor's arguments of --class")
-    ] = "",
 ) -> Output:
     """Search for a kernel that makes a PyTorch module faster, and write it with its measurements to a folder.
 
@@ -63,11 +49,11 @@ def optimize(
     resolved = options.resolve_for_judging(device=device)
     from components.agent.optimize.export import check_output_folder, export, headline
     from components.agent.optimize.search import find_kernel
-    from components.agent.optimize.user_module import user_task
     from components.cli.models import find_policy
+    from components.core.task import load_task
     from components.judge.pool.local_pool import with_any_duration
 
-    task = user_task(module, class_name, inputs, init)
+    task = load_task(module)
     folder = out_folder or Path(f"optimized-{module.stem}")
     check_output_folder(folder)
     chosen = find_policy(policy, model, resolved)

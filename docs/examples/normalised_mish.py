@@ -1,10 +1,11 @@
-"""A normalised layer and its activation; use it with --class Block --inputs "torch.randn(256, 1024)"."""
+"""A normalised layer and its activation."""
 
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 
-class Block(nn.Module):
+class Model(nn.Module):
     """Layer norm, then mish."""
 
     def __init__(self):
@@ -13,3 +14,11 @@ class Block(nn.Module):
 
     def forward(self, x):
         return F.mish(self.layer_norm(x))
+
+
+def get_inputs():
+    return [torch.randn(256, 1024)]
+
+
+def get_init_inputs():
+    return []

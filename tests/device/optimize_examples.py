@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 from agent_fixtures import completion, server
 from schedules import FUSED, SEPARATE, VECTORISED
 
-from components.agent.optimize.user_module import user_task
 from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.demonstrations import DONE, MEASURE, SUFFIX
 from components.bootstrap.kernel_writer import write_kernel
@@ -34,8 +33,6 @@ from components.core.records import Device
 
 EXAMPLES = PROJECT / "docs" / "examples"
 SECONDS = 300
-OTHER_FORMS = {"normalised_mish": ("Block", "torch.randn(256, 1024)")}
-"""Class and inputs of an example that is no task by itself."""
 
 
 def script(code: str, device: Device) -> Callable[[int, dict[str, Any]], tuple[int, bytes, dict[str, str]]]:
@@ -94,9 +91,8 @@ def plain_commands() -> bool:
 
 def optimized(name: str, device: Device, out: Path, sets: list[str]) -> bool:
     """One example made faster: its figures, or what went wrong."""
-    module, form = EXAMPLES / f"{name}.py", OTHER_FORMS.get(name)
-    code = user_task(module, *form, "").code if form else module.read_text()
-    with server(script(code, device)) as address:
+    module = EXAMPLES / f"{name}.py"
+    with server(script(module.read_text(), device)) as address:
         words = [
             "optimize",
             str(module),
@@ -112,7 +108,6 @@ def optimized(name: str, device: Device, out: Path, sets: list[str]) -> bool:
             str(out / name),
             "--json",
         ]
-        words += ["--class", form[0], "--inputs", form[1]] if form else []
         status, said, why = cuda_agent(
             *words, "--home", str(out / "home"), *(word for value in sets for word in ("--set", value))
         )

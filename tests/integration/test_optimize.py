@@ -26,7 +26,6 @@ from schedules import SEPARATE, VECTORISED
 from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.optimize.export import check_output_folder, drop_in, export, headline
 from components.agent.optimize.search import NOT_LEARNED, Outcome, find_kernel
-from components.agent.optimize.user_module import user_task
 from components.agent.policies import folder_policy, with_policy_settings
 from components.agent.trajectory import Trajectory
 from components.bootstrap.canonicalize import canonicalize
@@ -180,12 +179,7 @@ def test_an_input_that_makes_no_difference_is_noted() -> None:
 
 
 def example(name: str) -> KernelTask:
-    path = EXAMPLES / f"{name}.py"
-    return (
-        user_task(path, "Block", "torch.randn(256, 1024)", "")
-        if name == "normalised_mish"
-        else load_task(path)
-    )
+    return load_task(EXAMPLES / f"{name}.py")
 
 
 @pytest.mark.parametrize(
@@ -350,7 +344,7 @@ def test_a_search_takes_as_long_as_suits_the_prompt_unless_a_person_says_otherwi
             [str(EXAMPLES / "gated_gelu.py"), "--policy", "http://127.0.0.1:9", "--model", ""],
             "start the server or fix the address",
         ),
-        ([str(EXAMPLES / "normalised_mish.py")], "a task needs class Model(nn.Module)"),
+        ([str(EXAMPLES / "one_loop.py")], "a task needs class Model(nn.Module)"),
     ],
     ids=["no_file", "no_policy", "no_server", "server_is_down", "no_contract"],
 )
