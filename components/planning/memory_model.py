@@ -22,7 +22,7 @@ larger than the activations.
 from dataclasses import dataclass
 
 from components.core.params import Params
-from components.core.stage_params import Engine, Ppo
+from components.core.stage_params import Engine
 from components.planning.model_shapes import ModelShapes
 
 # Limit in bytes of one float32 tensor of logits in the trainer (training/output_head.py).
@@ -103,14 +103,9 @@ def roles_of(params: Params, shapes: ModelShapes) -> Roles:
     return Roles(
         has_critic=any(ppo.advantages == "critic" for ppo in stages),
         # With adapters, the weights below them are those of the reference.
-        has_reference=not adapter.rank and any(needs_reference(ppo) for ppo in stages),
+        has_reference=not adapter.rank and any(ppo.measure_kl or ppo.kl_coefficient > 0 for ppo in stages),
         adapter_parameters=shapes.adapter_parameters(adapter),
     )
-
-
-def needs_reference(ppo: Ppo) -> bool:
-    """Return whether a stage computes log-probabilities of its first policy, the reference."""
-    return ppo.measure_kl or ppo.kl_coefficient > 0
 
 
 def rank_memory(
@@ -153,7 +148,10 @@ def rank_memory(
     attention = size * _attention_elements(shapes, engine.sequence_parallel, local, row)
     norms = (4.0 + size) * _norm_elements(shapes, local)
     tile = min(local, engine.mlp_tokens) if engine.mlp_tokens else local
-    feed_forward = size * max(_dense_elements(shapes, tile), _expert_elements(shapes, local))
+    dense = 6.0 * tile * shapes.feed_forward
+    # `engine.mlp_tokens` does not divide the tokens for experts.
+    experts = 2.0 * local * shapes.experts_per_token * (2 * shapes.hidden + 3 * shapes.expert_width)
+    feed_forward = size * max(dense, experts)
     if engine.activation_checkpointing:
         kept = size * local * shapes.hidden * shapes.layers
     else:
@@ -207,16 +205,3 @@ def _norm_elements(shapes: ModelShapes, tokens: float) -> float:
     """
     queries_keys = (shapes.heads + shapes.kv_heads) * shapes.head_dim if shapes.has_query_key_norms else 0
     return tokens * (2.0 * shapes.hidden + queries_keys)
-
-
-def _dense_elements(shapes: ModelShapes, tokens: float) -> float:
-    """Return the number of elements that a dense feed-forward layer keeps for `tokens` tokens at once."""
-    return 6.0 * tokens * shapes.feed_forward
-
-
-def _expert_elements(shapes: ModelShapes, tokens: float) -> float:
-    """Return the number of elements that a layer of experts keeps for `tokens` tokens.
-
-    These are all tokens of the rank, because `engine.mlp_tokens` does not divide them for experts.
-    """
-    return 2.0 * tokens * shapes.experts_per_token * (2 * shapes.hidden + 3 * shapes.expert_width)

@@ -117,8 +117,6 @@ class Promotion:
         champion: Compared | None,
         approval_seconds: float,
         key: str = "",
-        who: str = "",
-        reason: str = "",
     ) -> AuditEntry:
         """Promote the version, refuse it, or let it wait for a person's approval, as `decision` says.
 
@@ -141,9 +139,9 @@ class Promotion:
                     timespec="milliseconds"
                 )
             models.record_decision(self.client, self.model, version, decision)
-            reason = reason or " ".join(decision.reasons)
+            reason = " ".join(decision.reasons)
             return self._append(
-                decision.verdict, version, entries, who, reason=reason, evidence=evidence, key=key
+                decision.verdict, version, entries, "", reason=reason, evidence=evidence, key=key
             )
 
     def approve(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
