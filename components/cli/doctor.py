@@ -26,6 +26,7 @@ from components.cli.common import (
     print_table,
     with_common_options,
 )
+from components.core.errors import UserError
 
 if TYPE_CHECKING:
     from components.core.config import Resolved
@@ -96,6 +97,8 @@ def examine(resolved: Resolved) -> list[Finding]:
     gpu = _first_line("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     files = any(Path("/").glob("usr/lib/*/libseccomp.so.2*"))
     library = find_library("seccomp") or ("libseccomp.so.2" if files else "")
+    is_isolated = params.sandbox.isolation == "bubblewrap"
+    switched_off = f"switched off by sandbox.isolation: {params.sandbox.isolation}"
     no_nvcc = "no CUDA kernel can be built" if cuda else "no CUDA kernel can be built (device cpu needs none)"
     return [
         Finding(
@@ -106,11 +109,13 @@ def examine(resolved: Resolved) -> list[Finding]:
         _program("ccache", False, "repeated builds of bindings take longer"),
         _program(
             "bwrap",
-            params.sandbox.isolation == "bubblewrap",
+            is_isolated,
             "candidates cannot be isolated, so the judge refuses",
         ),
         Finding("libseccomp", bool(library), library, "system calls of candidates are not filtered"),
-        _isolation(params),
+        _readable(ISOLATION, lambda: _isolation(params))
+        if is_isolated
+        else Finding(ISOLATION, False, "", switched_off, needed=False),
         Finding("gpu", bool(gpu), gpu, "kernels are C++ on the CPU (device cpu)", needed=False),
         Finding(
             "cores", cores >= 2, str(cores), "building and measuring share one core: slower", needed=False
@@ -130,7 +135,11 @@ def examine(resolved: Resolved) -> list[Finding]:
         ),
         _readable("policy", lambda: _policy(params)),
         _readable("pool", lambda: pool(params)),
-        *samplers(params),
+        *(
+            [_readable("samplers", lambda: samplers(params))]
+            if params.policy.backend == "vllm-server"
+            else []
+        ),
         _readable("suite", lambda: _suite(params)),
         _readable("evaluation programs", lambda: _evaluation_programs(params)),
         *(_package(name, cost) for name, cost in PACKAGES.items()),
@@ -163,8 +172,6 @@ def _readable(name: str, read: Callable[[], str]) -> Finding:
 
     `read` returns a description of the data, or raises UserError, whose message becomes the finding's `cost`.
     """
-    from components.core.errors import UserError
-
     try:
         return Finding(name, True, read(), "", True)
     except UserError as error:
@@ -184,7 +191,6 @@ def pool(params: Params) -> str:
     Raises UserError if Ray is not installed, its cluster lacks resources, or a role does not fit its GPU.
     """
     from components.core.config import check_policy_source
-    from components.core.errors import UserError
     from components.planning.role_memory import check_fits
 
     trainers, judges = params.pool.trainers, params.pool.judges
@@ -201,34 +207,32 @@ def pool(params: Params) -> str:
     return f"the Ray cluster has room for {trainers} trainers and {judges} judges"
 
 
-def samplers(params: Params) -> list[Finding]:
-    """Return the finding on the vLLM servers, or an empty list if the profile samples without servers.
+def samplers(params: Params) -> str:
+    """Return a sentence on the vLLM servers that sample, each of which answered a request within two seconds.
 
-    A server is present if it answers the request /health within two seconds.
+    Raises UserError if one does not answer, or if a run cannot start a server of its own.
     """
     import httpx
 
-    if params.policy.backend != "vllm-server":
-        return []
-    from components.core.errors import UserError
     from components.policy.vllm.own_servers import check_own_servers
     from components.policy.vllm.server import server_addresses
     from components.policy.vllm.start import find_vllm
 
-    try:
-        if not params.policy.servers:
-            check_own_servers(params)
-            return [Finding("samplers", True, f"a run starts {find_vllm(params.policy.vllm)}", "")]
-        urls, answers = server_addresses(params.policy.servers), []
-    except UserError as error:
-        return [Finding("samplers", False, "", str(error))]
+    if not params.policy.servers:
+        check_own_servers(params)
+        return f"a run starts {find_vllm(params.policy.vllm)}"
+    urls = server_addresses(params.policy.servers)
+    silent = list(urls)
     for url in urls:
         with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
-            answers += [url] if httpx.get(f"{url.rstrip('/')}/health", timeout=2).is_success else []
-    silent = [url for url in urls if url not in answers]
-    count = f"{len(answers)} of {len(urls)} vLLM servers answer"
-    cost = f"nothing can be sampled from {', '.join(silent)}; start them as docs/training.md says"
-    return [Finding("samplers", not silent, count, cost)]
+            if httpx.get(f"{url.rstrip('/')}/health", timeout=2).is_success:
+                silent.remove(url)
+    count = f"{len(urls) - len(silent)} of {len(urls)} vLLM servers answer"
+    if silent:
+        raise UserError(
+            f"{count}; nothing can be sampled from {', '.join(silent)}; start them as docs/training.md says"
+        )
+    return count
 
 
 def _suite(params: Params) -> str:
@@ -245,16 +249,9 @@ def _evaluation_programs(params: Params) -> str:
     return f"training tasks stay clear of {count} programs" if count else "none given in data.against"
 
 
-def _isolation(params: Params) -> Finding:
-    """Return the finding on isolation, after starting an isolated runner in the same way as the judge."""
-    from components.core.errors import IsolationUnavailable
+def _isolation(params: Params) -> str:
+    """Start an isolated runner in the same way as the judge. Raises UserError if that is not possible."""
     from components.sandbox.preflight import check_isolation
 
-    if params.sandbox.isolation != "bubblewrap":
-        cost = f"switched off by sandbox.isolation: {params.sandbox.isolation}"
-        return Finding(ISOLATION, False, "", cost, needed=False)
-    try:
-        check_isolation(params.sandbox, params.device)
-    except IsolationUnavailable as error:
-        return Finding(ISOLATION, False, "", str(error))
-    return Finding(ISOLATION, True, "a runner was started, isolated and read", "")
+    check_isolation(params.sandbox, params.device)
+    return "a runner was started, isolated and read"

@@ -19,9 +19,8 @@ from components.cli.common import ExitCode
 from components.cli.data import data_app
 from components.cli.doctor import doctor
 from components.cli.evaluation import evaluate, runs_app
-from components.cli.judge import judge
+from components.cli.kernels import judge, optimize
 from components.cli.models import models_app
-from components.cli.optimize import optimize
 from components.cli.params import params, plan
 from components.cli.run import run
 from components.cli.service import mcp, serve, token_app
