@@ -31,8 +31,6 @@ FIRST_LOOK = (
 )
 # Columns of rejected.parquet that contain texts.
 REJECTED_TEXTS = ("data_source", "code", "task_id", "split", "reason", "detail")
-# Lower edges of the bins of the distribution of headroom.
-HEADROOM = (0.0, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0, 16.0)
 # Number of bins of the distribution of similarities.
 BINS = 20
 # Quantiles of the distributions in the data card.
@@ -92,30 +90,14 @@ def write_summary(folder: Path, params: Params, summary: DatasetSummary) -> None
     _write_rejected(folder / "rejected.parquet", summary.rejected)
     figures = metrics(summary)
     write_json(folder / "metrics.json", figures)
-    uses = Counter((name, task.split) for task in summary.admitted for name in task.ops)
-    times = sorted((task.evidence["eager_seconds"] * 1e3, len(task.ops)) for task in summary.admitted)
     bins = Counter(min(int(value * BINS), BINS - 1) for value in summary.similarities)
-    steps = Counter(
-        max(edge for edge in HEADROOM if task.evidence["headroom"] >= edge)
-        for task in summary.admitted
-        if "headroom" in task.evidence
-    )
     plots: dict[str, list[tuple[Any, ...]]] = {
         "funnel": [("step", "candidates"), *summary.funnel],
         "reasons": [("reason", "candidates"), *summary.reasons.items()],
-        "operators": [
-            ("operator", "split", "tasks"),
-            *((*key, count) for key, count in sorted(uses.items())),
-        ],
-        "eager": [
-            ("rank", "eager_milliseconds", "operators"),
-            *((rank, f"{time:.6f}", count) for rank, (time, count) in enumerate(times, 1)),
-        ],
         "similarity": [
             ("similarity", "candidates"),
             *((f"{index / BINS:.2f}", bins[index]) for index in range(BINS)),
         ],
-        "headroom": [("headroom", "tasks"), *((f"from {edge:g}", steps[edge]) for edge in HEADROOM)],
     }
     for name, rows in plots.items():
         text = io.StringIO()
@@ -234,7 +216,7 @@ Most frequent: {often}.
 {room}{library}
 `tasks.parquet` has the columns of the public data set (`ops`, `data_source`, `code`), then `task_id`, \
 `split`, `name` and the admission's evidence as JSON. `rejected.parquet` holds every refused candidate with \
-its reason, `plots/` the figures behind this card.
+its reason, `plots/` some figures of this card as CSV.
 
 ```python
 datasets.load_dataset("this/folder", split="tasks")   # or pandas.read_parquet("this/folder/tasks.parquet")
