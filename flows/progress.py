@@ -8,7 +8,6 @@ alert that is sent if no further event arrives.
 
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,21 +78,26 @@ class RenamedProgress:
         self.progress.update(self.name, step, total, **figures)
 
 
+@dataclass
 class EventProgress:
     """A `Progress` that also emits the event PROGRESS for the flow run with the id `run_id`.
 
     The event is emitted at most every PROGRESS_SECONDS.
     """
 
-    def __init__(self, progress: Progress, run_id: str, *, emit: Callable[..., object] = emit_event):
-        self.progress = progress
-        self.resource = {"prefect.resource.id": f"prefect.flow-run.{run_id}", "prefect.resource.name": run_id}
-        self.emit = emit
-        self.emitted = float("-inf")
+    progress: Progress
+    run_id: str
+    emitted: float = float("-inf")
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         self.progress.update(stage, step, total, **figures)
         if time.monotonic() - self.emitted > PROGRESS_SECONDS:
             self.emitted = time.monotonic()
-            payload = {"stage": stage, "step": step, "total": total, "figures": figures}
-            self.emit(PROGRESS, resource=self.resource, payload=payload)
+            emit_event(
+                PROGRESS,
+                resource={
+                    "prefect.resource.id": f"prefect.flow-run.{self.run_id}",
+                    "prefect.resource.name": self.run_id,
+                },
+                payload={"stage": stage, "step": step, "total": total, "figures": figures},
+            )

@@ -64,10 +64,9 @@ def data_import(
     resolved = options.resolve()
     from components.synthesis.dataset import admit_tasks, read_public
 
-    params = resolved.params
-    tasks = read_public(file, params.data.held_out_seed)
-    with judge_session(params, home_of(resolved)) as (pool, view):
-        summary = admit_tasks(params, tasks, len(tasks), out_folder, pool, view)
+    tasks = read_public(file, resolved.params.data.held_out_seed)
+    with judge_session(resolved.params, home_of(resolved)) as (pool, view):
+        summary = admit_tasks(resolved.params, tasks, len(tasks), out_folder, pool, view)
     return _summary_output(summary, out_folder)
 
 

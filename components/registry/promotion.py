@@ -139,9 +139,14 @@ class Promotion:
                     timespec="milliseconds"
                 )
             models.record_decision(self.client, self.model, version, decision)
-            reason = " ".join(decision.reasons)
             return self._append(
-                decision.verdict, version, entries, "", reason=reason, evidence=evidence, key=key
+                decision.verdict,
+                version,
+                entries,
+                "",
+                reason=" ".join(decision.reasons),
+                evidence=evidence,
+                key=key,
             )
 
     def approve(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:

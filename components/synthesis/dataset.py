@@ -71,7 +71,7 @@ def build_dataset(
             )
         else:
             drafts = TorchComposer(table, data, params.device, modules=data.operators == "all")
-            source = (TaskCandidate(draft.task, draft=draft) for draft in drafts)
+            source = (TaskCandidate(draft.task) for draft in drafts)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # The composer's tensors are small, and the judge needs the cores.
     try:

@@ -21,7 +21,6 @@ from components.core.task import KernelTask, dataset_version, write_tasks
 from components.judge.verdict import Admission
 from components.synthesis.dataset_summary import DatasetSummary, Rejection, write_summary
 from components.synthesis.task_filter import TaskFilter
-from components.synthesis.torch_composer import Draft
 
 # Number of successive executed candidates at which the build fails if all were refused.
 MAX_REFUSED_IN_A_ROW = 60
@@ -58,8 +57,6 @@ class TaskCandidate:
     task: KernelTask
     refused: Rejection | None = None
     judgement: Future[Admission] | None = None
-    # The templates or the module of the task if it was composed from the mined table.
-    draft: Draft | None = None
 
     @property
     def is_ruled_out(self) -> bool:

@@ -123,14 +123,11 @@ def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
     return torch.where(mask, scaled, 0.0)
 
 
-def explained_variance(values: Tensor, returns: Tensor, action_mask: Tensor | None = None) -> float:
+def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Return 1 - Var(returns - values) / (Var(returns) + 1e-5) over the tokens that the policy sampled.
 
-    The tensors have equal shapes, and `action_mask` is 1 at these tokens; without a mask it is all tokens.
-    Returns NaN if the returns at these tokens are all equal or there is no such token.
+    The tensors have equal shapes. Returns NaN if the returns are all equal or there is no token.
     """
-    if action_mask is not None:
-        values, returns = values[action_mask.bool()], returns[action_mask.bool()]
     variance = float(returns.var(correction=0)) if len(returns) else math.nan
     if not variance >= 1e-8:
         return math.nan

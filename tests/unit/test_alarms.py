@@ -16,6 +16,7 @@ from components.core.config import PROJECT
 from components.core.errors import InfrastructureError, UserError
 from components.core.progress import Quiet
 from components.storage import StoreUnavailable
+from flows import progress
 from flows.deployments import DELAYS, retry_by_kind, retry_kind
 from flows.progress import METRICS_FILE, PROGRESS, EventProgress, MetricsProgress
 from flows.run_context import Busy
@@ -85,9 +86,10 @@ def curve(home: Path, stage: str, **figures: float) -> None:
         file.write(json.dumps(figures) + "\n")
 
 
-def test_progress_is_told_at_most_once_a_minute() -> None:
+def test_progress_is_told_at_most_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
-    signals = EventProgress(Quiet(), "run", emit=lambda event, **_: told.append(event))
+    monkeypatch.setattr(progress, "emit_event", lambda event, **_: told.append(event))
+    signals = EventProgress(Quiet(), "run")
     for step in range(20):
         signals.update("agentic", step + 1, 150)
     assert told == [PROGRESS]
