@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from components.core.errors import TaskError, TaskTooLarge
 from components.core.params import JudgeParams
 from components.core.records import Device
-from components.judge.correctness import ReferenceOutput, first_mismatch
+from components.judge.correctness import Mismatch, ReferenceOutput, first_mismatch
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.input_structure import is_finite
@@ -385,8 +385,10 @@ class TaskReference:
                     self._request(order | change)
                 yield layout.outputs.tensors(buffers["outputs"], 0)
 
-    def first_wrong(self, mixes: list[InputMix], memory: torch.Tensor, *, loose: bool = False) -> str | None:
-        """Return the reason why an output in `memory` is wrong, or None if all outputs are right.
+    def first_wrong(
+        self, mixes: list[InputMix], memory: torch.Tensor, *, loose: bool = False
+    ) -> Mismatch | None:
+        """Return why an output in `memory` is wrong, or None if all outputs are right.
 
         `memory` holds the outputs for the correctness sets that `mixes` names, one set after another. The
         reason ends with the name of the input distribution. `loose`, which is meant for baselines, allows
@@ -396,9 +398,9 @@ class TaskReference:
             references = self._references(mix.first)
             outputs = self.layout.outputs.views(memory, i)
             distribution = self.distributions[mix.first]
-            reason = first_mismatch(references, outputs, distribution, loose=loose)
-            if reason is not None:
-                return reason
+            found = first_mismatch(references, outputs, distribution, loose=loose)
+            if found is not None:
+                return found
         return None
 
     def _references(self, index: int) -> list[ReferenceOutput]:
