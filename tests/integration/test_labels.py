@@ -106,6 +106,47 @@ def test_weights_by_seed_need_no_common_names(judge_with: Callable[..., Judge]) 
     assert by_seed.status == "correct", (by_seed.reason, by_seed.log)
     by_name = judge_with(rules="any").verdict(RANDOM_TASK, files)
     assert (by_name.status, by_name.reason) == ("load_failed", "import")
+    assert "missing ['weight'], unexpected ['scale']" in by_name.log and "--weights seed" in by_name.log
+
+
+SCRIPTED = TORCH.format(answer="scripted(x, self.scale)").replace(
+    "class",
+    """
+@torch.jit.script
+def scripted(x, scale):
+    return F.leaky_relu(torch.sigmoid(x) * scale - 0.3, 0.1)
+
+class""",
+    1,
+)
+FUNCTION = TORCH.format(answer="Leaky.apply(x, self.scale)").replace(
+    "class",
+    """
+import os
+os.environ["TORCH_CUDA_ARCH_LIST"] = "9.0"
+
+class Leaky(torch.autograd.Function):
+    @staticmethod
+    @torch.inference_mode()
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(x)
+        return F.leaky_relu(torch.sigmoid(x) * scale - 0.3, 0.1)
+
+class""",
+    1,
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"), [(SCRIPTED, "call:F"), (FUNCTION, "import:os")], ids=["script", "function"]
+)
+def test_habits_of_published_files_are_judged_by_any_rules_and_named_by_others(
+    answer: str, reason: str, judge: Judge, judge_with: Callable[..., Judge]
+) -> None:
+    verdict = judge_with(rules="any").verdict(corpus.TASK, {"model_new.py": answer})
+    assert verdict.status == "correct", (verdict.reason, verdict.log)
+    refused = judge.verdict(corpus.TASK, {"model_new.py": answer})
+    assert refused.status == "forbidden" and refused.reason.startswith(reason), refused.reason
 
 
 def test_a_guessed_seed_is_wrong_output(judge_with: Callable[..., Judge]) -> None:
