@@ -4,8 +4,10 @@ A call may be a native call, which a chat server has parsed already, or text in 
 the tags of Qwen and Hermes models (`<tool_call>`), as JSON or as `<function=…>` with parameters, or with the
 keys and values of GLM; between the tags or tokens of DeepSeek, Kimi, MiniMax and Mistral; as a message to a
 function in the harmony format of gpt-oss; as JSON in a fenced code block; or as bare JSON, which Llama models
-write. Text that looks like a call but cannot be parsed as a whole becomes a request with an `error`, which is
-shown to the policy as the observation of the call.
+write. The first tag or token in a text decides on its form, so a value may contain those of other forms.
+
+Text that looks like a call but cannot be parsed as a whole becomes a request with an `error`, which is shown
+to the policy as the observation of the call.
 """
 
 from __future__ import annotations
@@ -20,35 +22,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from components.policy.chat_client import NativeCall
 
-THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+# A section of calls ends a thought of Kimi-K2, which sometimes leaves out the tag.
+THOUGHT = re.compile(r"<think>.*?(?:</think>|(?=<\|tool_calls_section_begin\|>)|\Z)", re.DOTALL)
 # Tags around a call in JSON, in Qwen's form or in GLM's, and the call in Qwen's form without the first tag,
-# which Qwen3-Coder sometimes leaves out.
+# which Qwen3-Coder sometimes leaves out. The end of the text may cut the last one off.
 BLOCK_START, BLOCK_END = "<tool_call>", re.compile(r"</tool_call>|\Z")
 FUNCTION_BLOCK = re.compile(
-    r"(<function=[^>\n]+>.*?</function>)\s*(?:</tool_call>|(?=<function=|<tool_call>)|\Z)", re.DOTALL
+    r"(<function=[^>\n]+>.*?(?:</function>(?=\s*(?:</tool_call>|<function=|<tool_call>|\Z))|\Z))", re.DOTALL
 )
 FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
 # A parameter ends at the tag before the next parameter or at the end, so a value may contain the tag.
 PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*(?=<parameter=[^>\n]+>|\Z)", re.DOTALL)
-# GLM-4.5 and later: the name, then keys and values.
+# GLM-4.5 and later: the name, then keys and values. A value may contain the tag that ends the call.
+GLM_CALL = re.compile(r"([\w.-]+)\s*(?:</tool_call>|(<arg_key>.*?</arg_value>)\s*</tool_call>)", re.DOTALL)
 GLM_ARGUMENT = re.compile(
     r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL
 )
-# MiniMax-M2.
+# MiniMax-M2. A call that the end of the text cuts off has no last group, and perhaps no others.
+MINIMAX_START = "<minimax:tool_call>"
 INVOKE = re.compile(
-    r'<invoke name="([^"\n]+)">(.*?)</invoke>(?=\s*(?:<invoke|</minimax:tool_call>|\Z))', re.DOTALL
+    r'<invoke(?: name="([^"\n]+)">(.*?)(?:(</invoke>)(?=\s*(?:<invoke|</minimax:tool_call>|\Z))|\Z)|[^>]*\Z)',
+    re.DOTALL,
 )
 INVOKE_PARAMETER = re.compile(
     r'\s*<parameter name="([^"\n]+)">(.*?)</parameter>\s*(?=<parameter name="|\Z)', re.DOTALL
 )
-# Kimi-K2, whose names are such as functions.Bash:0, and Mistral: a list of calls, or a name and arguments.
-KIMI = re.compile(
-    r"<\|tool_call_begin\|>\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
-    r"(.*?)(?:<\|tool_call_end\|>|\Z)",
-    re.DOTALL,
-)
+# Kimi-K2, whose names are such as functions.Bash:0.
+KIMI_START = re.compile(r"<\|tool_calls?_section_begin\|>\s*(?:<\|tool_call_begin\|>)?|<\|tool_call_begin\|>")
+KIMI_NAME = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>")
+KIMI_END = re.compile(r"<\|tool_call(?:s?_section)?_end\|>")
+# Mistral: a list of calls, or a name and arguments, between which newer models write tokens.
 MISTRAL_START = "[TOOL_CALLS]"
-MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*([\w.-]+)\s*\[ARGS\](.*?)(?=\[TOOL_CALLS\]|\Z)", re.DOTALL)
+MISTRAL_NAME = re.compile(r"\s*([\w.-]+?)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]|(?=\{))")
 # In the harmony format (https://cookbook.openai.com/articles/openai-harmony): begin of a turn, tokens between
 # messages, token between the header and the content of a message, recipient in the header of a call.
 HARMONY = re.compile(r"(?:<\|start\|>assistant)?[^<]*<\|channel\|>")
@@ -58,6 +63,11 @@ RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 # a fence, and V3.1 writes a name, the separator and JSON. The last is a token that Llama may put first.
 DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)(?:<｜tool▁call▁end｜>|\Z)", re.DOTALL)
 DEEPSEEK_SEPARATOR, LLAMA_START = "<｜tool▁sep｜>", "<|python_tag|>"
+# The tags and tokens that begin a call or a section of calls, of which the first decides on the form.
+START = re.compile(
+    r"<｜tool▁call▁begin｜>|<\|tool_call(?:s?_section)?_begin\|>|\[TOOL_CALLS\]"
+    r'|<minimax:tool_call>|<invoke name="[^"\n]+">|<tool_call>|<function=[^>\n]+>'
+)
 FENCE = re.compile(
     r"^```(?:json|tool_call|tool|tool_code)?[ \t]*\n(.*?)(?:^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
 )
@@ -103,18 +113,23 @@ def parse_calls(text: str, *, in_thought: bool = False) -> list[Request]:
 
 
 def _calls_between_tags(text: str) -> list[Request]:
-    """Return the calls between the tags or tokens of the first form that the text has."""
-    if blocks := DEEPSEEK.findall(text):
-        return [_deepseek_call(block) for block in blocks]
-    if pairs := KIMI.findall(text) or MISTRAL.findall(text):
-        return [_named_call(name, arguments) for name, arguments in pairs]
-    if MISTRAL_START in text:
-        return _leading_json(text.partition(MISTRAL_START)[2].lstrip())[0]
-    if pairs := INVOKE.findall(text):
-        return [_call_with_parts(name, body, INVOKE_PARAMETER) for name, body in pairs]
-    if BLOCK_START in text:
-        return list(itertools.islice(_blocks(text), MAX_CALLS))
-    return [_function_call(block) for block in FUNCTION_BLOCK.findall(text)]
+    """Return the calls between the tags or tokens of the form that the first of them in the text has."""
+    if (found := START.search(text)) is None:
+        return []
+    start, requests = found.group(), list[Request]()
+    if start == MISTRAL_START:
+        requests = _mistral_calls(text[found.end() :].lstrip())
+    elif start == MINIMAX_START or start.startswith("<invoke"):
+        requests = [_invoke_call(*call.groups("")) for call in INVOKE.finditer(text)]
+    elif start == BLOCK_START:
+        requests = list(itertools.islice(_blocks(text), MAX_CALLS))
+    elif start.startswith("<function="):
+        requests = [_function_call(block) for block in FUNCTION_BLOCK.findall(text)]
+    elif start.startswith("<|"):
+        requests = [_kimi_call(part) for part in KIMI_START.split(text)[1:]]
+    else:
+        requests = [_deepseek_call(block) for block in DEEPSEEK.findall(text)]
+    return requests or [Request("", {}, f"it is not finished; {FORM}")]
 
 
 def _calls_in_json(text: str) -> list[Request]:
@@ -138,10 +153,11 @@ def _blocks(text: str) -> Iterator[Request]:
             requests, length = [_function_call(block.group(1))], block.end(1)
         elif rest.startswith(("{", "[")):
             requests, length = _leading_json(rest)
+        elif (call := GLM_CALL.match(rest)) is not None:
+            requests = [_call_with_parts(call.group(1), call.group(2) or "", GLM_ARGUMENT)]
+            length = call.end() - len("</tool_call>")
         else:
-            name, mark, body = BLOCK_END.split(rest, 1)[0].partition("<arg_key>")
-            is_name = re.fullmatch(r"[\w.-]+", name.strip())
-            requests = [_call_with_parts(name.strip(), mark + body, GLM_ARGUMENT)] if is_name else []
+            requests = []
         yield from requests or [Request("", {}, FORM)]
         end = BLOCK_END.search(rest, length)
         position = len(text) - len(rest) + (end.end() if end is not None else len(rest))
@@ -197,6 +213,34 @@ def _call_with_parts(name: str, body: str, part: re.Pattern[str]) -> Request:
     if body[end:].strip():
         return Request(name, {}, f"this part of it is no whole argument: {body[end:].strip()[:60]!r}; {FORM}")
     return Request(name, values)
+
+
+def _invoke_call(name: str, body: str, end: str) -> Request:
+    """Return the call in MiniMax's form, which has an error if its last tag `end` is missing."""
+    request = _call_with_parts(name, body, INVOKE_PARAMETER)
+    return request if end or request.error else Request(name, {}, f"it has no </invoke>; {FORM}")
+
+
+def _kimi_call(part: str) -> Request:
+    """Return the call at the beginning of a text that follows the token of a call."""
+    if (name := KIMI_NAME.match(part)) is None:
+        return Request("", {}, f"it has no name and arguments; {FORM}")
+    return _named_call(name.group(1), KIMI_END.split(part[name.end() :], 1)[0])
+
+
+def _mistral_calls(text: str) -> list[Request]:
+    """Return the calls in a text that follows the first token of Mistral's models."""
+    if text.startswith(("[", "{")):
+        return _leading_json(text)[0]
+    requests = []
+    for part in text.split(MISTRAL_START):
+        name = MISTRAL_NAME.match(part)
+        requests.append(
+            _named_call(name.group(1), part[name.end() :])
+            if name is not None
+            else Request("", {}, f"it has no name and arguments; {FORM}")
+        )
+    return requests
 
 
 def _deepseek_call(block: str) -> Request:

@@ -150,10 +150,10 @@ def _start_baseline(
                 runner.warm_up(warm_up_seconds)
                 scheduler = reference.scheduler
                 with scheduler.preparing(), scheduler.limiting(reference.params.sandbox.run_seconds):
-                    reason = runner.verify("time", loose=True)
-                if reason is not None:
+                    found = runner.verify("time", loose=True)
+                if found is not None:
                     hint = DIFFERS if baseline.role == "eager" else ""
-                    raise TaskError(f"{baseline}: {reason}{hint}")
+                    raise TaskError(f"{baseline}: {found.reason}{hint}")
             cleanup.pop_all()
             return runner
     except RunnerError as error:

@@ -16,6 +16,7 @@ float32 reference output.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -177,13 +178,30 @@ class ReferenceOutput:
 
         Elements that are NaN or the same infinity in both are equal.
         """
-        flat = _flat(output)
+        return self.departures(output, self.ceiling)[0] == 0
+
+    def departures(self, output: torch.Tensor, limit: float) -> tuple[int, float]:
+        """Return how many elements differ from the reference output by more than `limit`, and by how much.
+
+        The second number is the largest difference. Elements that are NaN or the same infinity in both are
+        equal; others that are not finite differ by infinity.
+        """
+        flat, count, largest = _flat(output), 0, 0.0
         for start in self._starts:
             ours, single = self._piece(flat, start), self._piece(self.single, start)
             distance = _distance(ours, single).masked_fill_(same_special(ours, single), 0.0)
-            if not bool((distance <= self.ceiling).all()):
-                return False
-        return True
+            count += int((distance > limit).sum())
+            largest = max(largest, float(distance.max()))
+        return count, largest
+
+    def describe_departures(self, output: torch.Tensor) -> str:
+        """Return a clause about the elements of `output` that differ by more than the limit of errors."""
+        limit = self.limits[0] if self.tolerance is None else self.tolerance
+        count, largest = self.departures(output, limit)
+        return (
+            f"{count} of {self.single.numel()} elements differ from the task's own output by more than"
+            f" {limit:.1e}, by {largest:.1e} at most"
+        )
 
     def _is_close(self, flat: torch.Tensor, tolerance: float) -> bool:
         """Return whether the flattened output `flat` is close to the reference output in KernelBench's sense.
@@ -358,6 +376,13 @@ def row_magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return largest.double(), torch.linalg.vector_norm(error, dim=1).double() * divisor.double()
 
 
+class Mismatch(NamedTuple):
+    """The reason why an output is wrong, as a verdict names it, and what a person should know about it."""
+
+    reason: str
+    detail: str
+
+
 def first_mismatch(
     references: list[ReferenceOutput],
     outputs: list[torch.Tensor],
@@ -365,13 +390,18 @@ def first_mismatch(
     *,
     multiple: float = 1.0,
     loose: bool = False,
-) -> str | None:
-    """Return the reason why an output of one call is wrong, or None if all outputs are right.
+    repeats: bool = False,
+) -> Mismatch | None:
+    """Return why an output of one call is wrong, or None if all outputs are right.
 
     `outputs` are the output tensors of the call, each with one dimension, and `references` has the reference
     values of each. The reason ends with `distribution`, the name of the input distribution. The limits of
     errors are multiplied by `multiple`. `loose`, which is meant for baselines, allows errors up to the
     absolute tolerance.
+
+    `repeats` says that the task's own source has computed the outputs once more. With KernelBench's
+    tolerances, which do not compare the task's own output with float64, they must then equal it up to the
+    absolute tolerance, because otherwise the task is not deterministic.
 
     If the error of the task's own output against float64 is above the absolute tolerance, the criterion
     cannot decide on every output. In this case alone, a baseline's output (`loose`) raises TaskError if it
@@ -382,8 +412,10 @@ def first_mismatch(
     for output, reference in zip(outputs, references, strict=True):
         shaped = output.view(reference.shape)
         reason = reference.mismatch(shaped, multiple=multiple, loose=loose)
-        if reference.exceeds_tolerance and loose and not reference.is_repeated_by(shaped):
-            return f"max_error:{distribution}"  # the task is not deterministic
+        decides = repeats if reference.tolerance is not None else loose and reference.exceeds_tolerance
+        if decides and not reference.is_repeated_by(shaped):
+            # The task is not deterministic.
+            return Mismatch(f"max_error:{distribution}", reference.describe_departures(shaped))
         if reference.exceeds_tolerance and (
             loose or (reason is not None and reference.mismatch(shaped, loose=True) is None)
         ):
@@ -394,5 +426,5 @@ def first_mismatch(
                 " uses low precision on purpose, --tolerance kernelbench compares with its own output."
             )
         if reason is not None:
-            return f"{reason}:{distribution}"
+            return Mismatch(f"{reason}:{distribution}", reference.describe_departures(shaped))
     return None

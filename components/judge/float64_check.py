@@ -130,7 +130,8 @@ class Float64Check:
         layout = self.reference.layout
         references = self.reference.prepared(layout.outputs.views(eager_results, 0), expected)
         outputs = layout.outputs.views(results, 0)
-        return first_mismatch(references, outputs, mix.distribution, multiple=TIMED_MULTIPLE)
+        found = first_mismatch(references, outputs, mix.distribution, multiple=TIMED_MULTIPLE)
+        return None if found is None else found.reason
 
     def _defer(
         self, departure: float, mix: InputMix, results: torch.Tensor, eager_results: torch.Tensor

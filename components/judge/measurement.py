@@ -79,18 +79,19 @@ def measure_candidate(
                         _loaded(params, bench, against, BASELINE_LIMITS)
                     )
                     with rejecting(RUN_ERRORS):
-                        _verify(other)
+                        _verify(other, detailed=True)
             candidate = stack.enter_context(_loaded(params, bench, built))
             bench.float64_check.forget_deferred()
             report("comparing outputs with the reference")
             with rejecting(RUN_ERRORS):
-                _verify(candidate)
+                _verify(candidate, detailed=True)
             with rejecting(RUN_ERRORS, hide_text=True):
                 measurement = _compare(
                     params, bench, {"candidate": candidate, **runners}, compare_compile, report
                 )
-                # A candidate that counts its calls could be right only until it is timed.
-                _verify(candidate)
+                # A candidate that counts its calls could be right only until it is timed. It has seen timed
+                # inputs, so numbers that depend on its outputs are not told.
+                _verify(candidate, detailed=False)
         with rejecting(RUN_ERRORS, hide_text=True):
             reason = bench.wrong_deferred_call()
         if reason is not None:
@@ -220,11 +221,16 @@ def _constructor_results(
         yield library_and_results.fileno()
 
 
-def _verify(candidate: TimedRunner) -> None:
-    """Raise Rejected if the candidate's output is wrong on an input set that has a reference output."""
-    if (reason := candidate.verify("check")) is not None:
-        where = reason.replace(":", " on inputs of the distribution ")
-        raise Rejected("wrong_output", reason, f"the output is wrong ({where}). {CONDITIONS}")
+def _verify(candidate: TimedRunner, *, detailed: bool) -> None:
+    """Raise Rejected if the candidate's output is wrong on an input set that has a reference output.
+
+    If `detailed` is set, the log says how many elements are wrong.
+    """
+    if (found := candidate.verify("check")) is not None:
+        where = found.reason.replace(":", " on inputs of the distribution ")
+        detail = f": {found.detail}" if detailed else ""
+        log = f"the output is wrong ({where}){detail}. {CONDITIONS}"
+        raise Rejected("wrong_output", found.reason, log)
 
 
 def _compare(
@@ -421,7 +427,11 @@ CONDITIONS = (
 
 def wrong_timed_output(reason: str) -> Rejected:
     """Return the error for a candidate whose output in a timed round is wrong for `reason`."""
-    return Rejected("wrong_output", reason, f"an output of a timed round is wrong ({reason}).")
+    log = (
+        f"an output of a timed round is wrong ({reason}). Those of the verification before were right, so "
+        "this depends on the call, or concerns a few elements, such as one that is rounded the other way."
+    )
+    return Rejected("wrong_output", reason, log)
 
 
 def speedup(raw: RawSeconds, baseline: Timed, process_spread: float = 0.0) -> Ratio:

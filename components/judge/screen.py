@@ -255,7 +255,7 @@ ALLOWED_SYMBOLS = re.compile(
         |narrow|t|detach)
         4call\w+
     | _ZN2at(?:8internal)?\d+
-        (?:get_thread_num|set_thread_num|get_num_threads|in_parallel_region|lazy_init_num_threads)E\w+
+        (?:(?:get|set)_thread_num|get_num_threads|in_parallel_region|(?:lazy_)?init_num_threads)E\w+
     | _ZN5torch(?:16PyWarningHandler|29translate_exception_to_python)\w+ | __dynamic_cast
     | _ZNR?5torch(?:7Library|11CppFunction|3jit\d+parse(?:Schema|Name|SchemaOrName)E)\w+
     | _ZNK?2at10TensorBase\w* | _ZN?K?8pybind116detail\w+ | _ZNK?6caffe28TypeMeta\w+

@@ -6,6 +6,7 @@ make the reference data or run eager.
 """
 
 import contextlib
+import re
 import secrets
 import time
 import weakref
@@ -19,7 +20,7 @@ from pydantic import ValidationError
 from components.core.errors import TaskError, TaskTooLarge
 from components.core.params import JudgeParams
 from components.core.records import Device
-from components.judge.correctness import ReferenceOutput, first_mismatch
+from components.judge.correctness import Mismatch, ReferenceOutput, first_mismatch
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.input_structure import is_finite
@@ -38,6 +39,13 @@ from components.sandbox.inside.shared_memory import Buffer
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner, RunnerError
 
+# What torch says where there is no GPU, and the addition to it.
+NEEDS_GPU = re.compile("not compiled with CUDA|No CUDA GPUs are available|Found no NVIDIA driver")
+NO_GPU = (
+    "; the task puts tensors on a GPU, which this judge's device cpu does not have: leave out .cuda() and "
+    "device='cuda', because the judge moves the tensors itself, or judge with --device cuda"
+)
+
 
 @contextlib.contextmanager
 def task_errors() -> Iterator[None]:
@@ -46,7 +54,7 @@ def task_errors() -> Iterator[None]:
         yield
     except RunnerError as error:
         last_line = "".join(error.text.strip().splitlines()[-1:])
-        text = f"{error.kind}: {last_line}"[:300]
+        text = f"{error.kind}: {last_line}"[:300] + (NO_GPU if NEEDS_GPU.search(last_line) else "")
         raise TaskError(text, out_of_memory=error.kind == "out_of_memory") from error
     except ValidationError as error:
         fault = error.errors(include_url=False, include_input=False)[0]
@@ -385,20 +393,28 @@ class TaskReference:
                     self._request(order | change)
                 yield layout.outputs.tensors(buffers["outputs"], 0)
 
-    def first_wrong(self, mixes: list[InputMix], memory: torch.Tensor, *, loose: bool = False) -> str | None:
-        """Return the reason why an output in `memory` is wrong, or None if all outputs are right.
+    def first_wrong(
+        self,
+        mixes: list[InputMix],
+        memory: torch.Tensor,
+        *,
+        loose: bool = False,
+        repeats: bool = False,
+    ) -> Mismatch | None:
+        """Return why an output in `memory` is wrong, or None if all outputs are right.
 
         `memory` holds the outputs for the correctness sets that `mixes` names, one set after another. The
-        reason ends with the name of the input distribution. `loose`, which is meant for baselines, allows
-        errors up to the absolute tolerance. Raises TaskError if the task's own output is too inexact to tell.
+        reason ends with the name of the input distribution. `loose` and `repeats`, which are meant for
+        baselines, are those of `first_mismatch`. Raises TaskError if the task's own output is too inexact to
+        tell.
         """
         for i, mix in enumerate(mixes):
             references = self._references(mix.first)
             outputs = self.layout.outputs.views(memory, i)
             distribution = self.distributions[mix.first]
-            reason = first_mismatch(references, outputs, distribution, loose=loose)
-            if reason is not None:
-                return reason
+            found = first_mismatch(references, outputs, distribution, loose=loose, repeats=repeats)
+            if found is not None:
+                return found
         return None
 
     def _references(self, index: int) -> list[ReferenceOutput]:

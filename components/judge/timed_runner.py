@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from components.core.errors import TaskError
+from components.judge.correctness import Mismatch
 from components.judge.input_mixing import InputMix, as_bits, fingerprint
 from components.judge.task_reference import TaskReference
 from components.sandbox.inside import shared_memory
@@ -194,8 +195,8 @@ class TimedRunner:
             self.runner.request({"op": operation, "sets": 0})
         self._freeze()
 
-    def verify(self, operation: Operation, *, loose: bool = False) -> str | None:
-        """Return the reason why an output for a correctness set is wrong, or None if all outputs are right.
+    def verify(self, operation: Operation, *, loose: bool = False) -> Mismatch | None:
+        """Return why an output for a correctness set is wrong, or None if all outputs are right.
 
         The outputs are computed in rounds of the kind `operation`: `check` also checks each output's form,
         and `time` calls the runner as a timed round does. If the outputs are right but the candidate changed
@@ -207,9 +208,9 @@ class TimedRunner:
         for first in range(0, len(mixes), capacity):
             batch = mixes[first : first + capacity]
             _, results = self.round(operation, staged.hold(batch))
-            reason = self.reference.first_wrong(batch, results, loose=loose)
-            if reason is not None or self.inputs_changed:
-                return reason or "inputs_changed"
+            found = self.reference.first_wrong(batch, results, loose=loose, repeats=self.role == "eager")
+            if found is not None or self.inputs_changed:
+                return found or Mismatch("inputs_changed", "a call changed its inputs")
         return None
 
     def round(self, operation: Operation, staged: StagedInputs) -> tuple[float, torch.Tensor]:

@@ -7,7 +7,10 @@ from pathlib import Path
 import judge_fixtures as corpus
 import pytest
 import torch
+from input_properties import check_timed_inputs, timed_calls
 
+from components.bootstrap.operator_chain import CORE_OPERATORS
+from components.core.config import resolve
 from components.core.errors import TaskError
 from components.core.params import Params
 from components.core.task import KernelTask
@@ -16,6 +19,7 @@ from components.judge.input_structure import input_structures
 from components.judge.judge import Judge
 from components.judge.timed_runner import StagedInputs
 from components.sandbox.inside.input_distributions import INPUT_DISTRIBUTIONS
+from components.synthesis.compose import compose_tasks
 
 pytestmark = pytest.mark.usefixtures("no_compile_baseline")
 Check = Callable[[torch.Tensor], bool]
@@ -166,20 +170,26 @@ def test_timed_inputs_of_structured_tasks_are_different_and_keep_their_structure
         inputs=", ".join(expression for expression, _ in GENERATORS.values()),
     )
     with judge.bench(KernelTask(code=code)) as bench:
-        reference, seen = bench.reference, set[int]()
-        assert reference.inputs.draws
-        staged = StagedInputs(reference, reference.layout.calls)
-        for number in range(12):
-            staged.hold_fresh(reference.layout.calls, number)
-            for call in range(reference.layout.calls):
-                views = reference.layout.inputs.views(staged.memory, call)
-                slots = reference.layout.inputs.slots
-                shaped = [view.view(slot.shape) for view, slot in zip(views, slots, strict=True)]
-                for (name, (_, holds)), tensor in zip(GENERATORS.items(), shaped, strict=True):
-                    unchanged = staged.mixes[call].distribution == "given"
-                    assert holds(tensor) or not unchanged, name
-                seen.add(fingerprint(staged.inputs[call * staged.stride :][: staged.stride]))
-        assert len(seen) == 12 * reference.layout.calls
+        assert bench.reference.inputs.draws
+        for mix, tensors in timed_calls(bench.reference, rounds=12):
+            for (name, (_, holds)), tensor in zip(GENERATORS.items(), tensors, strict=True):
+                assert holds(tensor) or mix.distribution != "given", name
+        check_timed_inputs(bench.reference, rounds=12)
+
+
+def test_timed_inputs_of_a_data_set_are_different_and_have_its_structures(judge: Judge) -> None:
+    """The tasks have every operator that the profile smoke composes of."""
+    params = resolve("smoke").params
+    missing = {operator.name for operator in CORE_OPERATORS}
+    for task in compose_tasks(params.data.seed, params.data):
+        if missing.isdisjoint(task.ops):
+            continue
+        missing.difference_update(task.ops)
+        with judge.bench(task) as bench:
+            assert not bench.reference.inputs.draws, task.code
+            check_timed_inputs(bench.reference, rounds=6)
+        if not missing:
+            break
 
 
 @pytest.mark.parametrize(

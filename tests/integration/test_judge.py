@@ -89,6 +89,9 @@ def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:
         <= len(evidence["raw_seconds"]["candidate"])
         <= judge.params.sandbox.most_rounds
     )
+    raw = evidence["raw_seconds"]
+    rounds = sum(1 + len(raw[name]) for name in ("candidate", "candidate_2") if name in raw)
+    assert evidence["inputs"]["different_calls"] == rounds * evidence["sets_per_round"]
 
 
 @pytest.mark.parametrize(

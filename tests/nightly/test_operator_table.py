@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from input_properties import check_timed_inputs
 from synthesis_fixtures import InProcess, parameters
 
+from components.core.errors import TaskError
 from components.core.params import Params
 from components.core.progress import Quiet
-from components.core.task import check_contract
+from components.core.task import KernelTask, check_contract
+from components.judge.judge import Judge
 from components.synthesis import mine_torch
 from components.synthesis.dataset import build_dataset
 from components.synthesis.mined_operators import SMALL, OperatorTable, output_layout, write_module_source
@@ -133,3 +136,28 @@ def test_a_data_set_of_mined_operators_has_exactly_the_mix(
         summary.version
         == build_dataset(params, tmp_path / "again", InProcess(shuffled=True), Quiet(), seeds).version
     )
+
+
+def test_timed_inputs_of_all_operators_are_different_and_have_their_structures(
+    table: OperatorTable, judge: Judge
+) -> None:
+    """A task of every module, since these have inputs of several kinds, and chains of all operators."""
+    modules = [
+        KernelTask(code=write_module_source(module, batch=2, length=64, hidden=256))
+        for module in table.modules
+    ]
+    composer, chains = TorchComposer(table, mined_parameters().data, "cpu", modules=False), list[KernelTask]()
+    missing = {template.name for template in table.templates}
+    for draft in itertools.islice(composer, 400):
+        if not missing.isdisjoint(draft.task.ops):
+            missing.difference_update(draft.task.ops)
+            chains.append(draft.task)
+    judged = 0
+    for task in [*modules, *chains]:
+        try:
+            with judge.bench(task) as bench:
+                check_timed_inputs(bench.reference, rounds=3)
+        except TaskError:  # admission refuses it
+            continue
+        judged += 1
+    assert judged >= 0.9 * len(modules + chains)

@@ -213,8 +213,127 @@ def test_one_block_may_hold_several_objects() -> None:
         '<tool_call>\n{"name": "Bash", "arguments": {"command": "ls",}}\n</tool_call>',
         '<tool_call>\n{"name": "Bash", "arguments": {"command": "ls"}\n</tool_call>',
         "<tool_call>Write\n<arg_key>file_path</arg_key>\n<arg_value>kernels/a.cpp\n</tool_call>",
+        "<tool_call>Write",
+        "<tool_call>Write\n<arg_key>file_path</arg_key>\n<arg_value>kernels/a.cpp</arg_value>\n",
+        "<function=Bash>\n<parameter=command>\nls\n</parameter>\n",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.Ba",
+        '<|tool_call_begin|>functions.Bash:0<|tool_call_argument_begin|>{"command": "l',
+        "<minimax:tool_call>\n",
+        '<minimax:tool_call>\n<invoke name="Bash">\n<parameter name="command">l',
+        '<minimax:tool_call>\n<invoke name="Bash">\n<parameter name="command">ls</parameter>\n',
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]Bash",
+        '[TOOL_CALLS]Bash[ARGS]{"command": "l',
+        '[TOOL_CALLS]Bash{"command": "ls"',
+        '[TOOL_CALLS] [{"name": "Bash", "arguments": {"command": "ls"}',
     ],
 )
 def test_a_call_is_never_cut_silently(text: str) -> None:
     (request,) = parse_calls(text)
     assert not request.arguments and request.error
+
+
+# A file that has the tags and tokens of every form.
+MARKED = (
+    "// a <b>list</b> & [TOOL_CALLS]x[ARGS]{} of <tool_call>y</tool_call>\n\n"
+    '#include <vector>\n<invoke name="z">\n<parameter name="p">1</parameter>\n</invoke> // </arg_value>\n'
+    "<function=f>\n</parameter>\n\tint a;  \n<minimax:tool_call>"
+)
+
+
+def written(form: str, *calls: tuple[str, dict[str, str]]) -> str:
+    """Return a turn with calls as the chat template of a model writes them."""
+    match form:
+        case "glm-4.6" | "glm-4.7":
+            end = "\n" if form == "glm-4.6" else ""
+            return "".join(
+                f"{end}<tool_call>{name}{end}"
+                + "".join(
+                    f"<arg_key>{key}</arg_key>{end}<arg_value>{value}</arg_value>{end}"
+                    for key, value in arguments.items()
+                )
+                + "</tool_call>"
+                for name, arguments in calls
+            )
+        case "minimax-m2":
+            invokes = "".join(
+                f'<invoke name="{name}">\n'
+                + "".join(
+                    f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments.items()
+                )
+                + "</invoke>\n"
+                for name, arguments in calls
+            )
+            return f"\n<minimax:tool_call>\n{invokes}</minimax:tool_call>"
+        case "qwen3-coder":
+            return "\n".join(
+                f"<tool_call>\n<function={name}>\n"
+                + "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+                + "</function>\n</tool_call>"
+                for name, arguments in calls
+            )
+    texts = [(name, json.dumps(arguments)) for name, arguments in calls]
+    match form:
+        case "kimi-k2":
+            begin, between, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+            parts = [
+                f"{begin}functions.{name}:{i}{between}{text}{end}" for i, (name, text) in enumerate(texts)
+            ]
+            return f"<|tool_calls_section_begin|>{''.join(parts)}<|tool_calls_section_end|>"
+        case "mistral-v3":
+            objects = [
+                f'{{"name": "{name}", "arguments": {text}, "id": "a1b2c3d4e"}}' for name, text in texts
+            ]
+            return f"[TOOL_CALLS] [{', '.join(objects)}]</s>"
+        case "mistral-v11":
+            return "".join(f"[TOOL_CALLS]{name}[CALL_ID]a1b2c3d4e[ARGS]{text}" for name, text in texts)
+        case "mistral-v13":
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{text}" for name, text in texts)
+        case "magistral":
+            return "".join(f"[TOOL_CALLS]{name}{text}" for name, text in texts)
+        case _:
+            return "\n".join(
+                f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'
+                for name, text in texts
+            )
+
+
+FORMS = (
+    *("glm-4.6", "glm-4.7", "minimax-m2", "qwen3-coder", "kimi-k2"),
+    *("mistral-v3", "mistral-v11", "mistral-v13", "magistral", "hermes"),
+)
+# Forms in which a token separates calls, wherever it stands.
+SPLIT_AT = dict.fromkeys(("mistral-v11", "mistral-v13", "magistral"), "[TOOL_CALLS]")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_several_calls_with_code_that_has_tags_are_read_whole(form: str) -> None:
+    content = MARKED.replace(SPLIT_AT.get(form, "\0"), "[CALLS]")
+    calls = (
+        ("Write", {"file_path": "kernels/a.cpp", "content": content}),
+        ("TodoWrite", {"todos": '[{"content": "a\\nb", "status": "pending"}]'}),
+        ("Bash", {"command": "bash utils/compile.sh\nls"}),
+    )
+    found = parse_calls("I write it first." + written(form, *calls))
+    assert [(request.name, request.arguments, request.error) for request in found] == [
+        (name, arguments, "") for name, arguments in calls
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_turn_that_is_cut_anywhere_has_whole_calls_and_an_error(form: str) -> None:
+    """Only a cut before the name of a call, or after all of it, may leave no error."""
+    calls = (("Bash", {"command": "ls"}), ("Edit", {"file_path": "a", "old_string": "b", "new_string": "c"}))
+    text = written(form, *calls)
+    for length in range(text.index("Bash") + 4, len(text)):
+        requests = parse_calls(text[:length])
+        whole = [(request.name, request.arguments) for request in requests if not request.error]
+        assert whole == list(calls[: len(whole)]), text[:length]
+        begun = 2 if "Edit" in text[:length] else 1
+        assert len(whole) >= begun or len(requests) > len(whole), text[:length]
+
+
+def test_a_section_of_calls_ends_a_thought_of_kimi() -> None:
+    text = f"I compile it. {written('kimi-k2', COMMAND)}"
+    assert [request.arguments for request in parse_calls(text, in_thought=True)] == [COMMAND[1]]

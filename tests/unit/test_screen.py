@@ -25,6 +25,13 @@ def test_symbols_of_other_libraries_are_refused() -> None:
         assert screen_symbols((symbol,), frozenset()) == f"symbol:{symbol.partition('@')[0]}"
 
 
+def test_what_a_compiler_makes_of_parallel_for_is_allowed() -> None:
+    """Whether the last two are inline depends on the compiler's flags."""
+    called = ("14get_thread_numEv", "18in_parallel_regionEv", "8internal14set_thread_numEi")
+    names = (*called, "16init_num_threadsEv", "8internal21lazy_init_num_threadsEv")
+    assert screen_symbols(tuple(f"_ZN2at{name}" for name in names), frozenset()) is None
+
+
 def test_constructors_within_constructors_are_walked_once() -> None:
     nested = "".join(f"{' ' * depth}def __init__():\n" for depth in range(90)) + "".join(
         f"{' ' * 90}a\n" for _ in range(500)

@@ -120,6 +120,16 @@ def make_inputs(module: types.ModuleType, device: str) -> list[Any]:
     return list(values)
 
 
+def _copied(slot: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Tensor:
+    """Copy a tensor into memory of the shape that it had first; raise ValueError if its shape differs."""
+    if value.shape != slot.shape:
+        raise ValueError(
+            f"{kind} has the shape {list(slot.shape)} in one call and {list(value.shape)} in another; only "
+            "shapes that depend neither on the values of the inputs nor on the seed can be judged"
+        )
+    return slot.copy_(value)
+
+
 class ReferenceModel:
     """A task's model, which computes parameters, inputs and expected outputs for the judge's secret seeds."""
 
@@ -250,7 +260,10 @@ class ReferenceModel:
         if (position := order.get("other_input")) is not None:
             inputs[position] = self.inputs(order, order["seed"] ^ 1)[position]
         slots = iter(self.shared.tensors("inputs", order["set"]))
-        written = [next(slots).copy_(value) if isinstance(value, torch.Tensor) else value for value in inputs]
+        written = [
+            _copied(next(slots), value, "an input") if isinstance(value, torch.Tensor) else value
+            for value in inputs
+        ]
         with torch.no_grad():
             if order["outputs"]:  # the model may change its inputs in place
                 self._write("outputs", order["set"], self.model(*inputs))
@@ -272,7 +285,7 @@ class ReferenceModel:
     def _write(self, region: RegionName, index: int, outputs: Any) -> None:
         """Write the outputs of one call to set `index` of a region of the shared memory."""
         for value, slot in zip(flatten_outputs(outputs), self.shared.tensors(region, index), strict=True):
-            slot.copy_(value)
+            _copied(slot, value, "an output")
 
     def write_parameters(self, seed: int | None) -> None:
         """Write the random parameters for a seed, or the initial ones for None, to shared memory."""
