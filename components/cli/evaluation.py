@@ -41,6 +41,13 @@ def evaluate(
             "--suite", help="held-out, shipped, a folder, task file or parquet; by default evaluation.suite"
         ),
     ] = "",
+    levels: Annotated[
+        str, typer.Option("--levels", metavar="1,2,…", help="of the suite; by default evaluation.levels")
+    ] = "",
+    attempts: Annotated[
+        int,
+        typer.Option("--attempts", min=0, help="trajectories for each task; by default evaluation.attempts"),
+    ] = 0,
     dataset: Annotated[
         Path | None,
         typer.Option("--dataset", help="data set with the held-out tasks; by default the newest in the home"),
@@ -51,6 +58,8 @@ def evaluate(
     The same command continues an interrupted evaluation.
     """
     overrides = [f"evaluation.suite={json.dumps(suite)}"] if suite else []
+    overrides += [f"evaluation.levels=[{levels}]"] if levels else []
+    overrides += [f"evaluation.attempts={attempts}"] if attempts else []
     resolved = options.resolve_for_judging(*overrides)
     home, console = home_of(resolved), stderr_console()
     from components.cli.models import find_policy

@@ -49,7 +49,8 @@ def test_a_folder_that_is_no_sound_policy_is_refused(
             "no such folder; give champion, a version's number, a folder, or an address",
         ),
         (["--policy", "."], r"config\.json is missing"),
-        (["--set", "evaluation.levels=[4]"], "its levels are: 1, 2, 3"),
+        (["--levels", "4"], "its levels are: 1, 2, 3"),
+        (["--levels", "1,x"], "evaluation.levels = .*valid integer"),
     ],
 )
 def test_an_evaluation_of_nothing_is_one_sentence_and_leaves_nothing(
