@@ -236,8 +236,8 @@ def test_task_that_hangs_later_hangs_nobody(
     def count(self, y):
         Model.calls += 1
         if Model.calls < 4:
-            time.sleep(0.05)  # so that the task is described after two calls
-        while Model.calls > 14:
+            time.sleep(0.05)  # so that the task is described after three calls
+        while Model.calls > 15:
             pass
         return y
 
