@@ -168,6 +168,7 @@ def test_a_service_whose_connections_are_all_being_answered_says_so(
             httpx.post, f"{address}/v1/judgements?wait=10", json=body("sleep 2"), timeout=30
         )
         while not judges.measured:  # the request that is answered for two seconds has the one place
+            assert not waits.done(), waits.result().text
             time.sleep(0.05)
         answer = httpx.get(f"{address}/health")
         assert answer.status_code == 503 and "no place" in answer.json()["error"]
