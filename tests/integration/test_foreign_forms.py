@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import judge_fixtures as corpus
 import pytest
@@ -231,9 +231,26 @@ def test_a_chat_answer_is_named(judge: Judge) -> None:
     assert verdict.reason == "syntax" and "the file has a Markdown fence" in verdict.log
 
 
-def test_a_byte_order_mark_is_no_mistake(judge: Judge) -> None:
-    marked = {name: f"\ufeff{text}" for name, text in SIMD.items()}
+@pytest.mark.parametrize("change", [lambda text: f"\ufeff{text}", lambda text: text.replace("\n", "\r\n")])
+def test_byte_order_marks_and_line_ends_of_windows_are_no_mistakes(
+    judge: Judge, change: Callable[[str], str]
+) -> None:
+    marked = {name: change(text) for name, text in SIMD.items()}
     assert judge.verdict(corpus.TASK, marked).status == "correct"
+
+
+def test_an_ignored_complex_parameter_is_wrong(lenient: Judge) -> None:
+    drawn = "torch.randn(257, dtype=torch.complex64)"
+    filtered = task(
+        "x: return torch.fft.rfft(x) * self.filter", ROWS, constructor=f"self.filter = nn.Parameter({drawn})"
+    )
+    remembered = (
+        filtered.code.replace("class Model(", "class ModelNew(")
+        .replace("        self.filter =", f"        torch.manual_seed(0); self.kept = {drawn}; self.filter =")
+        .replace("* self.filter", "* self.kept")
+    )
+    verdict = lenient.verdict(filtered, {"model_new.py": remembered})
+    assert verdict.status == "wrong_output", verdict
 
 
 def test_two_tasks_that_differ_in_a_text_that_the_model_reads_are_two(lenient: Judge) -> None:
