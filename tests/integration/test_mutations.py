@@ -16,6 +16,7 @@ from components.judge import (
     correctness,
     float64_check,
     input_mixing,
+    measurement,
     task_layout,
     timed_runner,
 )
@@ -84,6 +85,7 @@ def test_inputs_not_compared(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch)
 
 def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A result is memory of its own: no input's, and no page of it twice."""
+    monkeypatch.setattr(measurement, "POSSIBLE", 0.0)  # a result that is an input takes no time
     monkeypatch.setattr(Runner, "is_private_memory", lambda self, address, size: True)
     assert verdict(cold_judge, "mapped_twice").status == "correct"
     assert verdict(cold_judge, "mapped_input").status == "wrong_output"
@@ -95,6 +97,7 @@ def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -
 
 def test_results_not_overwritten(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(cold_judge, "written_once").status == "wrong_output"
+    monkeypatch.setattr(measurement, "POSSIBLE", 0.0)  # a result that is not written takes no time
     monkeypatch.setattr(Runner, "write_memory", lambda self, addresses, sources, sizes: None)
     assert verdict(cold_judge, "written_once").status == "correct"
 
