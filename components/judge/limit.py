@@ -20,7 +20,7 @@ from components.judge.task_layout import TaskLayout
 # start a kernel, and at most so much that no cache holds it.
 LEAST_BYTES: dict[Device, int] = {"cpu": 1 << 20, "cuda": 1 << 25}
 MOST_BYTES = 1 << 28
-MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 8192}  # rows and columns
+MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 4096}  # rows and columns
 REPETITIONS, CALLS = 5, 10
 
 
