@@ -194,8 +194,11 @@ def pool(params: Params) -> str:
     from components.planning.role_memory import check_fits
 
     trainers, judges = params.pool.trainers, params.pool.judges
-    with contextlib.suppress(UserError):  # another finding names it
+    try:
         check_policy_source(params)
+    except UserError:  # another finding names it
+        pass
+    else:
         check_fits(params)
     if not trainers and not judges:
         return "the process of the run trains and judges"

@@ -222,8 +222,11 @@ def test_a_run_asks_the_plan_before_it_makes_anything(
         "evaluation.levels=[]",
     )
     night: Any = SimpleNamespace(params=resolve("hf", sets).params)
-    with pytest.raises(UserError, match=r"^pool\.trainers: 4 ranks that train .* need"):
+    needs = r"^pool\.trainers: 4 ranks that train .* need"
+    with pytest.raises(UserError, match=needs):
         nightly.nightly_pipeline(night, Quiet())
+    with pytest.raises(UserError, match=needs):
+        doctor.pool(night.params)
 
 
 DOCUMENTED = re.findall(
