@@ -74,6 +74,8 @@ def measure_candidate(
         runners: dict[Timed, TimedRunner] = {"eager": baselines.get(EAGER), "noop": baselines.get(NOOP)}
         with contextlib.ExitStack() as stack:
             if against is not None:
+                for baseline in [one for one in baselines.runners if one.role == "compile"]:
+                    baselines.drop(baseline)  # whose memory the other candidate needs
                 with blaming_the_other():
                     runners["against"] = other = stack.enter_context(
                         _loaded(params, bench, against, BASELINE_LIMITS)
