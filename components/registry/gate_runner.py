@@ -158,7 +158,7 @@ def _evaluate(
     pool: JudgePool,
     progress: Progress,
 ) -> Compared:
-    """Evaluate the champion on the tasks of `after`, and return the address and digest of its results.
+    """Evaluate the champion on the tasks of `after`, and return the path and digest of its results.
 
     `champion` is the champion's version number, and `after` the evaluation of the version to compare with it.
     """

@@ -69,7 +69,7 @@ def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: s
 def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
     """Yield name, folder and content of each trajectory in a stage's folder that is to be logged.
 
-    The name is FOLDER/INDEX.
+    The name is that of the folder, followed by a slash and the index of the trajectory among those read.
 
     All trajectories of an evaluation are logged. Of a training stage, those with the highest and the lowest
     reward in SAMPLED_STEPS of its steps are logged. Those without a reward, because the judge failed on them,

@@ -1,4 +1,4 @@
-"""Tools for coding agents by the Model Context Protocol, which send requests to the HTTP service.
+"""Tools for coding agents by the Model Context Protocol, which send requests to the judge's HTTP service.
 
 They are served on standard input and output (`cuda-agent mcp`). No call takes longer than `CALL_SECONDS`,
 because clients end calls after 60 seconds: `judge` answers with a verdict or with the id of a job, for which
