@@ -58,7 +58,7 @@ class Row:
 
 
 class LineProgress:
-    """A `Progress` that writes lines: a first and a last one of each stage, others every LINE_SECONDS at most.
+    """A `Progress` that writes a stage's first and last line, and others at most every LINE_SECONDS.
 
     `write` is called with each line, and `clock` returns seconds.
     """

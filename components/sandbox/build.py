@@ -106,7 +106,11 @@ CACHE_FORMAT = 6
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The content of a built library with the symbols that it imports, or the output of a failed build."""
+    """The content of a built library with the symbols that it imports, or the output of a failed build.
+
+    `library` is None if the build failed, `log` then has the output or the reason, and `timed_out` says
+    whether the build used up its time.
+    """
 
     library: bytes | None
     log: str = ""

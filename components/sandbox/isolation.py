@@ -2,8 +2,9 @@
 
 The user who starts a sandbox determines how it is made (`can_change_uid`):
 
-- For root, if its user namespace has the uids that follow, no user namespace is made. Untrusted processes get the real uid 65534, 65533 or 65532, so that
-  limits per user apply to them, and an interpreter that only root may read can be bound into the sandbox.
+- For root, no user namespace is made if the present one has the uids 65532 to 65534. Untrusted processes get
+  one of these as their real uid, so that limits per user apply to them, and an interpreter that only root may
+  read can be bound into the sandbox.
 - For every other user, a user namespace is made. Inside, untrusted processes have the uid 65534; outside,
   they belong to that user. Since Linux 5.14 limits per user apply to each user namespace separately, so the
   user's other processes do not use up the limits of a sandbox.
@@ -206,7 +207,7 @@ def _privileges(keep_capabilities: bool) -> list[str]:
 
 
 def _system_folders(device: str) -> list[str]:
-    """Return bwrap's options for /usr and links to it, the linker's configuration, /etc/alternatives, /proc."""
+    """Return bwrap's options for /usr, the links to it, files of /etc that programs need, and /proc."""
     options = ["--ro-bind", "/usr", "/usr"]
     for path in ("/lib", "/lib32", "/lib64", "/bin", "/sbin"):
         if Path(path).is_symlink():
@@ -250,8 +251,8 @@ def gpu_minor(root: Path = Path("/")) -> int:
     all. CUDA numbers the GPUs whose device files exist by their PCI addresses, and the driver states the file
     of each address below /proc/driver. If a container hides that folder, the device files are taken in the
     order of their numbers. `root` is the folder that contains dev and proc. If no GPU is known to have the
-    given UUID and there is only one, that one is taken. Raises IsolationUnavailable if there are several, or
-    if several have a UUID that begins as given.
+    given UUID and there is only one, that one is taken. Raises IsolationUnavailable if none of several GPUs
+    is known to have it, or if several UUIDs begin with it.
     """
     devices = {int(path.name[6:]) for path in (root / "dev").glob("nvidia[0-9]*")}
     gpus = []  # UUID and number of the device file, in the order of PCI addresses
