@@ -3,8 +3,9 @@
 In the measured process, operators that allocate, view, copy, fill or draw random numbers run as usual in a
 constructor. None of them does arithmetic with the values of tensors, so a candidate cannot use them to
 compute an output. A constructor may need another operator, as for the product in `torch.randn(8, 8) * 0.02`.
-It is then run beforehand in a second process, where torch computes and nothing is measured. That process
-records the results of such operators, and in the measured process the constructor gets the recorded results.
+Such a constructor is run beforehand in a second process, where torch computes and nothing is measured. That
+process records the results of such operators, and in the measured process the constructor gets the recorded
+results.
 """
 
 from collections.abc import Collection, Iterator
