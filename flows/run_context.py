@@ -91,7 +91,7 @@ class Busy(UserError):
 
 
 class PipelineRun:
-    """One pipeline run, whose key is the digest of its parameters, its code and its rerun request.
+    """One pipeline run, whose key is a digest of its parameters, code, rerun request and `continues`.
 
     The key does not depend on the home, on parameters that only change throughput, or on comments in the
     code. `continues` is the id of the run with the same parameters whose time budget ended its training, and

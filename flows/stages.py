@@ -48,8 +48,10 @@ def start_policy(context: Context, champion: StartPolicy | None) -> CheckpointRe
 def cold_start(context: Context) -> CheckpointRecord:
     """Return the checkpoint of the first policy.
 
-    The policy is trained from scratch if policy.source is `scratch`. Otherwise it is made from the folder or
-    file that policy.source names, and fine-tuned on demonstrations if coldstart.language_model is set.
+    If policy.source is `scratch`, a small policy is trained from scratch on demonstrations, which are answers
+    that rules have written (components/bootstrap/demonstrations.py). Otherwise the policy is made from the
+    folder or file that policy.source names, and fine-tuned on demonstrations if coldstart.language_model is
+    set.
     """
     params = context.params
     if params.policy.source != "scratch":

@@ -151,8 +151,9 @@ def _checkpoint(given: Path, output: Path) -> Path:
 def _launch(ranks: int, output: Path) -> None:
     """Start this command once for each rank, without its option `--ranks`, and exit when all have ended.
 
-    The exit code is that of the ranks. Their logs are in the folder `logs` of `output`, the stage's folder.
-    Raises StageFailed if a rank fails.
+    The exit code is 0, or 143 if the ranks ended because of SIGTERM. Rank 0 prints to the outputs of this
+    process, and each other rank to a folder below `output`/logs, where `output` is the stage's folder. Raises
+    UserError or StageFailed if a rank fails.
     """
     import logging
 

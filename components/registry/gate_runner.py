@@ -41,8 +41,8 @@ def run_gates(
     evaluation of the policy that the run began with, and with the evaluation of the champion on the same
     tasks, which is None if there is no champion. They verify that the files of `checkpoint` match the
     `registered_digest` and that `report`, the HTML file, is complete. The judge also judges a sample of
-    exploits (exploits.py), or reuses its stored verdicts on them if they have the same `epoch`. Raises
-    UserError if a file of the checkpoint is damaged.
+    exploits (exploits.py), or reuses its stored verdicts on them if they have the same `epoch`, a name
+    for one set of judgements. Raises UserError if a file of the checkpoint is damaged.
     """
     sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
     found = evaluate_gates(

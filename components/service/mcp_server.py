@@ -123,7 +123,11 @@ def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
 
 
 def explain_reason(reason: str) -> str:
-    """Return the rows of the table of reasons in SKILL.md that name `reason` or the part before its colon."""
+    """Return the meaning of a verdict's status or reason, and what to do about it.
+
+    The result has the rows of the table of reasons in agent_workdir/SKILL.md that name `reason` or, if none
+    does, the part of `reason` before its colon. If there is no such row either, it lists all statuses.
+    """
     rows = REASON_ROW.findall((PROJECT / "agent_workdir" / "SKILL.md").read_text())
     for word in filter(None, (reason.strip(), reason.partition(":")[0].strip())):
         pattern = re.compile(rf"\b{re.escape(word)}\b")

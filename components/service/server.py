@@ -136,11 +136,11 @@ def serve(
 ) -> None:
     """Serve the judges of a home on a Unix socket until SIGINT or SIGTERM.
 
-    The socket is in the folder `judge` of `home`, and the queue and the journal are in `service/<device>`.
-    `tasks` are the tasks that callers may name. `started` is called with the path of the socket when the
-    server accepts requests. With `listener`, the same queue is served there too, for callers with `tokens`,
-    or for every caller on this machine if `tokens` is None. Jobs are deleted `keep_days` days after their
-    end. Raises UserError if a judge runs already in this home or, in one account, on this GPU.
+    The socket is in the folder `judge` of `home`, and the queue and the journal of verdicts are in
+    `service/<device>`. `tasks` are the tasks that callers may name. `started` is called with the path of the
+    socket when the server accepts requests. With `listener`, the same queue is served there too, for callers
+    with `tokens`, or for every caller on this machine if `tokens` is None. Jobs are deleted `keep_days` days
+    after their end. Raises UserError if a judge runs already in this home or, in one account, on this GPU.
     """
     folder = home / "judge"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Build a data set of training tasks, from composed tasks or from those of a parquet file.
 
-Such a file has the columns of the public data set CUDA-Agent-Ops-6K. In this module, a candidate is a
-task that is proposed for the data set, and not a kernel.
+Such a file has the columns of the public data set CUDA-Agent-Ops-6K. In this module, a candidate is a task
+that is proposed for the data set, and not a kernel.
 """
 
 import ast
