@@ -107,8 +107,8 @@ class Seconds(FrozenModel):
     """Median seconds of one call of the candidate and of each baseline; a field is None if not measured.
 
     The time of the no-op, a runner that computes nothing, has been subtracted. `limit` is not a median but a
-    lower bound for every kernel of the task on this device (`judge/limit.py`). `against` is the median of the
-    candidate with which this one was compared.
+    lower bound that follows from the measured speed of the device (`judge/limit.py`). `against` is the median
+    of the candidate with which this one was compared.
     """
 
     candidate: float | None = None
