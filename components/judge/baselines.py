@@ -169,9 +169,9 @@ def compile_modes(reference: TaskReference) -> tuple[Baseline, ...]:
 def start_early(baselines: BaselineCache, *, every_mode: bool) -> None:
     """Start torch.compile before a candidate is compared with it: every mode, or the default mode only.
 
-    If `every_mode` is set, the modes are those of `start_modes`. If the start fails, the error is ignored,
-    and no further early start is tried for the task. The error occurs again when a candidate is compared with
-    torch.compile, so that other candidates are not affected.
+    If `every_mode` is set, the modes are those of `start_modes`. If a start fails, the error is ignored, and
+    no further early start is tried for the task. Such an error occurs again when a candidate is compared with
+    torch.compile, and candidates that are not compared with it are not affected.
     """
     if baselines.failed_early:
         return

@@ -51,7 +51,10 @@ def installation(device: Device) -> tuple[str, ...]:
 
 
 def entry_key(reference: TaskReference, mode: str) -> str:
-    """Return the key of a task's entry for `mode`, a mode of torch.compile, which is also its file name."""
+    """Return the key, which is also the file name, of a task's cache entry for `mode`.
+
+    `mode` is a mode of torch.compile, or for the entry with the times by mode a text of `_modes_key`.
+    """
     params, task = reference.params, digest_bytes(reference.code.encode())
     return digest_json([FORMAT, task, mode, params.precision, *installation(params.device)])
 

@@ -26,7 +26,7 @@ SOURCES = sorted(
     for path in (PROJECT / "components" / package).rglob("*")
     if path.suffix in (".py", ".cpp")
 )
-# Digest of the sources of the packages judge and sandbox, which is stored in the evidence of every verdict.
+# Digest of the sources of the packages judge and sandbox, which is stored in the evidence of verdicts.
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
 # Ratio of baseline time to candidate time above which a candidate is called faster.
 MARGIN = 1.05
