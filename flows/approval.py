@@ -30,8 +30,8 @@ DEPLOYMENT = "approval/approval"
 def settings(profile: str, sets: str, home: str, *first: str) -> Resolved:
     """Return the parameters that result from a profile, KEY=VALUE words and a home folder.
 
-    `sets` has its words separated by spaces, as in a shell. `first` has KEY=VALUE words that `sets` and
-    `home` override.
+    `sets` has KEY=VALUE words separated by spaces, as in a shell. `first` has KEY=VALUE words that `sets` and
+    `home` override. Raises UserError if a parameter is not valid.
     """
     return resolve(profile, (*first, *shlex.split(sets), *([f"home={json.dumps(home)}"] if home else ())))
 

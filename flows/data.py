@@ -188,10 +188,10 @@ def _text(path: Path) -> str:
 
 
 def maker_digest(run: PipelineRun) -> str:
-    """Return the digest of the code that makes the data set.
+    """Return the digest of everything that makes the data set, apart from the parameters.
 
-    It covers the sources in MAKERS, the library versions, and the number of the request to build the data set
-    again (`--from dataset`), which is 0 if there is none.
+    The digest covers the sources in MAKERS, the library versions, and the number of the request to build the
+    data set again (`--from dataset`), which is 0 if there is none.
     """
     files = {name: digest for name, digest in project_digests().items() if name.startswith(MAKERS)}
     return digest_json([files, library_versions(), run.rerun_number("dataset")])

@@ -112,7 +112,8 @@ def push(params: Params, home: Path, folder: Path) -> str:
 def keep_lock(params: Params, home: Path, version: str, lock: Path) -> None:
     """Store the dvc.lock file of a version whose files `dvc push` has already uploaded.
 
-    A stored one is kept: it names equal files, although its parameters may differ.
+    If the artifact store has a dvc.lock file of this version already, that file is kept. It names equal
+    files, although the parameters in it may differ.
     """
     store = open_store(params.store, home)
     if not store.exists(_lock_key(version)):
@@ -122,8 +123,8 @@ def keep_lock(params: Params, home: Path, version: str, lock: Path) -> None:
 def pull(params: Params, home: Path, version: str) -> Path:
     """Return the folder `datasets/<version>` in the home, and restore it from the remote if it is missing.
 
-    `version` has all 64 digits, or at least its first 8. Raises UserError if no such version was pushed, if
-    DVC fails, or if the downloaded data set has another version.
+    `version` has all 64 digits, or at least its first 8. Raises UserError if no version or more
+    than one begins with these digits, if DVC fails, or if the downloaded data set has another version.
     """
     store = open_store(params.store, home)
     keys = [entry.key for entry in store.entries(f"datasets/{version}")]

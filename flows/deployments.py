@@ -100,10 +100,10 @@ def nightly(
 
     The pipeline is that of `cuda-agent run`. If `dated` is true, the day for which the run was scheduled is
     the seed, so that every day has a run of its own and a retry on a later day continues the same run. If
-    night.new_tasks is true, the day is data.seed too. If a run with these parameters left a stage unfinished
-    that no run has continued, its seed takes the place of the day, so that this night continues that stage.
-    `redo_from` names a stage
-    from which on all stages run again, or is empty. Returns the run's record.
+    night.new_tasks is true, the day is data.seed too. If an earlier run with these parameters left a stage
+    unfinished that no run has continued, the seed of that run takes the place of the day, so that this run
+    continues that stage. `redo_from` names a stage from which on all stages run again, or is empty. Returns
+    the run's record.
     """
 
     def open_run(seed: str) -> PipelineRun:

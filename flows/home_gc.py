@@ -2,7 +2,7 @@
 
 A stage is used if a run that is kept names it. A run is kept if a version that it registered has an alias, if
 it is not finished, if it is younger than a given limit, if it is the newest one, or if it left a stage
-unfinished that a later night continues.
+unfinished that no later run has continued yet.
 """
 
 import re
@@ -59,8 +59,8 @@ def note_use(run_folder: Path, stage: Path) -> None:
 def removable(home: Path, references: Mapping[str, str], seconds: float) -> list[Removable]:
     """Return the files and folders of the home that can be removed and are older than `seconds`.
 
-    A temporary file must also be older than ABANDONED_SECONDS. `references` maps the keys of runs to reasons
-    to keep them (`registry.models.references`). This function removes nothing.
+    A temporary file must also be older than ABANDONED_SECONDS. `references` maps the keys of runs, and
+    digests, to reasons to keep them (`registry.models.references`). This function removes nothing.
     """
     now = time.time()
     used = set(_used_stages(home, references, now - seconds))

@@ -1,9 +1,10 @@
-"""Decide how a night begins and ends: its first policy, its time budget, and its descent.
+"""Decide how a night begins and ends: its first policy, its time budget, and its record of descent.
 
-A night is one run of the pipeline in a series. What it starts from is decided once and stored in night.json
-in the run's folder, so a killed night starts from the same policy again. If its time budget ends before the
-last update, the next run with the same parameters (`PipelineRun.continues`) starts from the same policy, so
-its stages have the same keys and the unfinished one continues in its folder.
+A night is one run of the pipeline in a series. What a night starts from is decided once and stored in
+night.json in the run's folder, so a killed night starts from the same policy again. If a night's time budget
+ends before the last update, the next run with the same parameters (`PipelineRun.continues`) starts from the
+same policy, so its stages have the same keys and the unfinished one continues in its folder. The record of
+descent (`night_lineage`) says what the night's policy was trained from.
 """
 
 import shutil
@@ -140,7 +141,8 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
     `before` is the evaluation of the night's first policy. What follows training is expected to last as long
     as in the newest finished run of the home with the same profile. In the first run it is expected to last
     twice as long as an evaluation of the first policy, and at least FIRST_SHARE of the budget, because the
-    gates judge the exploit corpus too. SPARE_SECONDS are added.
+    gates judge a sample of exploits too. Measured times are multiplied by MARGIN, and SPARE_SECONDS are
+    added.
     """
     hours = run.params.night.hours
     if not hours:

@@ -163,7 +163,7 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
 def has_updates(stages: dict[str, CheckpointRecord]) -> bool:
     """Return whether one of the stages that train the policy has made at least one update.
 
-    `stages` maps names to records. The cold start and the critic do not count.
+    `stages` maps names of stages to their records. The cold start and the critic do not count.
     """
     trained = [record for name, record in stages.items() if name not in ("coldstart", "critic")]
     return any(record.progress is None or record.progress[0] > 0 for record in trained)

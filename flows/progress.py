@@ -82,7 +82,8 @@ class RenamedProgress:
 class EventProgress:
     """A `Progress` that also emits the event PROGRESS for the flow run with the id `run_id`.
 
-    The event is emitted at most every PROGRESS_SECONDS.
+    The event is emitted at most every PROGRESS_SECONDS, and `emitted` is the time.monotonic() of the last
+    one.
     """
 
     progress: Progress

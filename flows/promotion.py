@@ -138,9 +138,10 @@ def promote(context: Context, version: str, decision: Decision, champion: Compar
 def evaluate_champion(context: Context, version: str) -> Compared | None:
     """Evaluate the champion on this run's tasks with this run's parameters.
 
-    The figures of the champion's own run are not used, because they may come from another data set or
-    machine. Returns None if there is no champion besides `version`. Raises UserError if the kept copy of the
-    champion's checkpoint is not the registered one.
+    Returns the champion's version with the path and digest of the results. The figures of the champion's own
+    run are not used, because they may come from another data set or machine. Returns None if there is no
+    champion besides `version`. Raises UserError if the kept copy of the champion's checkpoint is not the
+    registered one.
     """
     promotion = open_promotion(context)
     champion = models.champion_besides(promotion.aliases(), version)

@@ -9,9 +9,10 @@ This module does not import Prefect, MLflow or torch, so that a finished run is 
                                     key.json (what its key was made of)
     home/verdicts                   the journal of all verdicts, which a resumed stage reads
     home/prefect, home/mlflow       the databases of Prefect and MLflow
-    home/runs/<run_id>/             manifest.json, report.html, report.json, settings.json; run.json last
+    home/runs/<run_id>/             night.json (its start), stages.txt (stages that it uses), settings.json,
+                                    report.html, report.json, manifest.json; run.json last
     home/champions                  checkpoints of champions
-    home/evaluations/<epoch>/       evaluations outside of a pipeline run
+    home/evaluations/<digest>/      evaluations outside of a pipeline run, by policy, tasks and parameters
     home/audit/<model>/             the audit chain of promotions, one file for each entry
 """
 
@@ -90,7 +91,7 @@ class Busy(UserError):
 
 
 class PipelineRun:
-    """One pipeline run, whose key is the digest of its parameters, its code and its rerun request.
+    """One pipeline run, whose key is a digest of its parameters, code, rerun request and `continues`.
 
     The key does not depend on the home, on parameters that only change throughput, or on comments in the
     code. `continues` is the id of the run with the same parameters whose time budget ended its training, and
@@ -125,10 +126,11 @@ class PipelineRun:
 def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     """Return the run with these parameters, including the rerun request that the home stores for it.
 
-    If `rerun_from` names a stage, request that this stage and all later stages run again. The request is
-    stored in redo.json in the home. So if the rerun is killed, the same command continues it, with or without
-    `--from`. After the rerun has finished, `--from` makes a new request. Raises UserError if `rerun_from` is
-    not a stage of the run, or if nothing was run in the home yet.
+    If the time budget ended the training of that run, the run that continues its stages is returned, unless
+    `rerun_from` is given. If `rerun_from` names a stage, request that this stage and all later stages run
+    again. The request is stored in redo.json in the home. So if the rerun is killed, the same command
+    continues it, with or without `--from`. After the rerun has finished, `--from` makes a new request. Raises
+    UserError if `rerun_from` is not a stage of the run, or if nothing was run in the home yet.
     """
     first = PipelineRun(resolved)
     file = first.home / "redo.json"

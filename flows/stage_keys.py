@@ -93,7 +93,7 @@ READS = {
 
 
 class KeyParts(FrozenModel):
-    """The values and digests from which the key of a stage is computed; `name` is one of READS."""
+    """The values and digests from which the key of a stage is computed; `name` is a key of READS."""
 
     name: str
     # Values of the parameters, by dotted key.
@@ -134,7 +134,7 @@ def _different(older: dict[str, Any], newer: dict[str, Any]) -> list[str]:
 
 
 def key_parts(params: Params, name: str, upstream: dict[str, str], redo: int) -> KeyParts:
-    """Return everything that enters the key of the stage `name`, which is one of READS.
+    """Return everything that enters the key of the stage with the form `name`, which is a key of READS.
 
     `upstream` maps the names of the stage's inputs to their digests, and `redo` is the number of the request
     to run the stage again, or 0.

@@ -48,8 +48,10 @@ def start_policy(context: Context, champion: StartPolicy | None) -> CheckpointRe
 def cold_start(context: Context) -> CheckpointRecord:
     """Return the checkpoint of the first policy.
 
-    The policy is trained from scratch if policy.source is `scratch`. Otherwise it is made from the folder or
-    file that policy.source names, and fine-tuned on demonstrations if coldstart.language_model is set.
+    If policy.source is `scratch`, a small policy is trained from scratch on demonstrations, which are answers
+    that rules have written (components/bootstrap/demonstrations.py). Otherwise the policy is made from the
+    folder or file that policy.source names, and fine-tuned on demonstrations if coldstart.language_model is
+    set.
     """
     params = context.params
     if params.policy.source != "scratch":
@@ -112,11 +114,12 @@ def train(
 ) -> CheckpointRecord | None:
     """Run one training stage as a cached Prefect task, and return the record of its checkpoint.
 
-    `policy` is the actor that the stage starts with, and `critic` the critic if it needs one. `sampled` are
-    the stages whose trajectories the stage reads, and `earlier` the finished stages of this night, whose
-    states are deleted. `deadline` is the time.time() after which the stage ends with its current update.
-    If `may_begin` is false, a stage that no earlier attempt has begun is not run, and None is returned.
-    `form` is the form of the stage if it is not its name (`Context.parts`).
+    `policy` is the actor that the stage starts with, and `critic` the critic if the stage needs one.
+    `sampled` are the stages whose trajectories the stage reads, and `earlier` the stages of this run before
+    it, whose states for resuming are deleted when this stage has one. `deadline` is the time.time() after
+    which the stage ends with its current update. If `may_begin` is false, a stage that no earlier attempt has
+    begun is not run, and None is returned. `form` is the form of the stage if it is not its name
+    (`Context.parts`).
     """
     home, inputs, form = context.run.home, sampled or [], form or name
     upstream = {"policy": policy.digest} | ({"critic": critic.digest} if critic else {})
@@ -162,7 +165,7 @@ def checkpoint_record(
 ) -> CheckpointRecord:
     """Return the record of the checkpoint in a stage's folder.
 
-    `digest` is the checkpoint's, and `seconds` is how long the stage took. `result` has the rewards and
+    `digest` is that of the checkpoint, and `seconds` is how long the stage took. `result` has the rewards and
     figures of a training stage, and is None for a first policy.
     """
     return CheckpointRecord(
@@ -225,7 +228,7 @@ def load(context: Context, record: EvaluationRecord) -> Evaluation:
 
 
 def figures(summary: Summary) -> dict[str, Any]:
-    """Return the seven figures of an evaluation that `cuda-agent run --json` prints, by their names."""
+    """Return those figures of an evaluation that `cuda-agent run --json` prints, by their names."""
     names = {
         "pass_rate",
         "faster_rate",

@@ -260,9 +260,9 @@ class Context:
 def mark_crashed_runs(tag: str) -> None:
     """Set unfinished flow runs of earlier processes, and their unfinished task runs, to the state Crashed.
 
-    A run is unfinished if Prefect has it as RUNNING or PENDING. If `tag` is "", all flow runs of the server
-    except the present one are meant, and otherwise those with this tag. The unfinished task runs of the
-    present flow run are set to Crashed too: they are of an earlier attempt, because the caller has not
+    A flow or task run is unfinished if Prefect has it as RUNNING or PENDING. If `tag` is "", all flow runs of
+    the server except the present one are meant, and otherwise those with this tag. The unfinished task runs
+    of the present flow run are set to Crashed too: they are of an earlier attempt, because the caller has not
     started a task yet.
     """
     crashed: State[None] = Crashed(message="killed; continued by a later attempt")

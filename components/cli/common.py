@@ -48,7 +48,10 @@ ServerModel = Annotated[
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the commands. Further codes are 130 after SIGINT and 143 after SIGTERM."""
+    """Exit codes of the commands; main.py says what they mean.
+
+    Further codes are 130 after SIGINT and 143 after SIGTERM.
+    """
 
     DONE = 0
     FAILED = 1
@@ -186,9 +189,9 @@ def home_of(resolved: Resolved) -> Path:
 
 
 def newest_dataset(home: Path) -> Path:
-    """Return the folder of the data set of the home that was modified last.
+    """Return the folder of the data set in the home that was modified last.
 
-    If there is none, the folder of the home in which data sets are stored is returned, which may not exist.
+    If there is no data set, the folder `datasets` of the home is returned, which may not exist.
     """
     versions = sorted(home.glob("datasets/*"), key=lambda folder: folder.stat().st_mtime)
     return versions[-1] if versions else home / "datasets"
@@ -198,9 +201,10 @@ def newest_dataset(home: Path) -> Path:
 def judge_session(
     params: Params, home: Path, *, use_service: bool = False
 ) -> Iterator[tuple[LocalPool, ProgressView]]:
-    """Open the judge pool of the home and a progress view on standard error, and close both at the end.
+    """Open a pool of judges and a progress view on standard error, and close both at the end.
 
-    With `use_service`, the judge that `cuda-agent serve` keeps ready for this home is used if it runs.
+    The pool keeps its verdicts in the folder `verdicts` of the home. With `use_service`, the judge that
+    `cuda-agent serve` keeps ready for this home is used if it runs.
     """
     from components.cli.progress_view import ProgressView
     from components.judge.pool.open_pool import open_pool

@@ -188,7 +188,7 @@ def _policy(params: Params) -> str:
 def pool(params: Params) -> str:
     """Return a sentence that says where trainers and judges of these parameters run.
 
-    Raises UserError if Ray is not installed, its cluster lacks resources, or a role does not fit its GPU.
+    Raises UserError if they run on a Ray cluster and Ray is not installed or its cluster lacks resources.
     """
     from components.core.config import check_policy_source
     from components.planning.role_memory import check_fits
@@ -211,9 +211,11 @@ def pool(params: Params) -> str:
 
 
 def samplers(params: Params) -> str:
-    """Return a sentence on the vLLM servers that sample, each of which answered a request within two seconds.
+    """Return a sentence on the vLLM servers that sample trajectories.
 
-    Raises UserError if one does not answer, or if a run cannot start a server of its own.
+    If policy.servers names servers, it says how many answer a request within two seconds, and otherwise which
+    vLLM a run starts. Raises UserError if a named server does not answer, or if a run cannot start one of its
+    own.
     """
     import httpx
 

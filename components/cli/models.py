@@ -179,7 +179,7 @@ def models_rollback(options: CommonOptions, reason: Reason = "") -> Output:
 @models_app.command("audit")
 @with_common_options()
 def models_audit(options: CommonOptions) -> Output:
-    """List all decisions in order: when, by whom, on which version, for which reason, and who signed."""
+    """List the entries of the audit chain in order, with time, author, act, version, reason and signer."""
     promotion, _ = open_promotion(options)
     entries = promotion.chain.entries()
     names = promotion.chain.signer.names()
@@ -293,9 +293,10 @@ def _print_gates(gates: list[dict[str, Any]]) -> None:
 
 
 def find_policy(name: str, server_model: str, resolved: Resolved) -> Policy:
-    """Return the policy that `name` names, which is the value of `--policy`.
+    """Return the policy that `name`, the value of `--policy`, stands for.
 
-    `name` is the address of a server, a folder, or the alias or number of a registered version.
+    `name` is the address of an OpenAI-compatible server, a folder with a model, or the alias or number of a
+    registered version.
     `server_model` is the value of `--model`. Raises UserError if there is no such policy.
     """
     from components.agent.policies import folder_policy, server_policy
@@ -326,7 +327,9 @@ def find_policy(name: str, server_model: str, resolved: Resolved) -> Policy:
 def _registered_checkpoint(name: str, resolved: Resolved) -> Path:
     """Return the folder with the checkpoint of a registered version.
 
-    The checkpoint is downloaded into the home when it is used for the first time.
+    `name` is an alias or a number. The checkpoint is copied into the folder `policies` of the home when it is
+    used for the first time. Raises UserError if there is no such version, or if a file of the copy is
+    damaged.
     """
     from components.core.files import atomic_folder
     from components.policy.checkpoint import verify_checkpoint

@@ -97,7 +97,7 @@ def store_gc(
 ) -> Output:
     """List checkpoints and runs to which no alias, no unfinished run and no audit entry refers.
 
-    Of the home folder, it lists stages that no such run uses, resumable states of finished stages, and
+    Of the home folder, it lists stages that no run to be kept uses, resumable states of finished stages, and
     abandoned temporary folders. With --delete all of these are removed; no run may work in the home
     meanwhile.
     """

@@ -131,9 +131,11 @@ def train(
 
 
 def _checkpoint(given: Path, output: Path) -> Path:
-    """Return the checkpoint that a user has given: itself, in its stage's folder, or made below `output`.
+    """Return the folder of the checkpoint that the path `given` of a user stands for.
 
-    It is made from a Hugging Face folder without a manifest, or from a GGUF file.
+    If `given` is a checkpoint, it is returned, and if it is the folder of a stage, the checkpoint in it. From
+    a Hugging Face folder without a manifest or a GGUF file, a checkpoint is made in the folder `input` of
+    `output`, the stage's folder.
     """
     from components.core.config import is_gguf
     from components.core.files import MANIFEST
@@ -147,7 +149,12 @@ def _checkpoint(given: Path, output: Path) -> Path:
 
 
 def _launch(ranks: int, output: Path) -> None:
-    """Start this command once for each rank, without its option `--ranks`, and exit with its exit code."""
+    """Start this command once for each rank, without its option `--ranks`, and exit when all have ended.
+
+    The exit code is 0, or 143 if the ranks ended because of SIGTERM. Rank 0 prints to the outputs of this
+    process, and each other rank to a folder below `output`/logs, where `output` is the stage's folder. Raises
+    UserError or StageFailed if a rank fails.
+    """
     import logging
 
     from components.training.launcher import launch

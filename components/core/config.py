@@ -1,7 +1,8 @@
 """Resolution of the parameters of a run from `params.yaml`, a profile and options; the kinds of parameters.
 
 `params.yaml` has a base section and profiles that override parts of it. The types, meanings and permitted
-values are in `params.py`.
+values are in `params.py` and `stage_params.py`. The kind of a parameter, `result` or `throughput`, is defined
+in `records.py`.
 """
 
 import difflib
@@ -73,7 +74,7 @@ KINDS = {
 
 @functools.cache
 def _result_keys(names: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the dotted keys of the parameters that change results and are in or below `names`.
+    """Return the dotted keys of the parameters of the kind `result` that are in or below `names`.
 
     `names` are dotted keys of parameters or of sections; None means all parameters.
     """
@@ -86,10 +87,10 @@ def _result_keys(names: tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def result_values(params: JudgeParams, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the values of the parameters that change results, by dotted key.
+    """Return the values of the parameters of the kind `result`, by dotted key.
 
-    `names` are the dotted keys of parameters or of sections; by default, all parameters are returned. The
-    value of a mapping, such as data.operator_mix, is one value.
+    `names` are the dotted keys of parameters or of sections to which the result is limited; by default, it is
+    not limited. The value of a mapping, such as data.operator_mix, is one value.
     """
     values = flatten_values(params.model_dump(mode="json"))
     keys = _result_keys(None if names is None else tuple(names))
@@ -119,7 +120,7 @@ def default_device() -> str:
 
 @dataclass(frozen=True)
 class Resolved:
-    """The parameters of one run, and the name of the profile that they were resolved with.
+    """The parameters of one run, and the name of the profile that they were resolved with, or "" without one.
 
     `sources` has the origin of each value by dotted key, such as "params.yaml" or "--set seed=1".
     """
@@ -132,9 +133,10 @@ class Resolved:
 def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT / "params.yaml") -> Resolved:
     """Return the parameters of a run, computed from params.yaml, a profile and KEY=VALUE options.
 
-    The profile's values override the base values, and each KEY=VALUE in `sets` overrides all values before
-    it. An empty `profile` means the base values alone. Raises UserError, with the origin of the value, for an
-    unknown parameter or the first value that is not valid.
+    The values of the profile, and of its variant for the device (`_layers`), override the base values. Each
+    KEY=VALUE in `sets` overrides these and the items of `sets` before it. An empty `profile` means no
+    profile. `path` is the parameter file. Raises UserError if the file cannot be read, for an unknown profile
+    or parameter, for the first value that is not valid, and for values that contradict each other.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -167,7 +169,8 @@ def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, 
     The layers are the base section of the file `path`, the profile, and each KEY=VALUE in `sets`. A layer
     overrides the layers before it. If the device is DEVICE and the file has a profile PROFILE-DEVICE, such as
     smoke-cuda, this profile overrides the profile PROFILE, because a GPU needs other sizes than a processor
-    core. Raises UserError for an unknown profile.
+    core. DEVICE is the value of the parameter `device` in the last of these layers that has one. Raises
+    UserError for an unknown profile, an unreadable file, or an item of `sets` that is not KEY=VALUE.
     """
     base = _read(path)
     profiles = base.pop("profiles", {})
@@ -190,8 +193,8 @@ def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, 
 def _option(item: str) -> tuple[str, dict[str, Any]]:
     """Return the name for messages and the values by dotted key of one `--set` option.
 
-    The option `item` is KEY=VALUE with the value as YAML. If the value is a mapping, each of its fields has
-    a dotted key.
+    The option `item` is KEY=VALUE with the value as YAML. If the value is a mapping, each of its fields has a
+    dotted key. Raises UserError if there is no `=` or the value is not valid YAML.
     """
     key, equals, text = item.partition("=")
     if not equals:
@@ -205,7 +208,9 @@ def _option(item: str) -> tuple[str, dict[str, Any]]:
 def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
     """Convert values by dotted key to nested mappings, such as {"data.seed": 1} to {"data": {"seed": 1}}.
 
-    Raises UserError if the value of a section is not a mapping. `sources` gives the origins for the message.
+    In a parameter that is itself a mapping (`MAPPINGS`), keys of digits become integers. Raises UserError if
+    the value of a section is not a mapping. `sources` has the origins of the values by dotted key, for the
+    message.
     """
     nested: dict[Any, Any] = {}
     for key in sorted(values, key=lambda key: key.count(".")):
@@ -290,10 +295,10 @@ def is_gguf(source: str | Path) -> bool:
 
 
 def check_policy_source(params: Params) -> None:
-    """Raise UserError unless policy.source is `scratch`, `champion`, a Hugging Face folder, or a GGUF file.
+    """Raise UserError unless policy.source names a policy from which a run can start.
 
-    If it is `champion`, policy.base is checked as well. Commands that train call this before anything else.
-    Other commands, such as `cuda-agent plan`, need no weights.
+    It must be `scratch`, `champion`, a Hugging Face folder (one with config.json), or a GGUF file. If it is
+    `champion`, policy.base must be one of the others, because it is used while there is no champion.
     """
     is_champion = params.policy.source == "champion"
     key, source = ("base", params.policy.base) if is_champion else ("source", params.policy.source)

@@ -1,4 +1,4 @@
-"""Exceptions that commands turn into one sentence and an exit code.
+"""Exceptions of the project, and functions that raise UserError and follow the causes of an exception.
 
 This module imports no other module of the project, so that `--help` is fast.
 """
@@ -25,7 +25,7 @@ class IsolationUnavailable(UserError):
 class InfrastructureError(Exception):
     """A failure of the judge itself, and not of the candidate that it judges.
 
-    The candidate is judged again, and its reward is not affected.
+    The candidate is judged again, up to sandbox.attempts times in all, and its reward is not affected.
     """
 
 

@@ -1,7 +1,7 @@
-"""Atomic writes, and digests of files and folders.
+"""Atomic writes, digests of files and folders, the user's cache, and messages about faults of the machine.
 
-Every output of the pipeline is written to a temporary file beside the target, flushed to the disk and
-renamed. So if the process is killed, the target has either its old or its new content.
+Outputs of the pipeline are written to a temporary file or folder beside the target, flushed to the disk and
+renamed. So if the process is killed, the target never has only a part of its new content.
 """
 
 import base64
@@ -51,9 +51,10 @@ def digest_file(path: Path) -> str:
 
 
 def digest_tree(folder: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the digest of every regular file below `folder` by relative POSIX path, in sorted order.
+    """Return the SHA-256 of every file below `folder` by relative POSIX path, in the order of the paths.
 
-    `exclude` has the relative paths of files that are left out.
+    For a symbolic link to a file, the digest is that of the target's content. `exclude` has the relative
+    paths of files that are left out.
     """
     return {
         path.relative_to(folder).as_posix(): digest_file(path)
@@ -78,10 +79,11 @@ def sync_tree(folder: Path) -> None:
 
 
 def user_cache(name: str) -> Path:
-    """Return the folder `name` in this user's cache, which all homes share, and create it if necessary.
+    """Return the folder `name` in this user's cache, and create it if necessary.
 
-    Its files can be deleted at any time. Because they are loaded and executed, UserError is raised if the
-    folder belongs to another user, cannot be written, or is on a file system that forbids execution.
+    The cache is shared by all homes (a home is the folder of a run's files, the parameter `home`). Its files
+    can be deleted at any time. Because they are loaded and executed, UserError is raised if the folder
+    belongs to another user, cannot be written, or is on a file system that forbids execution.
     """
     place = os.environ.get("XDG_CACHE_HOME", "")
     remedy = "name a folder of your own by the variable XDG_CACHE_HOME"
@@ -131,7 +133,8 @@ def scratch_folder() -> Path:
 def sqlalchemy_path(file: Path) -> str:
     """Return the path of a SQLite database as it stands in an address of SQLAlchemy, after `sqlite:///`.
 
-    In such an address the path ends at a question mark, but in a file URI of SQLite it can be quoted.
+    In such an address a question mark ends the path. A path with a question mark is therefore returned as a
+    file URI of SQLite, in which the question mark is percent-encoded.
     """
     return f"file:{quote(str(file))}?uri=true" if "?" in str(file) else str(file)
 
@@ -155,7 +158,8 @@ def atomic_write(path: Path, data: bytes | str, mode: int = 0o644) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces `path` when the block ends.
 
-    If the block raises an exception, the folder is removed and `path` is not changed.
+    If the block raises an exception, the folder is removed and `path` is not changed. If `path` exists, it is
+    renamed before the new folder takes its place, so a process that is killed between both leaves no `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
@@ -193,7 +197,7 @@ def read_json(path: Path) -> Any:
 
 
 def verify_files(checkpoint: Path, remedy: str = "delete the folder and run again") -> str:
-    """Return the digest of a checkpoint after checking that its files match its manifest.
+    """Return the digest of a checkpoint's list of files after checking that the files match its manifest.
 
     Raises UserError if the manifest is missing or damaged, or if a file does not match; the message names the
     first such file. `remedy` is the end of the message and says what the user can do.
@@ -235,8 +239,9 @@ def remove_tree(folder: Path) -> None:
 def remove_stale(folder: Path, seconds: float) -> None:
     """Remove the files and folders in `folder` that were last modified more than `seconds` seconds ago.
 
-    They are removed in the reverse order of their names, so that the `.symbols` file, which marks a complete
-    build, is removed before its `.so`.
+    They are removed in the reverse order of their names, so that in the cache of builds
+    (components/sandbox/build.py) a `.symbols` file, which marks a complete build, is removed before its
+    `.so`.
     """
     for path in sorted(folder.iterdir(), reverse=True):
         with contextlib.suppress(OSError):  # Another process may have removed it.

@@ -1,7 +1,8 @@
 """All parameters with their types, meanings and permitted values.
 
-The values are read from `params.yaml` by `config.resolve`. No value has a default in this file. Every
-parameter has the kind `result` or `throughput`, which records.py defines.
+The parameters of the training stages and of the engine are in stage_params.py and included here. The values
+are read from `params.yaml` by `config.resolve`. No value has a default in this file. Every parameter has the
+kind `result` or `throughput`, which records.py defines.
 """
 
 from pathlib import Path

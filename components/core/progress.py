@@ -1,4 +1,4 @@
-"""The interface with which components report progress, and its receivers without a terminal."""
+"""The interface with which components report progress, and its implementations that need no terminal."""
 
 import time
 from collections.abc import Callable
@@ -38,8 +38,9 @@ class Quiet:
 class Row:
     """The progress of one stage, as its first and its last report give it.
 
-    `started` and `first_step` are the time and the step of the first report, and the other fields are those
-    of the last report. The times are in seconds of a monotonic clock.
+    `started` and `first_step` are the time and the step of the first report, `figures` those of the last
+    report that had any, and the other fields those of the last report. The times are in seconds of a
+    monotonic clock.
     """
 
     step: int
@@ -51,13 +52,13 @@ class Row:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the estimated seconds until the stage ends, or None before its first step has ended."""
+        """Return the estimated seconds until the stage ends, or None if no step has ended yet."""
         done = self.step - self.first_step
         return (self.updated - self.started) / done * (self.total - self.step) if done > 0 else None
 
 
 class LineProgress:
-    """A `Progress` that writes lines, at most one for each stage every LINE_SECONDS.
+    """A `Progress` that writes a stage's first and last line, and others at most every LINE_SECONDS.
 
     `write` is called with each line, and `clock` returns seconds.
     """
@@ -79,7 +80,10 @@ class LineProgress:
         self.print_progress(stage, is_new=is_new)
 
     def print_progress(self, stage: str, *, is_new: bool) -> None:
-        """Write the line of a stage if it is new, has ended, or was written LINE_SECONDS ago."""
+        """Write a line about a stage that is new, has ended, or has had no line for LINE_SECONDS.
+
+        `is_new` says that this is the first report of the stage, or that its steps begin again.
+        """
         row = self.rows[stage]
         ended = row.step >= row.total
         if is_new or ended or row.updated - self.printed.get(stage, 0.0) >= LINE_SECONDS:

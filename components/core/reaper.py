@@ -1,9 +1,9 @@
-"""A process that kills the children of another one, and theirs, after its end.
+"""The reaper: a process that kills all descendants of another process after that process has ended.
 
 A killed process cannot stop its children (DVC and the programs that DVC runs, Prefect's server, vLLM servers,
 compile workers). They would continue, hold locks and memory, and write files that the resumed run uses. A
-signal at the parent's death (`PR_SET_PDEATHSIG`) reaches children only and not theirs, so a run first starts
-a reaper.
+signal at the parent's death (`PR_SET_PDEATHSIG`) reaches only children and not their children, so a run first
+starts a reaper.
 """
 
 import os
@@ -26,7 +26,7 @@ done
 
 
 def start_reaper() -> None:
-    """Start a process that kills all later children of the current process, and theirs, after its end.
+    """Start a reaper, which kills all later descendants of the current process after that process has ended.
 
     The standard input of the reaper is a pipe whose other end only the current process holds. The pipe closes
     when this process ends. Then the reaper kills every process that has this process's mark in the

@@ -31,9 +31,9 @@ def result(description: str) -> Any:
 
 
 def throughput(description: str) -> Any:
-    """Return the field of a parameter that changes results at most by rounding.
+    """Return the field of a parameter that does not enter the keys.
 
-    Such a parameter says where something is computed, how fast, with how much memory, or how long its states
-    are kept.
+    Such a parameter says where or how fast something is computed, with how much memory, how often it is
+    saved, or when it is given up. A result that is computed in full differs at most by rounding.
     """
     return Field(description=description, json_schema_extra={"kind": "throughput"})

@@ -1,4 +1,4 @@
-"""Handlers of signals that raise an exception in the main thread, but never between a lock and its release.
+"""Handlers of signals that do not raise an exception while the main thread takes or releases a lock.
 
 Python runs the handler of a signal between two bytecode instructions of the main thread. If the handler
 raises an exception in a method such as `Condition.__enter__`, which takes a lock before the caller's `with`
@@ -29,7 +29,8 @@ class Terminated(SystemExit):
     """Exception that the handler of SIGTERM raises, so that a command ends its child processes and cleans up.
 
     The message for the user is printed by the command and not by the handler, because the handler may
-    interrupt another print. The attribute `signal` is that of Prefect's TerminationSignal.
+    interrupt another print. The attribute `signal` has the name and meaning that it has in Prefect's
+    TerminationSignal.
     """
 
     signal = signal.SIGTERM
@@ -38,7 +39,7 @@ class Terminated(SystemExit):
 def handle_signals() -> None:
     """Make SIGTERM raise an exception, and send SIGTERM and SIGINT again where their exception is ignored.
 
-    The exception of SIGTERM is not raised where a lock is being taken or released.
+    The exception of SIGTERM is not raised where a lock is being taken or released (`outside_of_locks`).
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -52,7 +53,8 @@ def _send_ignored_again(unraisable: "sys.UnraisableHookArgs") -> None:
     """Send a signal once more if the exception that its handler raised was ignored; report other exceptions.
 
     Python ignores an exception where none can be raised, for instance in `__del__`, in a weak reference's
-    callback, and in some C code. The signal is sent by another thread, when such code has ended.
+    callback, and in some C code. The signal is sent by another thread after AGAIN_SECONDS, when such code has
+    usually ended.
     """
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         number: int | None = signal.SIGINT

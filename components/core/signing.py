@@ -1,8 +1,8 @@
 """Ed25519 signatures of records, and the public keys whose signatures are trusted.
 
 Keys have OpenSSH's formats, so `ssh-keygen -t ed25519` makes a private key, and the file of trusted keys has
-one public key and a name per line, as ssh's authorized_keys has. Without a key, the first signature makes one
-and trusts it.
+one public key and a name per line, as ssh's authorized_keys has. If there is no file of trusted keys, the
+first signature makes a private key, unless there is one, and writes the file with its public key.
 """
 
 import base64
@@ -38,9 +38,10 @@ def person() -> str:
 class Signer:
     """Signs records with one private key, and verifies signatures by the trusted keys.
 
-    The paths of both files are the parameters registry.key and registry.trusted_keys. If they are empty, the
-    files are in the folder `cuda-agent` of the user's configuration. Relative paths begin at the working
-    directory.
+    The paths of both files are the parameters registry.key and registry.trusted_keys. If the first is empty,
+    the private key is in the folder `cuda-agent` of the user's configuration; if the second is empty, the
+    trusted keys are in the folder of the private key. Relative paths begin at the working directory. Raises
+    UserError if a path begins with ~ and this account has no home folder.
     """
 
     def __init__(self, registry: Registry):
@@ -55,7 +56,7 @@ class Signer:
             ) from error
 
     def sign(self, record: Mapping[str, Any]) -> str:
-        """Return the signature of a JSON record, as `FINGERPRINT:BASE64`.
+        """Return the fingerprint of the key and the signature of a JSON record, as `FINGERPRINT:BASE64`.
 
         Raises UserError if the key cannot be read or made, or is not a trusted one.
         """
@@ -72,8 +73,9 @@ class Signer:
     def check(self, record: Mapping[str, Any], signature: str) -> str:
         """Return the name of the trusted key with which a JSON record was signed.
 
-        Raises ValueError, which says what is wrong, if the signature is missing, is by a key that is not
-        trusted, or does not belong to this record.
+        `signature` has the form that `sign` returns. Raises ValueError, which says what is wrong, if it is
+        empty, is by a key that is not trusted, or does not belong to this record. Raises UserError as `names`
+        does.
         """
         fingerprint, _, value = signature.partition(":")
         if not value:
@@ -89,7 +91,7 @@ class Signer:
         return name
 
     def names(self) -> dict[str, tuple[str, Ed25519PublicKey]]:
-        """Return the name and the key of each trusted key, by fingerprint; without the file there is none.
+        """Return the name and the key of each trusted key, by fingerprint; without the file, an empty dict.
 
         Raises UserError if the file cannot be read, or if a line is no Ed25519 key.
         """
@@ -116,9 +118,11 @@ class Signer:
         return found
 
     def _private(self) -> Ed25519PrivateKey:
-        """Return the private key; if no key is trusted yet, make it if it is missing, and trust it.
+        """Return the private key.
 
-        Raises UserError if it is not a readable Ed25519 key without a passphrase.
+        If there is no file of trusted keys, the private key is made, unless it exists, and the file is
+        written with its public key. Raises UserError if the private key is not a readable Ed25519 key without
+        a passphrase.
         """
         try:
             if not self.trusted.exists():

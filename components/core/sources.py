@@ -1,4 +1,4 @@
-"""Find the source files on which the result of a stage depends, and compute digests of their meaning.
+"""Find the source files on which the result of a stage depends, and compute their digests.
 
 The files of a stage are found from the modules that the caller names: grimp follows their imports, also those
 inside functions. Files that are used without an import are found by folder: data files beside a module, such
@@ -102,6 +102,6 @@ def closure_digests(*modules: str) -> dict[str, str]:
 
 @functools.cache
 def project_digests() -> dict[str, str]:
-    """Return the digest of every source file of the project, by its path in the project."""
+    """Return the digest of every file below FOLDERS except in __pycache__, by its path in the project."""
     files = sorted(path for top in FOLDERS for path in _files_below(PROJECT / top))
     return {path.relative_to(PROJECT).as_posix(): source_digest(path) for path in files}

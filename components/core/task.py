@@ -35,9 +35,10 @@ def normalise(code: str) -> str:
 class KernelTask(FrozenModel):
     """A kernel task, which is identified by the digest of its normalised source.
 
-    `ops` are the names of its operators in their order. `data_source` is its kind, such as torch#2 for a
-    chain of two operators, or its origin. `level` is its level in an evaluation suite, or None. `evidence`
-    has the figures that were recorded when the task was admitted, such as its eager time.
+    `ops` are the names of its operators in their order. `split` says whether the task is for training or for
+    evaluation. `name` is that of the task's file or row, or "". `data_source` is its kind, such as torch#2
+    for a chain of two operators, or its origin. `level` is its level in an evaluation suite, or None.
+    `evidence` has the figures that were recorded when the task was admitted, such as its eager time.
     """
 
     code: str
@@ -55,7 +56,11 @@ class KernelTask(FrozenModel):
 
     @cached_property
     def code_digest(self) -> str:
-        """Return the SHA-256 of the source as it is, which a model may read, for example its docstring."""
+        """Return the SHA-256 of the source with its comments, docstrings and formatting.
+
+        `task_id` leaves these out, but the task's class `Model` may read them when it runs, for example its
+        own docstring.
+        """
         return digest_bytes(self.code.encode(errors="surrogatepass"))
 
 
@@ -113,10 +118,10 @@ COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 
 
 def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
-    """Write `tasks.parquet`.
+    """Write tasks to the parquet file `path`.
 
-    It has the columns ops, data_source and code of the public data set CUDA-Agent-Ops-6K, and the columns
-    task_id, split, name and evidence (as JSON).
+    The field `level` of a task is not written. The file has the columns ops, data_source and code of the
+    public data set CUDA-Agent-Ops-6K, and the columns task_id, split, name and evidence (as JSON).
     """
     rows = [
         task.model_dump(include={"data_source", "code", "split", "name"})
@@ -137,7 +142,9 @@ def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
 def read_tasks(path: Path) -> list[KernelTask]:
     """Return the tasks in a parquet file of `write_tasks` or of the public data set CUDA-Agent-Ops-6K.
 
-    Raises UserError if the file cannot be read, has no rows, or has a row that is not a task.
+    Missing columns get default values, and `level` is None. Sources are not checked (`check_contract`).
+    Raises UserError if the file cannot be read, has no rows or no column `code`, or has a row with values of
+    wrong types.
     """
     try:
         rows = pyarrow.parquet.read_table(path).to_pylist()
@@ -174,7 +181,9 @@ def _task(path: Path, number: int, row: dict[str, Any]) -> KernelTask:
 def dataset_version(path: Path) -> str:
     """Return the version of a data set: the digest of its rows in their order, without measured values.
 
-    So equal parameters and verdicts give the same version each time and on every machine.
+    `path` is the parquet file. The left-out values of the evidence are those of the keys MEASURED, so two
+    builds that admit the same tasks in the same order have the same version. Raises UserError as `read_tasks`
+    does.
     """
     return digest_json(
         [

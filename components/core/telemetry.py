@@ -1,8 +1,9 @@
 """Prometheus metrics of the judge, the rollouts and the training.
 
-Each process has one registry of metrics. It is written as a text file into the home, where the textfile
-collector of node_exporter reads it; the service serves its own. The names follow the conventions of
-Prometheus: base units, and the ending `_total` for counters.
+Each process has one registry of metrics. A run writes its registry as a text file into the home (the folder
+of a run's files), where the textfile collector of node_exporter reads it. The service (`cuda-agent serve
+--http`) answers HTTP requests with its registry. The names follow the conventions of Prometheus: base units,
+and the ending `_total` for counters.
 """
 
 import time

@@ -16,7 +16,7 @@ ESCAPE = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)
 
 
 def readable(text: str, limit: int) -> str:
-    """Return `text` without terminal escapes and control characters.
+    """Return `text` without terminal escapes and control characters except line feeds and tabs.
 
     If the result has more than `limit` characters, its middle is replaced by a note with the number of
     removed characters.
@@ -40,8 +40,8 @@ def duration(seconds: float | None) -> str:
 def figures_text(figures: Mapping[str, float]) -> str:
     """Return the figures with their names as text, such as "reward 1.2  m_3 25%".
 
-    Shares are written as percentages. They are the pass rate and the figures m_-1 to m_3, which are the
-    shares of the milestones.
+    Shares are written as percentages. They are the figures whose names begin with pass_rate or m_. The
+    figures m_-1 to m_3 are the shares of trajectories by milestone (components/agent/rewards.py).
     """
     return "  ".join(
         f"{name} {value:.0%}" if name.startswith(("m_", "pass_rate")) else f"{name} {value:.3g}"

@@ -57,11 +57,13 @@ def admit(
     """Return whether the task with source `code` can be judged, with the figures that were measured.
 
     A single sandboxed process makes the reference data and runs the baselines (`OneProcess`), because no
-    candidate runs in an admission. `eager_seconds` is the range in which the time of one call must be.
-    `headroom` is set for a task of a data set. Such a task must compile and must leave device memory for
-    other tasks, and its time under torch.compile is measured too. On a GPU a task that runs out of memory is
-    tried a second time, with as much memory reserved as its process may have at most. This is `RUNNER_SHARE`
-    of the memory if `headroom` is set, and all memory if it is not set, as for a user's module.
+    candidate runs in an admission. `eager_seconds` has the smallest and the largest time that one eager call
+    may take. `headroom` is set for a task of a data set. Such a task must compile and must leave device
+    memory for other tasks, and its time under torch.compile is measured too. If the task is refused, the
+    reason of the result is a code such as `eager_time`, `not_deterministic` or `does_not_compile`. On a GPU a
+    task that runs out of memory is tried a second time, with as much memory reserved as its process may have
+    at most. This is `RUNNER_SHARE` of the memory if `headroom` is set, and all memory if it is not set, as
+    for a user's module.
     """
     try:
         check_contract(code, "task")
@@ -171,9 +173,12 @@ def _timed(reference: TaskReference, baseline: Baseline) -> tuple[list[float], b
 
 
 def _compile_evidence(reference: TaskReference, noop: list[float]) -> dict[str, Any]:
-    """Return the time of torch.compile, the limit of any kernel's time, and the headroom: their ratio.
+    """Return the entries `compile_seconds`, `limit` and `headroom` of an admission's evidence.
 
-    The headroom can be below 1 if the task's operands have a structure that saves work.
+    `compile_seconds` is the median seconds per call under torch.compile, less the no-op's. `limit` has the
+    lower bound of the seconds per call by the roofline model and the figures from which it follows
+    (`limit.Limit`). `headroom` is `compile_seconds` divided by this lower bound. It can be below 1 if the
+    task's operands have a structure that saves work. `noop` has the no-op's seconds per call in each round.
     """
     with reference.scheduler.measuring():
         limit = limit_of(reference.layout, reference.params.device, reference.params.precision)

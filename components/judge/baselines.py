@@ -2,9 +2,9 @@
 
 Training compares with the default mode of torch.compile only, because each other mode takes seconds to
 minutes per task (max-autotune times kernels while it compiles). Evaluations compare with the fastest mode on
-each task. It is chosen once per task and installation, in rounds without a candidate, and kept in the compile
-cache. The ratio in the verdict is measured in other rounds, beside the candidate, so that random errors in
-the choice do not affect it.
+each task. The fastest mode is chosen once per task and installation, in rounds without a candidate, and kept
+in the compile cache (`compile_cache.py`). The ratio in the verdict is measured in other rounds, beside the
+candidate, so that random errors in the choice do not affect it.
 """
 
 import contextlib
@@ -43,10 +43,10 @@ DIFFERS = (
 
 @dataclass(frozen=True)
 class Baseline:
-    """A computation with whose time a candidate's is compared.
+    """A computation that is measured beside a candidate, or to choose the mode of torch.compile.
 
-    `role` says whether it is eager mode, torch.compile in the mode `mode`, or the no-op. The no-op computes
-    nothing, and its time is subtracted from all other times.
+    `role` says whether it is the task's module in eager mode, the module under torch.compile in the mode
+    `mode`, or the no-op. The no-op computes nothing, and its time is subtracted from all other times.
     """
 
     role: Literal["eager", "noop", "compile"]
@@ -169,8 +169,9 @@ def compile_modes(reference: TaskReference) -> tuple[Baseline, ...]:
 def start_early(baselines: BaselineCache, *, every_mode: bool) -> None:
     """Start torch.compile before a candidate is compared with it: every mode, or the default mode only.
 
-    A failure is ignored, and no further early start is tried then. Only candidates that are compared with
-    torch.compile fail by it, when they are.
+    If `every_mode` is set, the modes are those of `start_modes`. If a start fails, the error is ignored, and
+    no further early start is tried for the task. Such an error occurs again when a candidate is compared with
+    torch.compile, and candidates that are not compared with it are not affected.
     """
     if baselines.failed_early:
         return
@@ -205,8 +206,8 @@ def start_modes(baselines: BaselineCache) -> None:
 def fastest_mode(baselines: BaselineCache) -> tuple[TimedRunner, Baseline, dict[Baseline, float]]:
     """Return the runner of a task's fastest torch.compile mode, the mode, and the seconds per call by mode.
 
-    Modes are represented by their baselines. The seconds are those of an earlier comparison on this device if
-    the cache has them, and are measured otherwise. The dictionary is empty on a device with one mode. The
+    Modes are represented by their `Baseline`. The seconds are those of an earlier comparison on this device
+    if the cache has them, and are measured otherwise. The dictionary is empty on a device with one mode. The
     calling thread must have exclusive access to the device. A mode that fails on the task is left out. If the
     default mode fails, TaskError or InfrastructureError is raised.
     """

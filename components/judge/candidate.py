@@ -1,7 +1,8 @@
 """Reading, screening and building of a candidate, which is a workspace with kernels/ or a single Python file.
 
-A single file requests its extensions from torch.utils.cpp_extension. The judge finds their sources by running
-the screened file in a runner, and builds them before the file runs as a candidate.
+A single file requests its extensions, which are C++ or CUDA modules, from torch.utils.cpp_extension. The
+judge finds their sources by running the screened file in a runner (a sandboxed process), and builds them
+before the file runs as a candidate.
 """
 
 import ast
@@ -33,7 +34,7 @@ from components.sandbox.build import HEADER_SUFFIXES, SOURCE_SUFFIXES, Builder, 
 from components.sandbox.compiler_flags import refused_flag
 from components.sandbox.inside.inline_extension import BuiltExtension, Extension, extension_digest
 
-# Largest size and number of the files of a workspace.
+# Largest size of a file of a workspace, and largest number of files in its folder kernels/.
 MAX_FILE_BYTES = 1 << 20
 MAX_FILES = 200
 # Errors of Python's parser and of functions on syntax trees; deep nesting raises the last two.
@@ -118,8 +119,9 @@ def read_candidate(path: Path) -> dict[str, str]:
 class ScreenedCandidate:
     """The sources of a candidate that has passed the screening of files and of model_new.py.
 
-    `files` are all given files, and `model` is the text of model_new.py that runs. `uses_extensions` is
-    whether it imports torch.utils.cpp_extension, from which it may request extensions.
+    `files` maps the workspace paths of all given files to their texts, and `model` is the text of
+    model_new.py that runs. `uses_extensions` is whether model_new.py imports torch.utils.cpp_extension, from
+    which it may request extensions.
     """
 
     files: dict[str, str]
@@ -128,7 +130,11 @@ class ScreenedCandidate:
 
     @property
     def runner_files(self) -> dict[str, str]:
-        """Files of a runner: model_new.py, and for a file with extensions the sources it may read."""
+        """Texts by workspace path of the files that a runner gets.
+
+        These are model_new.py and, if it uses extensions, the C++ and CUDA sources and headers that it may
+        read.
+        """
         suffixes = (".cpp", ".cu", *HEADER_SUFFIXES) if self.uses_extensions else ()
         sources = {name: text for name, text in self.files.items() if name.endswith(suffixes)}
         return {"model_new.py": self.model, **sources}
@@ -138,12 +144,13 @@ class ScreenedCandidate:
 class BuiltCandidate:
     """A built candidate: the files that its runner imports, and its libraries.
 
-    `digest` is the digest of the files that were given. `library` is the content of the library, which is
-    empty if the candidate has none. For a workspace it is the library of kernels/. For a single Python file
-    that requests extensions from torch.utils.cpp_extension, it is a concatenation of their libraries, and
-    `extensions` has the offset and size of each. `extensions` is None if the candidate requests no extension.
-    `failures` maps the name of each extension that does not compile to the compiler's messages; only
-    candidates under sandbox.rules=any have such extensions.
+    `digest` is the digest of the files that were given. `files` maps workspace paths to the texts that the
+    runner gets. `library` is the content of the library, which is empty if the candidate has none. For a
+    workspace it is the library of kernels/. For a single Python file that requests extensions from
+    torch.utils.cpp_extension, it is a concatenation of their libraries, and `extensions` has the offset and
+    size of each in bytes. `extensions` is None if the candidate requests no extension. `failures` maps the
+    name of each extension that does not compile to the compiler's messages; only candidates under
+    sandbox.rules=any have such extensions.
     """
 
     digest: str
@@ -154,11 +161,13 @@ class BuiltCandidate:
 
 
 def screen_candidate(files: dict[str, str], rules: Sandbox) -> ScreenedCandidate:
-    """Screen the sources of a candidate before any of them runs or is compiled, and return what runs.
+    """Screen the sources of a candidate before any of them runs or is compiled, and return the sources.
 
     `files` maps each workspace path to the text of the file, and `rules` are the parameters of the section
-    sandbox. With sandbox.rules=any only the names and sizes of files are screened, and that model_new.py
-    starts no compiler. Raises Rejected if a file is refused.
+    sandbox. With sandbox.rules=kernel-only the returned text of a model_new.py that uses extensions lacks the
+    parts that are not used. With sandbox.rules=any model_new.py may compute with torch; only the names and
+    sizes of files are screened, and whether model_new.py would start a compiler while it runs. Raises
+    Rejected if a file is refused, or if model_new.py is missing or not valid Python.
     """
     if (reason := screen_files(files)) is not None:
         raise Rejected(
@@ -198,10 +207,11 @@ def build_candidate(
 ) -> BuiltCandidate:
     """Build a candidate's extensions or kernels/, and return what its runner loads.
 
-    `requested` is the JSON list of the extensions that its file requests, as a runner reported it. With
-    sandbox.rules=any a candidate may have no library, and an extension that does not compile is left out,
-    because the file may catch the error that `load_inline` then raises. Raises Rejected if the candidate does
-    not compile in the time limit, or if an extension or an imported symbol is refused.
+    `requested` is the JSON list of the extensions that model_new.py requests. A runner reported it, so it is
+    untrusted. If the list is not empty, kernels/ is not built. With sandbox.rules=any a candidate may have no
+    library, and an extension that does not compile is left out, because the file may catch the error that
+    `load_inline` then raises. Raises Rejected if the candidate does not compile in the time limit, or if an
+    extension or an imported symbol is refused.
     """
     is_screened = rules.rules == "kernel-only"
     digest = digest_json(sorted(candidate.files.items()))
@@ -218,7 +228,7 @@ def build_candidate(
 
 
 def _refuse_run_time_compilers(tree: ast.Module) -> None:
-    """Raise Rejected if the file imports a module that compiles kernels, or calls torch.compile."""
+    """Raise Rejected if the file imports a module of `COMPILED_AT_RUN_TIME`, or mentions torch.compile."""
     for node in ast.walk(tree):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
@@ -256,11 +266,13 @@ def _validated(requested: bytes) -> list[CheckedExtension]:
 def _build_extensions(
     extensions: list[CheckedExtension], builder: Builder, *, is_screened: bool
 ) -> tuple[bytes, list[BuiltExtension], dict[str, str]]:
-    """Build all extensions, and return their libraries one after another, their places, and failed builds.
+    """Build all extensions, and return their joined libraries, the places in them, and failed builds.
 
-    Failed builds are the compiler's messages by name of the
-    extension. Raises Rejected for CUDA sources on cpu, a refused compiler flag, a build that takes too long,
-    and, if `is_screened` is set, an extension that does not compile or imports forbidden symbols.
+    The first result has the bytes of all libraries one after another, and the second one the offset and the
+    size of each library. Failed builds are the compiler's messages by name of the extension; there are none
+    if `is_screened` is set. Raises Rejected for CUDA sources on cpu, a refused or malformed compiler flag, a
+    build that takes too long, and, if `is_screened` is set, an extension that does not compile or imports
+    forbidden symbols.
     """
     libraries: dict[str, tuple[str, bytes]] = {}
     failures: dict[str, str] = {}
@@ -305,7 +317,7 @@ def _readable(symbol: str) -> str:
 
 
 def _words(flags: list[str]) -> list[str]:
-    """Return the single flags in a list, of which torch's build splits each at its blanks.
+    """Split each item of `flags` at its unquoted blanks, as torch's build does, and return all parts.
 
     Raises ValueError if a flag has an unbalanced quote.
     """

@@ -1,9 +1,9 @@
 """Cache of what torch.compile makes of each task: compiled kernels, results of autotuning, times by mode.
 
-The times by mode are the judge's own. Any other entry is an archive that a runner of torch.compile wrote
-inside the sandbox (sandbox/inside/inductor.py). The task's source ran in that runner, so the
-archive is untrusted: the judge never opens it, and sends it only to later runners that compile the same task
-in the same mode. No sandbox contains the cache's folder.
+The times by mode (seconds per call by mode of torch.compile, as JSON) are the judge's own. Any other entry is
+an archive that a runner of torch.compile wrote inside the sandbox (sandbox/inside/inductor.py). The task's
+source ran in that runner, so the archive is untrusted: the judge never opens it, and sends it only to later
+runners that compile the same task in the same mode. No sandbox contains the cache's folder.
 """
 
 import contextlib
@@ -51,7 +51,10 @@ def installation(device: Device) -> tuple[str, ...]:
 
 
 def entry_key(reference: TaskReference, mode: str) -> str:
-    """Return the key of a task's entry for `mode`, a mode of torch.compile, which is also its file name."""
+    """Return the key, which is also the file name, of a task's cache entry for `mode`.
+
+    `mode` is a mode of torch.compile, or for the entry with the times by mode a text of `_modes_key`.
+    """
     params, task = reference.params, digest_bytes(reference.code.encode())
     return digest_json([FORMAT, task, mode, params.precision, *installation(params.device)])
 
@@ -68,7 +71,10 @@ class CompileCache:
     max_bytes: int = MAX_BYTES
 
     def load(self, key: str) -> bytes:
-        """Return the archive with this key, or b"" if there is none; remove the entry if it is damaged."""
+        """Return the content of the entry with this key, or b"" if there is none or it is damaged.
+
+        A damaged entry is removed.
+        """
         path = self.folder / key
         try:
             content = path.read_bytes()
@@ -82,7 +88,7 @@ class CompileCache:
         return b""
 
     def store(self, key: str, archive: bytes) -> None:
-        """Add or replace the archive with this key, and remove old entries.
+        """Add or replace the entry with this key, whose content is `archive`, and remove old entries.
 
         An entry is old if it was not used for `CACHE_SECONDS`. The least recently used entries are also old
         while all together have more than `max_bytes` bytes.
@@ -139,9 +145,9 @@ def start_compiled(
 
     `start` starts and verifies the runner. Its argument is the descriptor of a file with the archive from the
     cache; the file is empty if the cache has none. What the runner compiles anew is stored after its outputs
-    have been verified. If the runner fails with an archive, the entry is removed from the cache, and another
-    runner is started without it. `save_seconds` is the wall time that the runner has to write the archive of
-    what it compiled. Raises TaskError if the runner fails.
+    have been verified. If a runner that was given an archive fails, the entry is removed from the cache, and
+    another runner is started without it. `save_seconds` is the wall time that the runner has to write the
+    archive of what it compiled. Raises TaskError if the runner fails.
     """
     cache, key = open_cache(), entry_key(reference, mode)
     if archive := cache.load(key):

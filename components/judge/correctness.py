@@ -1,16 +1,17 @@
 """This module decides whether an output is correct, by its error relative to a float64 output.
 
 The maximum error and the root mean square (RMS) error of the output may be at most a small multiple of the
-same errors of the float32 reference output, and never above the absolute tolerance. The absolute tolerance is
-a share of the largest absolute value of the reference output (docs/design/correctness-criterion.md). A fixed
-tolerance of 1e-2 or 1e-4 would accept zeros if outputs are small, and refuse honest sums if outputs are
-large.
+same errors of the reference output, which the task's own source computes at the task's precision. They may
+never be above the absolute tolerance, except that the reference output itself is correct. The absolute
+tolerance is a share of the largest absolute value of the reference output
+(docs/design/correctness-criterion.md). A fixed tolerance of 1e-2 or 1e-4 would accept zeros if outputs are
+small, and refuse honest sums if outputs are large.
 
 The largest values of an output determine these limits, so a part of it whose values are all small is compared
 block by block too (`wrong_blocks`).
 
 The exact answer, which is the float64 value rounded to the output's type, is always correct, and so is the
-float32 reference output.
+reference output.
 """
 
 from __future__ import annotations
@@ -61,15 +62,20 @@ def smallest_limits(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def block_size(shape: torch.Size) -> int:
-    """Return the number of elements of a block of an output: one of a vector, or a row, or a part of it."""
+    """Return the number of elements of each block in which an output with this shape is compared.
+
+    It is 1 if the output has fewer than two dimensions. Otherwise it is the length of the last dimension, at
+    most `BLOCK`.
+    """
     return 1 if len(shape) < 2 else max(1, min(BLOCK, shape[-1]))
 
 
 def block_limits(dtype: torch.dtype, block: int) -> tuple[tuple[int, float, int], ...]:
     """Return the limits for single elements and for blocks of `block` elements of an output of type `dtype`.
 
-    Each has the number of elements, the error relative to the largest value in them that is always allowed,
-    and the number of such groups of which one may be wrong, because a few are small by cancellation.
+    Each limit has the number of elements of a block, the error relative to the block's largest value that is
+    always allowed, and a number n: at most one in n blocks may have a larger error, because the values of a
+    few blocks are small by cancellation.
     """
     share = 2.0**-6
     if block >= MIN_BLOCK:
@@ -83,8 +89,10 @@ def wrong_blocks(
     """Return which blocks of outputs are wrong, in the shape [calls, blocks].
 
     `error` has the errors of the outputs and `values` the right values, both with the shape [calls, n]. A
-    block has `block` elements and is wrong if its largest error is more than `share` of its largest value.
-    Blocks whose values vanish or are not finite are left out, and those that are not `resolved`.
+    block has `block` consecutive elements and is wrong if its largest error is more than `share` of its
+    largest value. A block is not called wrong if its values vanish or are not finite, or if the mask
+    `resolved`, in the shape of the result, is False for it. Elements after the last whole block are not
+    compared.
     """
     length = error.shape[1] // block * block
     largest, size = (_largest(tensor[:, :length].unflatten(1, (-1, block))) for tensor in (error, values))
@@ -117,10 +125,10 @@ class ReferenceOutput:
     ):
         """Prepare `single`, the reference output at `precision`, and `expected`, the float64 output.
 
-        Both tensors have the same shape, are used by `mismatch`, and are compared on `device`, which is by
-        default where they are. The limits of errors follow from the tolerances in `sandbox`. If `keep_parts`
-        is set, the prepared parts are kept, which takes as much memory as `expected`. Otherwise each
-        comparison prepares them again.
+        Both tensors have the same shape. Comparisons are made on `device`, which is by default that of
+        `single`. The limits of errors follow from the tolerances in `sandbox`. If `keep_parts` is set, the
+        prepared parts are kept, which takes as much memory as `expected`. Otherwise each comparison prepares
+        them again.
         """
         self.shape, self.device = single.shape, device or single.device
         self.block = block_size(single.shape)
@@ -167,9 +175,11 @@ class ReferenceOutput:
 
     @property
     def exceeds_tolerance(self) -> bool:
-        """Whether the reference output's own error is above the absolute tolerance, so that it cannot decide.
+        """Whether the reference output's own maximum error is above the absolute tolerance.
 
-        With KernelBench's tolerances the reference output itself decides.
+        The reference output then cannot decide whether another output is correct. The property is always
+        False with KernelBench's tolerances, because outputs are then compared with the reference output
+        itself.
         """
         return self.tolerance is None and not self.errors[0] <= self.ceiling
 
@@ -195,7 +205,11 @@ class ReferenceOutput:
         return count, largest
 
     def describe_departures(self, output: torch.Tensor) -> str:
-        """Return a clause about the elements of `output` that differ by more than the limit of errors."""
+        """Return a clause that says how many elements of `output` differ from the reference, and how far.
+
+        Differences up to the limit of the maximum error, or up to KernelBench's tolerance if it is used, are
+        not counted.
+        """
         limit = self.limits[0] if self.tolerance is None else self.tolerance
         count, largest = self.departures(output, limit)
         return (
@@ -224,8 +238,8 @@ class ReferenceOutput:
 
         Errors are differences from the float64 output. Their limits are multiplied by `multiple`, but are at
         most the absolute tolerance, or the reference output's own error if that is larger. If `loose` is set,
-        all errors up to the absolute tolerance are allowed. This is used for baselines, because torch.compile
-        may round differently.
+        errors up to the absolute tolerance, or up to their limit if that is larger, are allowed, and blocks
+        are not compared. This is used for baselines, because torch.compile may round differently.
 
         Where the reference output or the rounded float64 output is NaN or infinite, an element is correct if
         it is the same special value as in one of the two. If only one of the two is finite there, an element
@@ -270,10 +284,11 @@ class ReferenceOutput:
 class _Part:
     """Elements of a reference output, prepared so that comparing an output with them takes little time.
 
-    `single` has the elements at the task's precision, and `expected` has them in float64. The float64 value
-    is stored as its float32 part and the float32 part of the remainder. The difference between an output and
-    the value is then exact if both are close to each other. If they are far apart, the difference is rounded,
-    but the output is wrong in any case.
+    `single` has the elements at the task's precision, and `expected` has them in float64. If all values are
+    finite and not too large (`LARGEST_SCALE`), each float64 value is stored as its float32 part and the
+    float32 part of the remainder, or unchanged if `single` is float64 too. The difference between an output
+    and the value is then exact if both are close to each other. If they are far apart, the difference is
+    rounded, but the output is wrong in any case.
     """
 
     def __init__(self, single: torch.Tensor, expected: torch.Tensor):
@@ -304,7 +319,11 @@ class _Part:
         return largest.item(), norm.item()
 
     def has_wrong_blocks(self, output: torch.Tensor, block: int) -> bool:
-        """Return whether too many elements, or blocks of `block` elements, of `output` are wrong."""
+        """Return whether too many elements, or blocks of `block` elements, of `output` are wrong.
+
+        How many may be wrong is determined by `block_limits`. Blocks on which the reference output itself is
+        not clearly more exact are left out.
+        """
         values = (self.high if self.rounded is None else self.expected)[None]
         for length, share, blocks_per_wrong in block_limits(output.dtype, block):
             # Where the reference output itself is far more exact.
@@ -330,10 +349,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _combined(errors: list[tuple[float, float]], count: int) -> tuple[float, float]:
-    """Return the maximum and the RMS of the error of `count` elements.
+    """Return the maximum and the RMS of the error of an output of `count` elements.
 
-    `errors` has the maximum and the Euclidean norm of the error of each part. The maximum is NaN if that of a
-    part is.
+    `errors` has the maximum and the Euclidean norm of the error of each part of the output. The maximum is
+    NaN if the maximum of any part is NaN.
     """
     largest = [part[0] for part in errors]
     return math.nan if any(map(math.isnan, largest)) else max(largest), math.hypot(
@@ -352,7 +371,7 @@ def _distance(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def max_abs(rows: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of each row, which is NaN for a row that contains NaN.
+    """Return the largest absolute value of each row of a matrix, which is NaN for a row that contains NaN.
 
     This is several times faster than an infinity norm.
     """
@@ -363,7 +382,7 @@ def max_abs(rows: torch.Tensor) -> torch.Tensor:
 
 
 def row_magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest absolute value and the Euclidean norm of each row, as float64 tensors.
+    """Return the largest absolute value and the Euclidean norm of each row of a matrix, as float64 vectors.
 
     Rows whose squares would overflow or vanish are divided by their largest value first.
     """
@@ -377,7 +396,10 @@ def row_magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Mismatch(NamedTuple):
-    """The reason why an output is wrong, as a verdict names it, and what a person should know about it."""
+    """The reason why an output is wrong, as a verdict names it, and a clause for people with the details.
+
+    `reason` is a code such as `max_error:given`. `detail` says for example how many elements are wrong.
+    """
 
     reason: str
     detail: str
@@ -395,19 +417,19 @@ def first_mismatch(
     """Return why an output of one call is wrong, or None if all outputs are right.
 
     `outputs` are the output tensors of the call, each with one dimension, and `references` has the reference
-    values of each. The reason ends with `distribution`, the name of the input distribution. The limits of
-    errors are multiplied by `multiple`. `loose`, which is meant for baselines, allows errors up to the
-    absolute tolerance.
+    output of each, in the same order. The reason ends with `distribution`, the name of the input
+    distribution. The limits of errors are multiplied by `multiple`. `loose`, which is meant for baselines,
+    allows errors up to the absolute tolerance.
 
-    `repeats` says that the task's own source has computed the outputs once more. With KernelBench's
-    tolerances, which do not compare the task's own output with float64, they must then equal it up to the
-    absolute tolerance, because otherwise the task is not deterministic.
+    `repeats` says that the task's own source has computed `outputs` once more. With KernelBench's tolerances,
+    which do not compare the reference output with float64, `outputs` must then equal the reference outputs up
+    to the absolute tolerance, because otherwise the task is not deterministic.
 
-    If the error of the task's own output against float64 is above the absolute tolerance, the criterion
-    cannot decide on every output. In this case alone, a baseline's output (`loose`) raises TaskError if it
-    equals the task's own output within the limits, and is wrong otherwise, because then the task is not
-    deterministic. A candidate's output raises TaskError if it is wrong by the candidate's limits but right by
-    those of `loose`.
+    If the error of a reference output against float64 is above the absolute tolerance
+    (`ReferenceOutput.exceeds_tolerance`), the criterion cannot decide on every output. With `loose`,
+    TaskError is then raised if the output equals the reference output up to the absolute tolerance; otherwise
+    the output is wrong, because the task is not deterministic. Without `loose`, TaskError is then raised if
+    the output is wrong by the usual limits but right by those of `loose`.
     """
     for output, reference in zip(outputs, references, strict=True):
         shaped = output.view(reference.shape)

@@ -38,11 +38,12 @@ MIN_CORES = 4
 
 @functools.cache
 def cores(device: Device) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the cores for timed rounds and the cores for other work, and move this process to the latter.
+    """Return the cores for timed rounds and the cores for other work.
 
-    Both sets have all cores on cpu and on a machine with few cores. On a GPU a small kernel takes as long as
-    its launch, and the cores of one machine differ in speed, so all timed rounds use one core
-    (docs/judge.md). The other hardware threads of that core stay idle, because they would slow it down.
+    Both sets have all cores on cpu and on a machine with fewer than `MIN_CORES` cores. Otherwise the sets are
+    disjoint, and all threads of this process are moved to the cores for other work. On a GPU a small kernel
+    takes as long as its launch, and the cores of one machine differ in speed, so all timed rounds use one
+    core (docs/judge.md). The other hardware threads of that core stay idle, because they would slow it down.
     """
     available = frozenset(os.sched_getaffinity(0))
     if device == "cpu" or len(available) < MIN_CORES:
@@ -67,7 +68,11 @@ def _hardware_threads(core: int) -> frozenset[int]:
 
 
 class TimeLeft(threading.local):
-    """Seconds for which runners of a task's own source may still work for this thread (`limiting`)."""
+    """Seconds of wall time for which charged runners may still work for this thread.
+
+    The time is unlimited outside of `DeviceScheduler.limiting`. Baselines and other runners of a task's own
+    source are charged (`DeviceScheduler.charged`), and runners of candidates are not.
+    """
 
     seconds: float = math.inf
 
@@ -189,7 +194,8 @@ class DeviceScheduler:
     def on_behalf_of(self, caller: str) -> Iterator[None]:
         """Count this thread's measurements inside the context as those of the caller named `caller`.
 
-        Callers that wait at the same time measure in turn, however many threads each of them has.
+        A caller is whoever requests verdicts, for example one user of a service. Callers that wait at the
+        same time measure in turn, however many threads each of them has.
         """
         thread = threading.get_ident()
         self.callers[thread] = caller
@@ -200,9 +206,10 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def limiting(self, seconds: float) -> Iterator[None]:
-        """Limit all charged work of this thread inside the context together to `seconds` of wall time.
+        """Limit the work that `charged` charges to this thread inside the context to `seconds` in total.
 
-        Other callers wait for the device meanwhile, so that no single limit of each round is enough.
+        The seconds are wall time. A separate limit for each round would not be enough, because other callers
+        wait for the device during all rounds.
         """
         before, self.left.seconds = self.left.seconds, seconds
         try:
@@ -247,10 +254,11 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def reserve_memory(self, size: int) -> Iterator[None]:
-        """Block until `size` bytes of device memory are free, and reserve them until the context ends.
+        """Block until `size` bytes of device memory are unreserved, and reserve them until the context ends.
 
-        If `size` is larger than `reservable_bytes`, all reservable memory is reserved. On cpu nothing is
-        reserved.
+        Threads that wait get memory in the order of their calls, and meanwhile idle task benches are closed
+        (`release_idle_memory`). If `size` is larger than `reservable_bytes`, all reservable memory is
+        reserved. On cpu nothing is reserved.
         """
         wanted = min(size, self.reservable_bytes)  # 0 on cpu
         ticket = object()

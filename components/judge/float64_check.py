@@ -1,6 +1,6 @@
-"""Comparison of timed calls with eager, and of suspicious ones with float64 outputs.
+"""Comparison of the outputs of timed calls with those of eager, and of suspicious ones with float64 outputs.
 
-A runner of the task's own source computes the float64 outputs.
+A sandboxed process that runs the task's own source (`SourceRunner`) computes the float64 outputs.
 """
 
 import math
@@ -57,9 +57,9 @@ def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int
 class DeferredCall(NamedTuple):
     """Timed call that is compared with float64 outputs only after the candidate has ended.
 
-    `departure` says how far its output departs from eager's (`round_departures`), and `mix` describes
-    its inputs. `results` and `eager_results` are the outputs of the candidate and of eager, as bytes in host
-    memory.
+    `departure` says how far its output departs from eager's (`round_departures`), and `mix` describes its
+    inputs. `results` and `eager_results` are all outputs of the call from the candidate and from eager, as
+    tensors of bytes in host memory.
     """
 
     departure: float
@@ -96,9 +96,10 @@ class Float64Check:
         """Return the reason why a call of a timed round is wrong, or None if no call was found to be wrong.
 
         `mixes` describes each call's inputs. The other arguments are tensors of bytes, which hold the inputs,
-        the candidate's results and eager's results, one call after another. The reason ends with the name of
-        the input distribution. Raises TaskError if eager is too inexact to tell, and InfrastructureError if
-        the float64 outputs cannot be computed.
+        the candidate's results and eager's results, one call after another. If the task's baselines share
+        buffers, suspicious calls are only kept for `wrong_deferred_call`, and None is returned. The reason
+        ends with the name of the input distribution. Raises TaskError if eager is too inexact to tell, and
+        InfrastructureError if the float64 outputs cannot be computed.
         """
         figures = round_departures(self.reference, results, eager_results, len(mixes))
         calls, ours, eager = (t.view(len(mixes), -1) for t in (inputs, results, eager_results))
@@ -160,9 +161,9 @@ class Float64Check:
         """Compare the outputs of deferred calls with float64 outputs, and return why one is wrong, or None.
 
         A deferred call is a timed call whose output departed from eager's, and whose comparison waits until
-        the device's memory is free. The timed runners of the task must have ended. The reason ends with the
-        name of the input distribution. Raises TaskError if eager is too inexact to tell, and
-        InfrastructureError if the float64 outputs cannot be computed.
+        the device's memory is free. All deferred calls are dropped. The timed runners of the task must have
+        ended. The reason ends with the name of the input distribution. Raises TaskError if eager is too
+        inexact to tell, and InfrastructureError if the float64 outputs cannot be computed.
         """
         deferred = self.deferred
         self.forget_deferred()
@@ -188,9 +189,10 @@ def round_departures(
 ) -> list[float]:
     """Return how far the results of each call of a timed round depart from those of a baseline.
 
-    `memory` and `baseline` are tensors of bytes that hold the results of a round of `calls` calls on the
-    same inputs. The result has one departure for each call. A departure of at most 1 is within the limits
-    that `departures` computes from the baseline's output; `floors` multiplies these limits.
+    `memory` and `baseline` are tensors of bytes that hold the results of the timed runner and of the baseline
+    in a round of `calls` calls on the same inputs. The result has one departure for each call. A departure of
+    at most 1 is within the limits that `departures` computes from the baseline's output; `floors` multiplies
+    these limits.
     """
     largest = torch.zeros(calls, dtype=torch.float64)
     for slot in reference.layout.outputs.slots:
@@ -256,7 +258,9 @@ def departures(
 def _wrong_samples(outputs: torch.Tensor, single: torch.Tensor, block: int) -> torch.Tensor:
     """Return for each call 1 if too many elements or blocks in a random sample are wrong, and 0 otherwise.
 
-    Both tensors have the shape [calls, elements].
+    Both tensors have the shape [calls, elements], and the result has the shape [calls]. `single` has the
+    baseline's outputs, and `block` is the number of elements of a block. How many may be wrong is determined
+    by `block_limits`.
     """
     found = torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
     for length, share, blocks_per_wrong in block_limits(single.dtype, block):

@@ -1,7 +1,8 @@
 """This module determines the inputs of calls from the input sets that the task's source has made.
 
-Calls that are compared with reference outputs get a set unchanged. Each timed call gets inputs that no
-earlier call had (`InputMix`): a mixture of two sets, or a set that the task's source draws for it.
+Calls that are compared with reference outputs get a correctness set, which is an input set with reference
+outputs, unchanged. Each timed call gets inputs that no earlier call had (`InputMix`): a mixture of two sets
+without reference outputs, or inputs that the task's source draws for this call.
 """
 
 import functools
@@ -26,10 +27,11 @@ class InputMix(NamedTuple):
     """Description of the inputs of one call.
 
     If `seed` is not None, the task's source draws the inputs under this seed. Otherwise they are a mixture of
-    the sets `first` and `second` of an `InputBank`: each tensor of either set is flattened and rotated by an
-    offset of its own (`first_shifts` and `second_shifts`, in elements), and the call gets
-    `(1 - weight) * first + weight * second`. Either way they are then changed according to the input
-    distribution `distribution`.
+    the sets with the indices `first` and `second` in `InputBank.sets`: each tensor of either set is flattened
+    and rotated by an offset of its own (`first_shifts` and `second_shifts`, in elements), and the call gets
+    `(1 - weight) * first + weight * second`. If `first` equals `second`, the call gets the rotated tensors of
+    this set. In all cases the inputs at the positions `InputBank.changed[distribution]` are then changed by
+    the function `INPUT_DISTRIBUTIONS[distribution]`.
 
     A mixture is inputs that no earlier call had, although the task's source made only a few sets. An answer
     that a candidate kept from an earlier call is therefore wrong. Rotation alone would not be enough, because
@@ -48,17 +50,18 @@ class InputMix(NamedTuple):
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """Return secret random factors for fingerprints."""
+    """Return `FINGERPRINT_WORDS` secret random int64 factors for fingerprints, the same at each call."""
     generator = torch.Generator(device).manual_seed(secrets.randbits(63))
     limit = 2**63 - 1
     return torch.randint(-limit, limit, (FINGERPRINT_WORDS,), generator=generator, device=device)
 
 
 def fingerprint(memory: torch.Tensor, most_words: int | None = None) -> int:
-    """Return a number of 64 bits that differs for different bytes, but for chance.
+    """Return a number of 64 bits that differs for different bytes, except with negligible probability.
 
-    `memory` is a tensor of bytes, whose number is a multiple of 8. If `most_words` is given, only about so
-    many words of 8 bytes, evenly spaced, determine the number. It depends on random factors of this process.
+    `memory` is a tensor of bytes, whose size is a multiple of 8. If `most_words` is given, at most so many
+    words of 8 bytes, evenly spaced in `memory`, determine the result. The result also depends on random
+    factors, so that it can be compared only within this process.
     """
     words = memory.view(torch.int64)
     if most_words is not None:
@@ -82,10 +85,11 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 class InputBank:
     """Input sets of a task: the correctness sets, followed by the sets that timed inputs are mixed from.
 
-    `sets[i][j]` is input `j` of set `i`. `distributions` has the input distribution of each correctness set,
-    and `timed_distributions` has the input distributions of timed calls. The sets may be in host memory
-    although `device`, for which inputs are mixed, is a GPU. `may_double` is whether small inputs may be
-    stored twice in a row, which makes mixing faster.
+    A correctness set is an input set with reference outputs. `sets[i][j]` is input `j` of set `i`.
+    `distributions` has the input distribution of each correctness set, and `timed_distributions` has the
+    input distributions of timed calls. The sets may be in host memory although `device`, for which inputs are
+    mixed, is a GPU. `may_double` is whether small inputs may be stored twice in a row, which makes mixing
+    faster.
     """
 
     def __init__(
@@ -133,17 +137,21 @@ class InputBank:
         return [self.original(i) for i in range(len(self.distributions))]
 
     def repeated(self, calls: int) -> list[InputMix]:
-        """Return inputs for rounds of baselines alone, which may repeat: the sets without outputs in turn."""
+        """Return descriptions of the inputs of `calls` calls in a round without a candidate.
+
+        They give the sets without reference outputs in turn, unchanged, so that inputs may repeat.
+        """
         bases = range(len(self.distributions), len(self.sets))
         return [self.original(i) for i in itertools.islice(itertools.cycle(bases), calls)]
 
     def fresh(self, calls: int, number: int | None = None) -> list[InputMix]:
-        """Return descriptions of the inputs of timed round `number`, which no earlier call had.
+        """Return descriptions of the inputs of the `calls` calls of timed round `number`, drawn at random.
 
         One call, at a random position, gets an input distribution that depends on `number`, also if no
         correctness set has it. A candidate that handles all distributions only during verification, which it
-        can recognise by counting its calls, is wrong in that call. If `number` is None, all calls get inputs
-        of the distribution `given`.
+        can recognise by counting its calls, is wrong in that call. If the round has a single call, this call
+        has the distribution `given` in some rounds. If `number` is None, all calls get inputs of the
+        distribution `given`.
         """
         generator = random.Random(secrets.token_bytes(32))  # faster than a system call for each number
         mixes = [self._fresh(generator) for _ in range(calls)]
@@ -155,7 +163,7 @@ class InputBank:
         return mixes
 
     def usable(self) -> list[str]:
-        """Return the input distributions of timed calls, besides `given`, that change an input."""
+        """Return the names of the input distributions of timed calls, besides `given`, that change inputs."""
         return [name for name in self.timed_distributions if self.changed[name]]
 
     def _fresh(self, generator: random.Random) -> InputMix:

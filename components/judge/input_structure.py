@@ -97,7 +97,10 @@ def _structures(tensors: list[torch.Tensor], device: str) -> frozenset[str]:
 
 
 def _sample_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced rows, that is, slices of the last dimension, as a matrix."""
+    """Return evenly spaced rows, that is, slices along the last dimension, as the rows of a matrix.
+
+    A tensor of one dimension is one row. The matrix has at most `MAX_ROWS_NUMEL` elements.
+    """
     width = tensor.shape[-1] if tensor.dim() > 1 else tensor.numel()
     rows = tensor.reshape(-1, width)
     most = max(1, MAX_ROWS_NUMEL // width)
@@ -105,7 +108,10 @@ def _sample_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sample_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced slices of the first dimension, as the rows of a matrix."""
+    """Return evenly spaced slices along the first dimension, as the rows of a matrix.
+
+    The matrix has at most `MAX_ROWS_NUMEL` elements.
+    """
     columns = tensor.reshape(len(tensor) if tensor.dim() > 1 else tensor.numel(), -1)
     width = min(len(columns), MAX_ROWS_NUMEL)
     most = max(1, MAX_ROWS_NUMEL // width)
@@ -113,7 +119,7 @@ def _sample_columns(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced elements."""
+    """Return at most `MAX_SAMPLE` evenly spaced elements in one dimension."""
     flat = tensor.reshape(-1)
     return flat[:: -(-flat.numel() // MAX_SAMPLE)]
 
@@ -130,7 +136,10 @@ def _is_symmetric(tensor: torch.Tensor) -> bool:
 
 
 def _are_normalised(rows: torch.Tensor) -> bool:
-    """Return whether rows in float64 have the same sum or norm, or are logarithms of probabilities."""
+    """Return whether the rows of a float64 matrix all have nearly the same sum or norm.
+
+    The result is also True if each row has the logarithms of probabilities that add up to 1.
+    """
     if rows.shape[-1] <= 2 or len(rows) < MIN_ROWS:
         return False
     for values in (rows, rows.square()):

@@ -61,12 +61,13 @@ TRIVIAL_ANSWER = (
 class Judge:
     """Judge of candidates on one device, which makes one measurement at a time.
 
-    `folder` is where the judge keeps builds and the files of runners. `factory` is a factory of runners made
-    by `open_factory`; by default one is made. `scheduler` is the device's scheduler, if several judges share
-    it; its owner then frees the memory of idle task benches. Builds and preparations for several candidates
-    run in parallel. The constructor raises the process's limit of open files to its hard limit; if that limit
-    is low, fewer task benches are kept. Raises UserError if the device, the isolation or the folder cannot be
-    used.
+    `folder` is where the judge keeps builds and the files of runners, its sandboxed processes. `factory` is a
+    factory of runners made by `open_factory`; by default one is made. `scheduler` has to be given if several
+    judges share one device. The caller then has to set its `release_idle_memory` to a function that closes
+    unused task benches (the reference data and running baselines of one task, `task_bench.py`). Builds and
+    preparations for several candidates run in parallel. The constructor raises the process's limit of open
+    files to its hard limit; if that limit is low, fewer task benches are kept. Raises UserError if the
+    device, the isolation or the folder cannot be used.
     """
 
     def __init__(
@@ -104,11 +105,13 @@ class Judge:
     ) -> Verdict:
         """Return the verdict on the candidate with `files` on `task`.
 
-        `files` maps each workspace path to the text of the file. `compare_compile` determines when a correct
-        candidate is also compared with torch.compile: always, with its fastest mode (True), only if it is
-        faster than eager, with the default mode (False), or never (None). With `against`, the files of
-        another candidate, it is compared with that one instead, in the same rounds. `report` is called with
-        the name of each step when it begins. Raises InfrastructureError if the judge itself fails.
+        `files` maps each workspace path (`model_new.py`, `kernels/NAME`) to the text of the file.
+        `compare_compile` determines when a correct candidate is also compared with torch.compile: True
+        always, with the fastest mode of torch.compile on the task; False only if the candidate is faster than
+        eager, with the default mode; None never. If `against` is given, the files of another candidate, the
+        candidate is compared with eager and with this other one in the same rounds, and never with
+        torch.compile. `report` is called with the name of each step when it begins. Raises
+        InfrastructureError if the judge itself fails.
         """
         try:
             report("building the candidate")
@@ -149,9 +152,12 @@ class Judge:
         return build_candidate(candidate, self.builder, sandbox, requested)
 
     def _requested_extensions(self, task: KernelTask, files: dict[str, str]) -> bytes:
-        """Return the JSON list of the extensions that a candidate's file requests when a runner imports it.
+        """Return the JSON list of the extensions that a candidate's model_new.py requests at its import.
 
-        `files` are the files that the runner gets. Raises Rejected if the file fails before it requests any.
+        An extension is a C++ or CUDA module that the file requests from torch.utils.cpp_extension
+        (`sandbox/inside/inline_extension.py`). A runner, which is a sandboxed process, imports the file.
+        `files` maps the workspace paths that the runner gets to texts. Raises Rejected if the import fails
+        before any extension is requested.
         """
         with self.bench(task) as bench:
             init_inputs = bench.reference.layout.description.init_inputs
@@ -168,7 +174,7 @@ class Judge:
                 return runner.receive()
 
     def bench(self, task: KernelTask) -> contextlib.AbstractContextManager[TaskBench]:
-        """Return a context that yields the task's bench, which is made if the cache does not have it.
+        """Return a context that yields the task's bench (`TaskBench`), made anew if the cache has none.
 
         Entering the context raises TaskError if the task's own source fails.
         """
@@ -196,12 +202,12 @@ class Judge:
         headroom: bool = False,
         memory_only: bool = False,
     ) -> Admission:
-        """Return the admission of the task with source `code`.
+        """Return whether the task with source `code` can be judged, with the figures that were measured.
 
-        `eager_seconds` is the range in which the time of one call must be. With `headroom`, the task must
-        also compile and leave device memory for other tasks, and its time under torch.compile is measured
-        too. With `memory_only`, nothing is measured, and the task is admitted if its source runs and the
-        memory suffices to judge its candidates.
+        `eager_seconds` has the smallest and the largest time that one eager call may take. With `headroom`,
+        the task must also compile and leave device memory for other tasks, and its time under torch.compile
+        is measured too. With `memory_only`, nothing is measured, `eager_seconds` and `headroom` are ignored,
+        and the task is admitted if its source runs and the memory suffices to judge its candidates.
         """
         if memory_only:
             return self._admit_memory(code)
@@ -242,8 +248,9 @@ def make_verdict(
     """Return a verdict with the given fields, and with the milestone that follows from them.
 
     The milestone is the reward (-1, 1, 2 or 3), computed from the status and the speed-ups by
-    `verdict.milestone`. Long reasons and logs are shortened, and their terminal escapes and control
-    characters are removed.
+    `verdict.milestone`. The version of the judge, the isolation and the labels (`verdict.Labels`) are added
+    to `evidence`. Long reasons and logs are shortened, and their terminal escapes and control characters are
+    removed.
     """
     verdict = Verdict(
         status=status,

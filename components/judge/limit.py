@@ -28,10 +28,12 @@ REPETITIONS, CALLS = 5, 10
 class Limit:
     """What a call of a task moves and computes at least, and how fast the device does it.
 
-    `bytes` are those of inputs, parameters and outputs. `bandwidth` is that of a copy of as many bytes as the
-    calls of a timed round have, each of which has inputs of its own, in bytes per second.
-    `operations_per_second` is 0 if the task has no matrix products and convolutions. `output_seconds` is the
-    time of writing the outputs alone, to memory that a cache may hold.
+    `bytes` are those of the inputs, parameters and outputs of one call. `operations` are the floating-point
+    operations of the call's matrix products and convolutions. `bandwidth`, in bytes per second, was measured
+    with a copy of as many bytes as all calls of a timed round move together, because each call of a round has
+    inputs of its own. `operations_per_second` is 0 if the task has no matrix products and convolutions.
+    `output_seconds` is the time of writing the outputs of one call alone, to memory that a cache may hold.
+    `seconds` is the limit itself, the least time of one call.
     """
 
     bytes: int
@@ -47,9 +49,11 @@ class Limit:
 
 
 def limit_of(layout: TaskLayout, device: Device, precision: Precision) -> Limit:
-    """Return the limit of a task; what is measured for it is kept for the rest of the process.
+    """Return the limit of the task with this layout, from measurements of the device.
 
-    A caller holds the device, because other work would make it look slower than it is.
+    The measurements are kept for later calls in this process; `forget_bandwidth` drops those of bandwidth.
+    The calling thread must have exclusive access to the device (`DeviceScheduler.measuring`), because other
+    work would make the device look slower than it is.
     """
     description = layout.description
     outputs = sum(slot.bytes for slot in layout.outputs.slots)
@@ -66,7 +70,11 @@ def limit_of(layout: TaskLayout, device: Device, precision: Precision) -> Limit:
 
 
 def bandwidth(device: Device, size: int) -> float:
-    """Return the bytes per second of a copy that reads and writes about `size` bytes together, at most."""
+    """Return the bytes per second of a copy that reads and writes about `size` bytes together.
+
+    The size is rounded down to a power of two, and limited to at least `LEAST_BYTES` and at most
+    `MOST_BYTES`.
+    """
     return _bandwidth(device, min(max(1 << (size.bit_length() - 1), LEAST_BYTES[device]), MOST_BYTES))
 
 
@@ -79,7 +87,11 @@ def _bandwidth(device: Device, size: int) -> float:
 
 @functools.cache
 def operation_rate(device: Device, dtype: str, precision: Precision) -> float:
-    """Measure the operations per second of a product of square matrices."""
+    """Return the floating-point operations per second of a product of square matrices of type `dtype`.
+
+    `dtype` is a name such as `float32`. Products of float32 use TF32 on cuda if `precision` is tf32. The rate
+    is measured once for each combination of arguments.
+    """
     side = MATRIX_SIZE[device]
     a, b = (torch.randn(side, side, device=device).to(getattr(torch, dtype)) for _ in range(2))
     allowed = torch.backends.cuda.matmul.allow_tf32
@@ -94,7 +106,10 @@ forget_bandwidth = _bandwidth.cache_clear
 
 
 def _seconds(work: Callable[[], Any], device: Device, calls: int = CALLS) -> float:
-    """Return the least seconds of a call; on cpu with one thread, by its own clock, as in judging."""
+    """Return the seconds of one call of `work`: the least of `REPETITIONS` averages over `calls` calls.
+
+    On cpu this is the CPU time of one thread, and on cuda wall time.
+    """
     clock = time.thread_time if device == "cpu" else time.perf_counter
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -60,12 +60,14 @@ def measure_candidate(
 ) -> Measurement:
     """Load a candidate, verify its outputs before and after timing it, and return the measured figures.
 
-    `compare_compile` determines when a correct candidate is also compared with torch.compile: always, with
-    its fastest mode (True), only if it is faster than eager, with the default mode (False), or never (None).
-    `against` is another candidate, with which this one is compared in the same rounds in place of
-    torch.compile, since the memory is planned for two runners besides eager and the no-op. `report` is called
-    with the name of each step when it begins. On a GPU nothing else uses the device meanwhile. Raises
-    Rejected if a candidate fails.
+    `built` is the candidate, and `bench` has the reference data and baselines of its task. `compare_compile`
+    determines when a correct candidate is also compared with torch.compile: True always, with the fastest
+    mode of torch.compile on the task; False only if the candidate is faster than eager, with the default
+    mode; None never. If `against` is given, another candidate, `built` is compared with eager and with
+    `against` in the same rounds, and not with torch.compile, because memory is planned for at most
+    `memory_plan.TIMED_RUNNERS` timed runners. `report` is called with the name of each step when it begins.
+    On a GPU nothing else uses the device meanwhile. Returns the speed-ups, the median seconds per call, and
+    entries for the verdict's evidence. Raises Rejected if a candidate fails.
     """
     if against is not None:
         compare_compile = None
@@ -103,7 +105,10 @@ def measure_candidate(
 
 @contextlib.contextmanager
 def blaming_the_other() -> Iterator[None]:
-    """Convert a Rejected raised inside the context into one for the other candidate of a comparison."""
+    """Convert a Rejected raised inside the context into one that names the other candidate of a comparison.
+
+    Its status is `infrastructure` and its reason `against`.
+    """
     try:
         yield
     except Rejected as error:
@@ -146,9 +151,9 @@ def _exclusive_device(bench: TaskBench, compare_compile: bool | None) -> Iterato
 def _loaded(
     params: JudgeParams, bench: TaskBench, built: BuiltCandidate, limits: int = 1
 ) -> Iterator[TimedRunner]:
-    """Yield the runner of a candidate, which has loaded it; raise Rejected if that fails.
+    """Yield a runner that has loaded the candidate `built`; raise Rejected if loading fails.
 
-    It may exist for `limits` times `sandbox.run_seconds`.
+    The runner may exist for `limits` times `sandbox.run_seconds`.
     """
     with (
         open(sealed_file(built.library), "rb") as library,
@@ -160,9 +165,11 @@ def _loaded(
 def _load(
     params: JudgeParams, bench: TaskBench, built: BuiltCandidate, library: int, limits: int
 ) -> TimedRunner:
-    """Start the runner of a candidate, which loads it; raise Rejected if that fails.
+    """Start a runner that loads the candidate `built`, and return it; raise Rejected if loading fails.
 
-    `library` is the descriptor of the candidate's library, or of an empty file if it has none.
+    `library` is the file descriptor of the candidate's library, or of an empty file if the candidate has
+    none. The runner may exist for `limits` times `sandbox.run_seconds`. If the constructor needs results that
+    torch may not compute in the timed process, it is run in another process first (`_constructor_results`).
     """
     header: RoleHeader = {
         "role": "candidate",
@@ -195,10 +202,11 @@ def _load(
 def _constructor_results(
     params: JudgeParams, bench: TaskBench, header: RoleHeader, library: int
 ) -> Iterator[int]:
-    """Yield a file with a candidate's library and, after it, what torch computed in its constructor.
+    """Yield the descriptor of a file with a candidate's library, followed by results of its constructor.
 
-    A process that is used for nothing else runs the constructor (inside/constructor_mode.py). The file is in
-    memory; its size is limited as that of any file of a runner. Raises RunnerError if the constructor fails.
+    The results are what torch computed in the constructor, in a process that does nothing else
+    (sandbox/inside/constructor_mode.py). `library` is the descriptor of a file with the library alone. The
+    yielded file is in memory. Raises RunnerError if the constructor fails.
     """
     reference = bench.reference
     header = {
@@ -244,10 +252,12 @@ def _compare(
 ) -> Measurement:
     """Time the candidate beside the baselines, and return its speed-ups, median times and the evidence.
 
-    The baselines are eager, and torch.compile in the cases that `compare_compile` determines
-    (`measure_candidate`). `runners` has the running candidate, eager and no-op; torch.compile is added to it.
-    Times are in seconds per call. The evidence has the times of all rounds by runner, and the mode of
-    torch.compile.
+    The baselines are eager, the other candidate if `runners` has one, and torch.compile in the cases that
+    `compare_compile` determines (`measure_candidate`). `runners` has the running candidate, eager, the no-op
+    and, if there is one, the other candidate (`against`); torch.compile is added to it. Times are in seconds
+    per call. The evidence has the times of all rounds by runner, the limit of the task (`limit.Limit`), what
+    the inputs were, and, if torch.compile was measured, its mode. Raises Rejected if an output is wrong or
+    the times are not possible.
     """
     candidate, spread = runners["candidate"], params.sandbox.process_spread
     speedups, medians = dict[str, Ratio](), dict[str, float]()
@@ -302,9 +312,10 @@ def _compare(
 def _checked_limit(bench: TaskBench, params: JudgeParams, medians: dict[str, float]) -> Limit:
     """Return the limit of the task, or raise Rejected if a candidate is faster than its outputs are written.
 
-    Nothing is refused if eager is as fast, whose outputs are then views of its inputs. What a candidate reads
-    is not counted, because a part of an input may be unused. The device is measured again before a candidate
-    is refused, because other work can have made it look slow.
+    `medians` has the median seconds per call of each runner. Nothing is refused if eager too is faster than
+    its outputs can be written, because they are then views of its inputs. What a candidate reads is not
+    counted, because a part of an input may be unused. The device is measured again before a candidate is
+    refused, because other work can have made it look slow.
     """
     for _ in range(2):
         with bench.scheduler.measuring():
@@ -326,7 +337,9 @@ def _compile_baseline(
     """Return the timed runner of torch.compile, and the entries about its mode for the evidence.
 
     The mode is the fastest one on the task if `every_mode` is set, and otherwise the default mode. The
-    candidate's time limit is extended by the time that starting and choosing take.
+    entries are `compile_mode`, `compile_cached` (whether nothing had to be compiled) and, if `every_mode` is
+    set, `compile_seconds`, the seconds per call by mode. The candidate's time limit is extended by the time
+    that starting and choosing take.
     """
     began = time.monotonic()
     if every_mode:
@@ -350,17 +363,19 @@ def timed_rounds(
 
     In each round all runners get the same new inputs (`staged`), and their order rotates from one round to
     the next. If the baselines share their memory, the order is reversed instead, so that the candidate and
-    eager, whose outputs are compared, always follow each other. The first round is left out, because a
-    runner that has been stopped for a while is slow in it. There are `sandbox.rounds` rounds at first. Their
-    number is doubled, up to `sandbox.most_rounds`, until the candidate's speed-up over each of `baselines` is
-    precise enough (`statistics.wanted_rounds`) or the rounds have taken `ROUNDS_SHARE` of the time limit.
+    eager, whose outputs are compared, always follow each other. The first round is left out, because a runner
+    that has been stopped for a while is slow in it. There are `sandbox.rounds` rounds at first. Their number
+    is doubled, up to `sandbox.most_rounds`, until the candidate's speed-up over each of `baselines` is
+    precise enough (`statistics.wanted_rounds`) or the rounds have taken the share `ROUNDS_SHARE` of
+    `sandbox.run_seconds`.
 
-    Raises Rejected if an output of the candidate is found to be wrong (`Float64Check.wrong_call`), or if the
-    candidate changed its inputs. Raises RunnerError if the candidate fails, InfrastructureError if a baseline
-    fails, and TaskError if eager is too inexact to tell whether an output is wrong, or if the task's own
-    runners use up the limit of this thread (`DeviceScheduler.limiting`). When half of it is used up, the
-    rounds end after `LEAST_ROUNDS`. The time of making inputs and of comparing outputs counts neither toward
-    the candidate's time limit nor toward the rounds' share of it.
+    Raises Rejected if an output of the candidate is found to be wrong (`Float64Check.wrong_call`), if the
+    candidate changed its inputs, or if the other candidate of a comparison fails. Raises RunnerError if the
+    candidate fails, InfrastructureError if a baseline fails, and TaskError if eager is too inexact to tell
+    whether an output is wrong, or if the task's own runners use up the time limit of this thread
+    (`DeviceScheduler.limiting`). When less than half of `sandbox.run_seconds` is left of that limit and at
+    least `LEAST_ROUNDS` rounds have been made, no further round is begun. The time of making inputs and of
+    comparing outputs counts neither toward the candidate's time limit nor toward the share `ROUNDS_SHARE`.
     """
     reference, started = bench.reference, time.monotonic()
     sandbox, calls = reference.params.sandbox, reference.layout.calls

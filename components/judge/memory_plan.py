@@ -35,9 +35,9 @@ JUDGE_BYTES = 5 << 30
 class MemoryBudget:
     """Memory that the judge of one device may use.
 
-    `device_bytes` is the memory of the GPU that can be reserved, or 0 if it is not limited, as on cpu.
-    `runner_bytes` is the memory that one runner of the task's source may allocate. `host_bytes` is the host
-    memory that may be used.
+    `device_bytes` is the device memory that judging one task may take, or 0 if it is not limited, which is
+    the case on cpu unless `sandbox.device_bytes` is set. `runner_bytes` is the memory that one runner of the
+    task's source may allocate. `host_bytes` is the host memory that may be used.
     """
 
     device_bytes: int
@@ -166,9 +166,10 @@ def plan_layout(
 ) -> TaskLayout:
     """Return the layout with the fastest placement that fits the budget.
 
-    With each placement, the full number of correctness sets is tried first, and then as few as `sizing`
-    allows. If the budget does not limit device memory, as on cpu, the fastest placement fits. Raises
-    TaskTooLarge if nothing fits, or if one call has more inputs and outputs than can be measured on cpu.
+    A placement says which data are shared or in host memory (`task_layout.Placement`). With each placement,
+    the full number of correctness sets is tried first, and then as few as `sizing` allows. If the budget does
+    not limit device memory, as on cpu, the fastest placement fits. Raises TaskTooLarge if nothing fits, or if
+    one call has more inputs and outputs than can be measured on cpu.
     """
     needs = []
     for placement in PLACEMENTS:

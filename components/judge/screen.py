@@ -2,9 +2,9 @@
 
 The rules for policies are in agent_workdir/SKILL.md. `screen_python` compares the syntax tree of model_new.py
 with lists of allowed names, and `screen_symbols` compares the symbols that the built library imports with a
-list of allowed symbols. The operators that a candidate calls are blocked later, in its runner
-(sandbox/inside/runner.py). A candidate that evades the screening is still verified and timed like any
-other candidate.
+list of allowed symbols. Calls of operators of torch that compute are blocked later, while the candidate runs
+in its sandboxed process (sandbox/inside/runner.py). A candidate that evades the screening is still verified
+and timed like any other candidate.
 """
 
 import ast
@@ -60,7 +60,8 @@ def screen_files(files: dict[str, str]) -> str | None:
     """Return the reason why a candidate's files are refused, or None if they are accepted.
 
     A name must match `FILE_NAME`, because it becomes a path on the judge's machine. A text must be encodable
-    in UTF-8, because it is sent in messages. The texts must not be too large.
+    in UTF-8, because it is sent in messages. model_new.py may have at most `MAX_MODEL_CHARACTERS`, and all
+    files together `MAX_CANDIDATE_CHARACTERS`.
     """
     for name, text in files.items():
         if not FILE_NAME.fullmatch(name):
@@ -110,9 +111,9 @@ def called_function(call: ast.Call) -> str:
 def without_unused_parts(tree: ast.Module) -> ast.Module:
     """Return a file's syntax tree without the parts that a candidate does not need.
 
-    These parts are `get_inputs`, `get_init_inputs`, the main block, the class `Model` if nothing else uses
-    it, and `import` statements of names that are not used. Published files often have them, and the screening
-    would refuse them although the judge does not run them.
+    These parts are `get_inputs`, `get_init_inputs`, the block `if __name__ == "__main__"`, the class `Model`
+    if nothing else uses it, and `import` statements of names that are not used. Published files often have
+    them, and the screening would refuse them although the judge does not run them.
     """
     body = [
         node
@@ -138,8 +139,9 @@ def without_unused_parts(tree: ast.Module) -> ast.Module:
 def _extension_names(tree: ast.AST) -> frozenset[str]:
     """Return the names under which a file calls its own native functions.
 
-    They are the names that it binds only to results of `load_inline` or `load`, or to cuda_extension, and the
-    namespaces `torch.ops.NAME` of operators that the sources in its text register.
+    They are the names that the file binds only to results of `load_inline` or `load`, or to cuda_extension
+    (the module of the functions in kernels/), and the namespaces `torch.ops.NAME` of the operators that C++
+    sources in its string constants register.
     """
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     registered = {
@@ -210,7 +212,8 @@ def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
 def screen_python(code: str) -> str | None:
     """Return the reason why `code`, the text of model_new.py, is forbidden, or None if it is allowed.
 
-    Raises SyntaxError, ValueError, RecursionError or MemoryError if `code` cannot be parsed.
+    A reason is a kind and what was found, such as `import:os`, `call:torch.mm` or `operator:matmul`. Raises
+    SyntaxError, ValueError, RecursionError or MemoryError if `code` cannot be parsed.
     """
     tree = parse_python(code)
     imports = IMPORTS | EXTENSION_IMPORTS if uses_extensions(tree) else IMPORTS
@@ -277,9 +280,9 @@ ALLOWED_SYMBOLS = re.compile(
 def screen_symbols(symbols: tuple[str, ...], binding: frozenset[str]) -> str | None:
     """Return the reason why a library that imports `symbols` is forbidden, or None if it is allowed.
 
-    A library may import the symbols that `ALLOWED_SYMBOLS` matches. It may also import the symbols in
-    `binding`. These are the imports of the judge's own binding module, which is linked to libraries of
-    kernels/.
+    The reason names the first forbidden symbol, such as `symbol:dlopen`. A library may import the symbols
+    that `ALLOWED_SYMBOLS` matches. It may also import the symbols in `binding`. These are the imports of the
+    judge's own binding module, which is linked to libraries of kernels/.
     """
     for symbol in symbols:
         name = symbol.partition("@")[0]  # without its version, such as @GLIBC_2.2.5

@@ -1,4 +1,7 @@
-"""Runner of a task's own source that works between timed rounds: it draws inputs and computes in float64."""
+"""Runner of a task's own source that works between timed rounds: it draws inputs and computes in float64.
+
+A runner is a sandboxed process (sandbox/runner_process.py).
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,11 @@ TOO_LONG = "longer in the timed rounds of one candidate than sandbox.run_seconds
 class SourceRunner:
     """Runner of a task's own source that draws the inputs of timed calls, or computes float64 outputs.
 
-    It is started at the first use, and stopped whenever it does not compute. Its memory has one call's
-    inputs, and if it `computes`, copies of the parameters and the outputs. No other runner can access this
-    memory. If device memory is scarce, the inputs that it draws have the place of the task's last input
-    set, which is not needed if inputs are drawn. The methods may be called only while no runner of a
+    It is started at the first use, and stopped whenever it does not work. Its memory has one call's inputs.
+    If `computes` is set, it can compute float64 outputs, and its memory also has a copy of the parameters and
+    the outputs. No other runner can access this memory. If the task's baselines share buffers
+    (`Placement.shares_buffers`) and `computes` is not set, the inputs are written to the task's last input
+    set, which no timed call needs if inputs are drawn. The methods may be called only while no runner of a
     candidate computes.
     """
 
@@ -40,7 +44,10 @@ class SourceRunner:
         self.buffers: dict[RegionName, Buffer] = {}
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return flat views of the inputs of one call in the runner's memory, after starting it if needed."""
+        """Return flat views, one for each input tensor, of one call's inputs in the runner's memory.
+
+        The runner is started first if it does not run.
+        """
         with self._working():
             buffer = self.buffers.get("inputs", self.reference.input_buffer)
             return self.reference.layout.inputs.views(buffer.raw(), self._set)
@@ -48,8 +55,9 @@ class SourceRunner:
     def draw(self, seed: int, distribution: str, changed: list[int]) -> list[torch.Tensor]:
         """Return flat views of inputs that the task's `get_inputs` draws under `seed`.
 
-        The inputs at the positions `changed` are then changed to the input distribution. The next use of the
-        runner overwrites the result. Raises TaskError if `get_inputs` fails.
+        The inputs at the positions `changed` are then changed to the input distribution `distribution`
+        (sandbox/inside/input_distributions.py). The next use of the runner overwrites the result. Raises
+        TaskError if `get_inputs` fails.
         """
         order = {
             "op": "fill",
@@ -69,7 +77,8 @@ class SourceRunner:
     def float64_outputs(self) -> list[torch.Tensor]:
         """Return the float64 outputs for the inputs that are in the runner's memory (`inputs`).
 
-        The next call of this method overwrites the result.
+        There is one tensor for each output, in its shape. The next call of this method overwrites the result.
+        The method may be called only if `computes` is set.
         """
         self._request({"op": "exact"})
         return self.reference.layout.expected.tensors(self.buffers["expected"], 0)
@@ -83,7 +92,7 @@ class SourceRunner:
         return self.reference.layout.input_sets - 1 if self._uses_last_set else 0
 
     def _request(self, order: dict[str, Any]) -> bytes:
-        """Have the runner carry out an order, and return its answer."""
+        """Have the runner carry out an order (sandbox/inside/runner_protocol.py), and return its answer."""
         with self._working() as runner:
             if self.reference.params.device == "cuda":
                 torch.cuda.synchronize()

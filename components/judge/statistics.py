@@ -37,11 +37,13 @@ def paired_ratio(
 ) -> Ratio:
     """Return the median ratio of baseline to candidate seconds over paired rounds, with a 95 % interval.
 
-    `baseline` and `candidate` have the seconds of the same rounds. The interval is computed with a circular
-    block bootstrap, which draws blocks of consecutive rounds instead of single rounds, because neighbouring
-    rounds are affected by the same state of the machine. `process_spread` is the standard deviation of the
-    log-ratio between two processes that run the same code at different memory addresses. It is treated as an
-    independent error: its 95 % half-width is added to the interval's in quadrature, on the log scale.
+    `baseline` and `candidate` have the shape [rounds] and the seconds per call in the same rounds, from which
+    the no-op's time has been subtracted (`net`). `resamples` is the number of bootstrap samples. The interval
+    is computed with a circular block bootstrap, which draws blocks of consecutive rounds instead of single
+    rounds, because neighbouring rounds are affected by the same state of the machine. `process_spread` is the
+    standard deviation of the log-ratio between two processes that run the same code at different memory
+    addresses. It is treated as an independent error: its 95 % half-width is added to the interval's in
+    quadrature, on the log scale.
     """
     logs = np.log(baseline) - np.log(candidate)
     count = len(logs)
@@ -72,11 +74,11 @@ def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:
 def precise_rounds(samples: list[list[float]], noop: list[float], rounds: int, most: int) -> int:
     """Return how many rounds there should be in total, after `rounds` rounds have resulted in `samples`.
 
-    `samples` has the seconds per call of each baseline in each round, and `noop` those of the no-op. `rounds`
-    is returned if the median of each baseline, minus the no-op's median, is known with a relative error of at
-    most `NARROW`. Otherwise twice as many rounds are returned. No rounds are added beyond `most`. The error
-    of the no-op's median is included, because it varies too: a round of the no-op copies all inputs and
-    outputs.
+    `samples[i][j]` is the seconds per call of baseline `i` in round `j`, and `noop[j]` those of the no-op, a
+    runner that computes nothing. `rounds` is returned if the median of each baseline, minus the no-op's
+    median, is known with a relative error of at most `NARROW`. Otherwise twice as many rounds are returned.
+    No rounds are added beyond `most`. The error of the no-op's median is included, because it varies too: a
+    round of the no-op copies all inputs and outputs.
     """
     doubt = 1 + UNCERTAIN_ROUNDS / rounds
     noop_width = _half_width(noop)

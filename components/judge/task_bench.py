@@ -30,9 +30,10 @@ def make_reference(
 ) -> TaskReference:
     """Make the reference data of the task with source `code`, as judging its candidates needs them.
 
-    If the device memory is too small beside other tasks, a second attempt reserves all of it. If `makes_data`
-    is false, only the layout of the data is determined. Raises TaskError if the task's source fails, and
-    TaskTooLarge if judging the task takes more memory than there is.
+    If the task runs out of device memory, a second attempt first reserves all reservable device memory, so
+    that no other task uses any. If `makes_data` is false, only the layout of the data is determined. Raises
+    TaskError if the task's source fails, and TaskTooLarge if judging the task takes more memory than there
+    is.
     """
     processes = ProcessPerRole(params.device, runner_factory)
     for reserved in (0, scheduler.reservable_bytes):
@@ -86,7 +87,8 @@ class TaskBench:
     def trivial_answer(self) -> str:
         """Name of a trivial answer that is correct on this task, such as `zeros_pass`, or empty.
 
-        It is looked for only with KernelBench's tolerances, which do not depend on the size of the outputs.
+        It is looked for only with KernelBench's tolerances, which do not depend on the magnitude of the
+        outputs, and only if the task has at least two correctness sets (input sets with reference outputs).
         """
         if self.reference.params.sandbox.tolerance == "strict" or len(self.reference.distributions) < 2:
             return ""
@@ -99,8 +101,8 @@ class TaskBench:
 
         Deferred calls are timed calls whose outputs are compared with float64 outputs only after the
         candidate's runner has ended (`Float64Check`). If there are any, the runners of the baselines are
-        ended first. The comparison needs the memory that these runners share and that torch caches, so it is
-        freed.
+        ended first, and the memory that they shared and that torch caches is freed, because the comparison
+        needs it. The reason ends with the name of the input distribution.
         """
         if not self.float64_check.deferred:
             return None
@@ -118,7 +120,7 @@ class TaskBench:
 
 
 class BenchCache:
-    """Cache of task benches by task id.
+    """Cache of task benches by the digest of the task's source (`KernelTask.code_digest`).
 
     If there are more benches than `capacity`, the least recently used benches that are not in use are closed.
     """
@@ -132,7 +134,7 @@ class BenchCache:
 
     @contextlib.contextmanager
     def use(self, code_digest: str, make: Callable[[], TaskBench]) -> Iterator[TaskBench]:
-        """Yield the bench of a task, and keep it open until the context ends.
+        """Yield the bench of the task with the digest `code_digest`, and keep it open until the context ends.
 
         If the cache has no bench for the task, `make` is called. An error of `make` is raised and not cached,
         because the machine may have caused it and the next call may succeed.

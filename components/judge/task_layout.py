@@ -1,6 +1,7 @@
-"""This module computes a task's memory layout, and its numbers of calls and input sets.
+"""This module computes a task's memory layout, its number of calls in a round, and its number of input sets.
 
-They follow from the shapes, dtypes and duration that a runner of the task's source reports (`Description`).
+They follow from the shapes, dtypes and duration of a call that a runner (a sandboxed process) of the task's
+source reports (`Description`).
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ MAX_REFERENCE_BYTES = 24 << 30
 
 
 def input_distributions(sandbox: Sandbox) -> list[str]:
-    """Return the names of the distributions on which a candidate must be correct.
+    """Return the names of the input distributions on which a candidate must be correct.
 
-    KernelBench's tolerances are made for the task's own inputs, so only these are used with them.
+    With sandbox.tolerance=kernelbench this is only `given`, the task's own inputs, for which KernelBench's
+    tolerances are made. Otherwise it is every key of `INPUT_DISTRIBUTIONS`.
     """
     return ["given"] if sandbox.tolerance == "kernelbench" else list(INPUT_DISTRIBUTIONS)
 
@@ -83,12 +85,13 @@ TensorSpec = tuple[Shape, Dtype]
 class Description(FrozenModel):
     """Description of a task that its own source sends from a runner; validated, as the source is untrusted.
 
-    `inputs` and `scalars` both have one entry for each argument of a call. A tensor has its shape and dtype
-    in `inputs` and None in `scalars`. Any other value has None in `inputs` and `[value]` in `scalars`.
-    `state` has the names, shapes and dtypes of the module's state dict, and `parameters` has the names in it
-    that are parameters. `seconds` is the time of the fastest call. `peak_bytes` is the GPU memory that the
-    calls reserved, or 0 on cpu. `operations` are the floating-point operations of the matrix products and
-    convolutions of a call.
+    `init_inputs` are the arguments of the module's constructor. `inputs` and `scalars` both have one entry
+    for each argument of a call. A tensor has its shape and dtype in `inputs` and None in `scalars`. Any other
+    value has None in `inputs` and `[value]` in `scalars`. `state` has the names, shapes and dtypes of the
+    module's state dict, and `parameters` has the names in it that are parameters. `outputs` has the shape and
+    dtype of each output tensor of a call. `seconds` is the time of the fastest of the calls that the runner
+    timed for the description. `peak_bytes` is the GPU memory that the calls reserved, or 0 on cpu.
+    `operations` are the floating-point operations of the matrix products and convolutions of a call.
     """
 
     init_inputs: list[Any] = Field(max_length=64)
@@ -118,8 +121,8 @@ class Description(FrozenModel):
 class TensorLayout:
     """Positions of the tensors of one set in a buffer that holds several sets one after another.
 
-    `slots` has the positions in the first set, and `stride` is the distance in bytes from one set to the
-    next.
+    A set has the inputs or the outputs of one call, or the parameters of the task. `slots` has the positions
+    in the first set, and `stride` is the distance in bytes from one set to the next.
     """
 
     slots: list[Slot]
@@ -233,8 +236,9 @@ class TaskLayout:
     ) -> TaskLayout:
         """Return the layout of the task that `description` describes.
 
-        There are at most `most_sets` correctness sets, by default as many as the parameter
-        `sandbox.correctness_sets` says.
+        `most_sets`, by default the parameter `sandbox.correctness_sets`, limits the number of correctness
+        sets, which are input sets with reference outputs. There are fewer if they are larger than
+        `MAX_REFERENCE_BYTES`, but always at least `sizing.min_correctness_sets`.
         """
         inputs = TensorLayout.of([spec for spec in description.inputs if spec is not None])
         outputs = TensorLayout.of(description.outputs)
@@ -293,7 +297,10 @@ class TaskLayout:
         return self.sizing.keep_references and not self.placement.shares_buffers
 
     def memory_of(self, region: RegionName) -> Device:
-        """Return the device of the judge's own buffer of a region: `cpu` if it is in host memory."""
+        """Return the device of the judge's own buffer of a region: `cpu` if the buffer is in host memory.
+
+        `region` is `parameters`, `inputs`, `outputs` or `expected`.
+        """
         on_host: dict[RegionName, bool] = {
             "parameters": self.placement.shares_buffers,
             "inputs": self.placement.inputs_on_host,

@@ -1,8 +1,9 @@
 """Secret inputs, parameters and reference outputs of one task, made by a runner of the task's own source.
 
-All candidates of the task are judged with the same data. Each candidate runs in a new process, in which no
-data of an earlier judgement are left (`ProcessPerRole`). A role determines what a runner does, for example
-make the reference data or run eager.
+A runner is a sandboxed process (sandbox/runner_process.py). All candidates of the task are judged with the
+same inputs, parameters and reference outputs. Each candidate runs in a new process, in which no data of an
+earlier judgement are left (`ProcessPerRole`). A role determines what a runner does, for example make the
+reference data or run eager.
 """
 
 import contextlib
@@ -49,7 +50,11 @@ NO_GPU = (
 
 @contextlib.contextmanager
 def task_errors() -> Iterator[None]:
-    """Convert errors inside the context that are caused by the task's own source into TaskError."""
+    """Convert errors inside the context that are caused by the task's own source into TaskError.
+
+    These are RunnerError, and the errors of an invalid description of the task: pydantic's ValidationError,
+    ValueError and AttributeError.
+    """
     try:
         yield
     except RunnerError as error:
@@ -126,9 +131,9 @@ class OneProcess:
     shared: RunnerMemory | None = None
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Start the process, or switch it to the role that `header` names.
+        """Start the process if it does not run, or else switch it to the role that `header` names.
 
-        `seconds` limits the wall time of the role.
+        `descriptors` are the file descriptors that it gets. `seconds` limits the wall time of the role.
         """
         if self.runner is None:
             header = header | {"zygote": self.zygote, "share": self.memory_share}
@@ -161,7 +166,9 @@ def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]
 class TaskReference:
     """Secret inputs, parameters and reference outputs of one task.
 
-    `processes` starts the processes of all roles of the task, and `layout` has the places of the data.
+    `processes` starts the processes of all roles of the task, and `layout` has the places of the tensors in
+    the buffers of this object. The first input sets are the correctness sets, which have reference outputs;
+    timed inputs are mixed from the others.
     """
 
     def __init__(
@@ -180,7 +187,8 @@ class TaskReference:
     ):
         """Start a runner of the task's source, and make the data in the layout that its description requires.
 
-        If `makes_data` is false, only the layout is determined.
+        `code` is the task's source, and `processes` starts its runners. `sizing` determines how many calls
+        and input sets there are. If `makes_data` is false, only the layout is determined.
 
         `memory_share` is the share of a GPU's memory that the runner may allocate. Device memory of
         `describing_bytes` is reserved while the runner describes the task, and of `extra_bytes` beyond the
@@ -228,9 +236,10 @@ class TaskReference:
     def _fill(self, extra_bytes: int) -> None:
         """Make parameters, inputs and reference outputs from secret seeds.
 
-        Device memory of `bytes` plus `extra_bytes` is reserved first. Correctness sets get reference outputs,
-        both at the task's precision and in float64. The sets that timed calls are mixed from get no outputs.
-        The structures of the inputs (`input_structure.py`) are found before the input distributions are used.
+        Device memory of `self.bytes` plus `extra_bytes` is reserved first. Correctness sets get reference
+        outputs, both at the task's precision and in float64. The sets that timed calls are mixed from get no
+        outputs. The structures of the inputs (`input_structure.py`) are found before the input distributions
+        are used.
         """
         layout, shares_buffers = self.layout, self.layout.placement.shares_buffers
         correctness_sets = len(layout.distributions)
@@ -282,10 +291,12 @@ class TaskReference:
                 self.scheduler.release_cache()
 
     def _fill_set(self, index: int, distribution: str, parameters: int | None) -> bool:
-        """Have the runner make an input set, and the outputs of a correctness set; return whether it can.
+        """Have the runner make input set `index`, and return whether the input distribution can be used.
 
-        A distribution other than `given` cannot be used if the task's source fails on it, as the logarithm of
-        a probability does, or if an output is then not finite although it is on the inputs of set 0.
+        If it is a correctness set, its reference outputs are made too. `parameters` is the seed of the task's
+        parameters, or None if they keep their initial values. A distribution other than `given` cannot be
+        used if the task's source fails on it, for example because a probability is then above 1, or if an
+        output is then not finite although the same output is finite on the inputs of set 0.
         """
         is_correctness_set = index < len(self.distributions)
         answer = self._request(
@@ -340,13 +351,16 @@ class TaskReference:
         }
 
     def _request(self, order: dict[str, Any]) -> bytes:
-        """Have the runner, in the role `reference`, carry out an order, and return its answer."""
+        """Have the runner, in the role `reference`, carry out an order, and return its answer.
+
+        The orders are those of sandbox/inside/runner_protocol.py.
+        """
         assert self.runner is not None
         with self.scheduler.background_work(self.runner):
             return self.runner.request(order)
 
     def write_inputs(self, mix: InputMix, views: list[torch.Tensor]) -> None:
-        """Write the inputs that `mix` describes into flat tensors.
+        """Write the inputs of the call that `mix` describes into `views`, one flat tensor for each input.
 
         A runner of the task's source may draw them, so no runner of a candidate may compute meanwhile. Raises
         TaskError if the task's `get_inputs` fails.
@@ -362,10 +376,11 @@ class TaskReference:
     def probe(self, changes: list[dict[str, Any]]) -> Generator[list[torch.Tensor]]:
         """Yield the task's outputs for changed versions of the first input set, one list for each change.
 
-        Each item of `changes` has the entries to replace in the order with which the runner makes the set
-        (`sandbox.inside.reference.ReferenceModel.fill`), for example so that one input comes from another
-        seed. The outputs are at the task's precision, and the next ones overwrite them. Raises TaskError if
-        the task's source fails.
+        Each item of `changes` has the entries to replace in the message `fill` with which the judge orders
+        the set from the runner (`sandbox.inside.reference.ReferenceModel.fill`), for example so that one
+        input comes from another seed. Each list has the output tensors of one call at the task's precision.
+        They are views of a buffer that the next change overwrites. Raises TaskError if the task's source
+        fails.
         """
         order = {
             "op": "fill",
@@ -403,10 +418,10 @@ class TaskReference:
     ) -> Mismatch | None:
         """Return why an output in `memory` is wrong, or None if all outputs are right.
 
-        `memory` holds the outputs for the correctness sets that `mixes` names, one set after another. The
-        reason ends with the name of the input distribution. `loose` and `repeats`, which are meant for
-        baselines, are those of `first_mismatch`. Raises TaskError if the task's own output is too inexact to
-        tell.
+        `memory` has the bytes of the outputs for the correctness sets that `mixes` names, one set after
+        another. The reason ends with the name of the input distribution. `loose` and `repeats`, which are
+        meant for baselines, are those of `first_mismatch`. Raises TaskError if the task's own output is too
+        inexact to tell.
         """
         for i, mix in enumerate(mixes):
             references = self._references(mix.first)

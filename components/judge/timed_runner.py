@@ -1,4 +1,8 @@
-"""Timed runners, and the measurement of one round of their calls on cpu and on cuda."""
+"""Timed runners, and the measurement of one round of their calls on cpu and on cuda.
+
+A timed runner is a sandboxed process that executes a candidate or a baseline. A round is a number of
+consecutive calls, each with inputs of its own, that are timed together.
+"""
 
 from __future__ import annotations
 
@@ -222,11 +226,11 @@ class TimedRunner:
         On cpu the judge reads each result out of the runner's memory, and then overwrites it if the runner is
         a candidate's. Results on cuda are overwritten before the next round. What a candidate does not write
         in a call is therefore wrong. The time on cpu is the CPU time of all the runner's threads between two
-        moments at which they all stand still: since its last round, before the inputs exist, and after the
-        last result is read. So the work of every thread is included, whenever it is done. An honest runner
-        waits at both moments and uses no CPU time. A call's inputs do not exist before the previous call has
-        been answered, because otherwise one pass over the weights could answer all calls
-        (tests/exploits/batch).
+        moments at which all of them are stopped. The first moment is the end of its previous round, before
+        the inputs exist, and the second one is after the last result is read. So the work of every thread is
+        included, whenever it is done. An honest runner waits at both moments and uses no CPU time. A call's
+        inputs do not exist before the previous call has been answered, because otherwise one pass over the
+        weights could answer all calls (tests/exploits/batch).
 
         On cuda the time is the judge's wall time from before the inputs exist until the results are copied.
         The clock does not stop in between, so a runner cannot compute untimed. After the calls, and before
@@ -234,9 +238,10 @@ class TimedRunner:
         were computed directly into that buffer are then lost, and work that was deferred has lost its inputs.
         One untimed launch before the round wakes the device. See docs/design/judge-protocol.md.
 
-        With `sandbox.input_delivery` call, the judge on cuda does not use the device while its clock runs. It
-        writes the inputs of each call to host memory after it has taken the outputs of the call before from
-        there, and the runner copies both to and from the device.
+        With sandbox.input_delivery=call, and if the task is small enough (`TaskLayout.by_call`), the judge on
+        cuda does not use the device while its clock runs. The judge writes the inputs of each call to host
+        memory after it has read the outputs of the call before from host memory, and the runner copies both
+        to and from the device.
         """
         assert self.runner is not None
         calls = len(staged.mixes)
@@ -379,7 +384,8 @@ class TimedRunner:
     def _write_warm_up_inputs(self) -> None:
         """Write inputs for a warm-up call into the last input set of the runner's memory.
 
-        They are valid but need not be secret: zeros, and the integers of the first correctness set.
+        The inputs are valid but need not be secret: floating-point inputs are zeros, and other inputs are
+        those of the first correctness set.
         """
         original = self.reference.inputs.original(0)
         for index, tensor in enumerate(self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)):
@@ -401,8 +407,9 @@ class TimedRunner:
     def prepares_results(self) -> bool:
         """Whether most large results lay in memory that had no earlier result, as if prepared in advance.
 
-        A kernel that allocates its results gets the same memory again and again. Memory with an earlier
-        result was overwritten, so that all of a result must be written in its call.
+        Results are large from `LARGE_RESULT_BYTES` on. The property is always False on cuda. A kernel that
+        allocates its results gets the same memory again and again. Memory with an earlier result was
+        overwritten, so that all of a result must be written in its call.
         """
         return self.new_results > max(FEW_ADDRESSES, self.results / 2)
 

@@ -1,8 +1,8 @@
 """Records that the judge returns: the verdict on one candidate, and the admission of a task.
 
 `milestone` computes the reward of a trajectory from its verdict (CUDA Agent, eq. 1). `rejecting` converts a
-candidate's failures into the status, reason and log of its verdict. The version of the judge is a digest of
-its own sources.
+candidate's failures into the status, reason and log of its verdict. The version of the judge (`VERSION`) is a
+digest of the sources of the packages `judge` and `sandbox`.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SOURCES = sorted(
     for path in (PROJECT / "components" / package).rglob("*")
     if path.suffix in (".py", ".cpp")
 )
-# Digest of the judge's own sources, which is stored in the evidence of every verdict.
+# Digest of the sources of the packages judge and sandbox, which is stored in the evidence of verdicts.
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
 # Ratio of baseline time to candidate time above which a candidate is called faster.
 MARGIN = 1.05
@@ -46,9 +46,11 @@ Status = Literal[
 
 
 class Labels(FrozenModel):
-    """The rules by which a verdict was reached, from the parameters `sandbox.rules`, `weights`, `tolerance`.
+    """Values of the parameters `sandbox.rules`, `sandbox.weights` and `sandbox.tolerance` for a verdict.
 
-    Figures with different labels are never compared. The defaults are the labels of training and promotion.
+    The class `Sandbox` of core/params.py says what the values mean. Verdicts with different labels were
+    reached by different rules, so their figures must not be compared. The defaults are the labels of training
+    and promotion.
     """
 
     rules: Literal["kernel-only", "any"] = "kernel-only"
@@ -64,7 +66,11 @@ class Labels(FrozenModel):
 
 
 def protocol_digest(params: JudgeParams) -> str:
-    """Return the digest of all parameters on which a verdict depends."""
+    """Return the digest of all parameters on which a verdict depends.
+
+    These are the device, the precision, and the parameters of the section sandbox that change results. The
+    judge's sources (`VERSION`) are not part of it.
+    """
     return digest_json(result_values(params, ("device", "precision", "sandbox")))
 
 
@@ -100,8 +106,9 @@ class Ratio(FrozenModel):
 class Seconds(FrozenModel):
     """Median seconds of one call of the candidate and of each baseline; a field is None if not measured.
 
-    `limit` is a lower bound for every kernel of the task on this device (`judge/limit.py`), and `against`
-    the time of the candidate with which this one was compared.
+    The time of the no-op, a runner that computes nothing, has been subtracted. `limit` is not a median but a
+    lower bound that follows from the measured speed of the device (`judge/limit.py`). `against` is the median
+    of the candidate with which this one was compared.
     """
 
     candidate: float | None = None
@@ -112,7 +119,10 @@ class Seconds(FrozenModel):
 
 
 class Speedup(FrozenModel):
-    """Speed-ups over each baseline, and over another candidate; a field is None if it was not measured."""
+    """Speed-ups of a candidate over eager, over torch.compile, and over another candidate (`against`).
+
+    A field is None if it was not measured.
+    """
 
     eager: Ratio | None = None
     compile: Ratio | None = None
@@ -124,8 +134,9 @@ class Verdict(FrozenModel):
 
     `reason` is a short code for programs, such as `max_error:given`, and `log` is a short text for the
     policy. `evidence` has what shows how the verdict was reached, such as versions, seeds and the seconds of
-    each round. `milestone` is the reward: 1 for a correct candidate, 2 if it is faster than eager, 3 if it is
-    faster than torch.compile too, and -1 otherwise (`milestone`).
+    each round. `milestone` is the reward that the function of the same name computes: 1 for a correct
+    candidate, 2 if it is faster than eager, 3 if it is faster than torch.compile too, and -1 if it is not
+    correct.
     """
 
     status: Status

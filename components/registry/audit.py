@@ -1,10 +1,11 @@
-"""The audit chain: a tamper-evident log of every change of the champion, with its evidence.
+"""The audit chain: a tamper-evident log of decisions on model versions and changes of the champion.
 
 There is one folder for each registered model and one file for each entry, such as `000012.json`. An entry
-contains the digest of the previous entry, its own digest covers all of its other fields, and it is signed by
-a trusted key (components/core/signing.py). So an entry that is changed, removed, inserted or signed with
-another key breaks the chain at a known place. If the last entries are removed, the rest is still a valid
-chain. To detect this too, a tag of the registered model in MLflow names the newest entry (`anchor`).
+contains the evidence of the decision or change, and the digest of the previous entry; its own digest covers
+all of its other fields, and it is signed by a trusted key (components/core/signing.py). So an entry that is
+changed, removed, inserted or signed with another key breaks the chain at a known place. If the last entries
+are removed, the rest is still a valid chain. To detect this too, a tag of the registered model in MLflow
+names the newest entry (`anchor`).
 
 An entry is written before the registry is changed, and it contains the aliases after the change. So if a
 process is killed in between, the next process that takes the lock completes the change.
@@ -59,7 +60,11 @@ DECISIONS: tuple[Action, ...] = (
 
 
 class AuditEntry(FrozenModel):
-    """One entry of the chain. `aliases` are the version numbers of champion and previous after the change."""
+    """One entry of the chain.
+
+    `aliases` maps the aliases `champion` and `previous` to their version numbers after the change; an alias
+    that no version has is not a key.
+    """
 
     number: int
     # Digest of the previous entry, or FIRST in the first entry.
@@ -92,7 +97,7 @@ class AuditChainError(UserError):
 
 
 class AuditChain:
-    """The audit chain of one registered model, in a folder below `folder`.
+    """The audit chain of the registered model `model`, in a folder of its own below the folder `folder`.
 
     Every method that reads the chain checks all of its entries. `signer` signs new entries and knows the
     trusted keys.
@@ -107,7 +112,7 @@ class AuditChain:
 
     @classmethod
     def of(cls, registry: Registry, home: Path) -> "AuditChain":
-        """Return the chain of the model `registry.model`, in `registry.audit` or else in the home."""
+        """Return the chain of the model `registry.model`, below `registry.audit` or else `home`/audit."""
         folder = Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit"
         return cls(folder, registry.model, Signer(registry))
 
@@ -127,7 +132,8 @@ class AuditChain:
     ) -> AuditEntry:
         """Write the next entry and return it. The caller holds the lock.
 
-        `rest` may contain the fields `reason`, `evidence` and `key`.
+        The arguments are the fields of AuditEntry with these names, and `rest` may contain `reason`,
+        `evidence` and `key`.
         """
         entries = self.entries()
         content = AuditEntry(
@@ -196,7 +202,7 @@ def newest(entries: list[AuditEntry], version: str, actions: Collection[Action])
 
 
 def recorded_aliases(entries: list[AuditEntry]) -> dict[str, str]:
-    """Return the version numbers of the champion and the previous champion after these entries."""
+    """Return the version numbers after these entries by alias, which is `champion` or `previous`."""
     return entries[-1].aliases if entries else {}
 
 

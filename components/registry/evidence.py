@@ -30,11 +30,11 @@ class Evidence:
         self.chain = chain
 
     def verified(self, version: str, entries: list[AuditEntry]) -> dict[str, Any]:
-        """Return the recorded evidence of a version for an audit entry, after verifying its files.
+        """Return the recorded evidence of a version, after verifying the files that it names.
 
         Raises UserError, which names the file, if the checkpoint or an evaluation is missing or has changed
         since the version was registered, or if the chain has no entry of the registration. The report is not
-        verified, but the evidence contains its digest.
+        verified, but its digest is added to the evidence as `report.digest` if the report exists.
         """
         evidence = self.recorded(version, entries)
         self.verify(version, evidence)
@@ -44,7 +44,7 @@ class Evidence:
         return evidence
 
     def recorded(self, version: str, entries: list[AuditEntry]) -> dict[str, Any]:
-        """Return the evidence that was recorded at the registration of a version.
+        """Return the evidence that was recorded at the registration of a version (`Promotion.register`).
 
         Raises UserError if the chain has no entry of the registration.
         """
@@ -83,8 +83,8 @@ class Evidence:
     def disagreements(self, version: str, entries: list[AuditEntry]) -> list[str]:
         """Return a sentence for each disagreement between a version's files and tags and the audit chain.
 
-        The files are verified of a version that is the champion, the previous one, or waits; those of other
-        versions may have been deleted.
+        The tags are compared for every version. The files are verified only if the version is the champion or
+        the previous champion, or waits for approval, because those of other versions may have been deleted.
         """
         state = newest(entries, version, DECISIONS)
         action = state.action if state is not None else None

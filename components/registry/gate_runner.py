@@ -1,4 +1,4 @@
-"""This module collects the evidence of a model version from its files and runs the gates on it.
+"""Collect the evidence of a model version from its files, and run the gates (gates.py) on it.
 
 The nightly flow runs the gates after an evaluation. `cuda-agent models gate` runs them again at any time.
 """
@@ -40,9 +40,9 @@ def run_gates(
     The gates compare `after`, the evaluation of the version, with the thresholds, with `start`, the
     evaluation of the policy that the run began with, and with the evaluation of the champion on the same
     tasks, which is None if there is no champion. They verify that the files of `checkpoint` match the
-    registered digest and that `report` is complete. The judge also judges a sample of exploits, or reuses its
-    stored verdicts on them if they have the same `epoch`. Raises UserError if a file of the checkpoint is
-    damaged.
+    `registered_digest` and that `report`, the HTML file, is complete. The judge also judges a sample of
+    exploits (exploits.py), or reuses its stored verdicts on them if they have the same `epoch`, a name
+    for one set of judgements. Raises UserError if a file of the checkpoint is damaged.
     """
     sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
     found = evaluate_gates(
@@ -70,7 +70,9 @@ def evaluate_gates(
     """Return all gates for the evaluation `after` of a version.
 
     `start` is the evaluation of the policy that the run began with, and `champion` that of the champion, both
-    on the same tasks; `champion` is None if there is no champion. `sample` has the verdicts on the exploits.
+    on the same tasks; `champion` is None if there is no champion. `sample` is the result of judging exploits.
+    `digests_match` says whether the checkpoint's files have the digests of the registration and of the
+    evaluation, and `report_complete` whether the report was written to its end.
     The gate on exploits fails if they ran on another device than the evaluation.
     """
     found = gates.floors(after.overall, after.levels, thresholds)
@@ -106,12 +108,14 @@ def gate_again(
 ) -> tuple[str, Decision, Compared | None]:
     """Run the gates again on a registered version, with the present thresholds and the present champion.
 
-    The figures of the version are read from its stored evaluation. The champion is evaluated on the same
-    tasks unless such an evaluation is stored. If all gates pass, the verdict is `waiting`, never `promoted`.
+    If the version is the champion itself, it is compared with the previous champion. The figures of the
+    version are read from its stored evaluation. The champion is evaluated on the same tasks unless such an
+    evaluation is stored. If all gates pass, the verdict is `waiting`, never `promoted`.
 
     Returns the number of the version, the decision, and the champion, which is None if there is no champion.
-    Raises UserError if the version was evaluated on another device or in another precision than `params` say,
-    or if its checkpoint or an evaluation is missing or changed.
+    Raises UserError if the version was evaluated on another device or in another precision than `params` say
+    or with labels (judge/verdict.py) other than the default, or if its checkpoint or an evaluation is missing
+    or changed.
     """
     home = promotion.home
     number, evidence = promotion.evidence(version)
@@ -154,7 +158,10 @@ def _evaluate(
     pool: JudgePool,
     progress: Progress,
 ) -> Compared:
-    """Evaluate the champion on the tasks of `after`, the evaluation of the version that is compared."""
+    """Evaluate the champion on the tasks of `after`, and return the path and digest of its results.
+
+    `champion` is the champion's version number, and `after` the evaluation of the version to compare with it.
+    """
     promotion.evidence(champion)
     tasks = [KernelTask(code=row.source, ops=row.ops, name=row.name, level=row.level) for row in after.tasks]
     with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:

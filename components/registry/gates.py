@@ -2,9 +2,9 @@
 
 All thresholds are parameters (`params.gate`). There are four kinds of gates:
 
-- A floor requires that the lower end of a figure's 95 % confidence interval reaches a threshold. So the true
-  figure is above the threshold with a confidence of 97.5 %, and a small suite, whose intervals are wide,
-  needs a better figure than a large one.
+- A floor requires that the lower end of a figure's 95 % confidence interval reaches a threshold, unless the
+  threshold is 0. So the true figure is above the threshold with a confidence of 97.5 %, and a small suite,
+  whose intervals are wide, needs a better figure than a large one.
 - A regression gate compares the version with the champion task by task, so that the difficulty of the tasks
   cancels. It fails if a rate drops by more than is allowed and the drop is statistically significant.
 - The gates `start` compare the version in the same way with the policy that the run began with. No figure may
@@ -109,7 +109,8 @@ class Compared(FrozenModel):
 def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresholds) -> list[Gate]:
     """Return the gates that compare the figures of one evaluation with their lowest accepted values.
 
-    `levels` has the figures of the tasks of each level of the suite.
+    `levels` has the figures of the tasks of each level of the suite, by the level's number as a text. A gate
+    with the threshold 0 always passes, and any other fails if its figure or interval is missing.
     """
 
     def floor(name: str, figures: Summary | None, threshold: float, called: str = "") -> Gate:
@@ -143,7 +144,7 @@ def regression(
     """Return the gates on the change of each rate from the champion to the candidate, paired by task.
 
     Only tasks on which both were measured are included. A gate fails if the rate drops by more than
-    gate.regression and the confidence interval of the change excludes 0.
+    `thresholds.regression` and the 95 % confidence interval of the change is below 0.
     """
     failed = {row.task_id for row in (*candidate, *champion) if row.error}
     found = changes(
@@ -170,8 +171,9 @@ def improvement(candidate: Sequence[TaskResult], start: Sequence[TaskResult]) ->
     """Return the gates on the change of each figure from the policy that the run began with, paired by task.
 
     `start` has the results of that policy. Only tasks on which both were measured are included. The gate of a
-    figure fails if its whole interval is below no change. One more gate requires that the whole interval of
-    at least one figure is above no change.
+    figure fails if the whole 95 % interval of its change is below no change, which is a ratio of 1 for a
+    geometric mean and a difference of 0 for any other figure. One more gate (IMPROVEMENT) requires that the
+    whole interval of at least one figure is above no change.
     """
     failed = {row.task_id for row in (*candidate, *start) if row.error}
     found = changes(
@@ -244,9 +246,9 @@ def integrity(
 ) -> list[Gate]:
     """Return the gates that have no interval.
 
-    They require that enough tasks were measured, that all were measured in isolation, that the checkpoint is
-    the evaluated one, and that the report is complete. `exploits`, the result of `exploits_gate`, is
-    appended.
+    They require that enough tasks were measured, that all were measured in the sandbox, that the checkpoint
+    is the evaluated one, and that the report is complete. `exploits`, the result of `exploits_gate`, is
+    appended if it is given.
     """
     measured = 1.0 if summary.tasks == 0 else 1 - summary.errors / summary.tasks
     facts = {
@@ -269,8 +271,8 @@ def integrity(
 def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds: GateThresholds) -> Gate:
     """Return the gate on the judge's verdicts on a sample of exploits and honest candidates.
 
-    `refused` of the `tried` exploits failed, as they should. `believed` names the exploits that succeeded and
-    the honest candidates that were refused.
+    The judge refused `refused` of the `tried` exploits, as it should have refused all. `believed` names the
+    exploits that it accepted and the honest candidates that it refused, for the gate's note.
     """
     share = refused / tried if tried else 0.0
     note = f"Wrongly judged: {', '.join(believed)}." if believed else ""

@@ -3,7 +3,8 @@
 A version is a logged model that has the files of a checkpoint in its folder `checkpoint`, which transformers
 and vLLM load directly. A version is registered without loading its model. MLflow's transformers flavor is not
 used, because it needs the model in memory and does not accept paths with transformers 5. The tags of a
-version are its evidence: the figure and threshold of every gate, the data set, the code and the evaluation.
+version are copies of its evidence: the figure and threshold of every gate, and the digests of the data set,
+the code and the evaluation. The evidence on which decisions rest is in the audit chain (audit.py).
 Each of the aliases candidate, champion and previous points to one version, so there is never more than one
 champion.
 """
@@ -47,9 +48,10 @@ def register(
 ) -> str:
     """Register a checkpoint as a model version, and return the number of the version.
 
-    The version gets the `tags`, and each number in `figures` as a tag `figure.NAME`. `run_id` is the MLflow
-    run that made the checkpoint. If the pipeline run with the key `run_key` already has a version, return the
-    number of that version.
+    The version gets the `tags`, and each number in `figures` as a tag `figure.NAME`. `checkpoint` is the
+    folder of the checkpoint, and `run_id` the id of the MLflow run that made it. `run_key` is the key of the
+    pipeline run, a digest of its parameters and code (`PipelineRun` in flows/run_context.py). If this
+    pipeline run already has a version, nothing is registered and the number of that version is returned.
     """
     try:
         client.create_registered_model(model)
@@ -93,7 +95,7 @@ def set_tags(client: MlflowClient, model: str, version: str, tags: Mapping[str, 
 
 
 def aliases(client: MlflowClient, model: str) -> dict[str, str]:
-    """Return the version number of each alias.
+    """Return the version numbers of the registered model's aliases, by alias.
 
     The aliases are read from the registered model, because MLflow's search results do not contain them.
     """
@@ -205,9 +207,12 @@ def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) ->
 
 
 def references(client: MlflowClient, model: str) -> dict[str, str]:
-    """Return the run keys and digests of versions with an alias and of unfinished runs.
+    """Return the run keys and digests whose stored objects must be kept, with the reason for each.
 
-    The value of each is the reason to keep its objects, such as "policy version 3 is champion".
+    A run key is the key of a pipeline run (`PipelineRun` in flows/run_context.py). The result has the run key
+    and the digests of checkpoint, data set and evaluation of every version that has an alias or is of an
+    unfinished run, and the run key of every unfinished run. A reason is a text such as "policy version 3 is
+    champion".
     """
     found: dict[str, str] = {}
     versions = {
@@ -224,10 +229,11 @@ def references(client: MlflowClient, model: str) -> dict[str, str]:
 
 
 def evidence(chain: AuditChain) -> dict[str, str]:
-    """Return every run key and digest that an audit entry contains, except entries of a registration.
+    """Return every run key and digest in the entries of an audit chain, each with a text for its entry.
 
-    The value of each names the entry, such as "audit entry 12". The objects are kept because they are the
-    evidence of past decisions.
+    Entries with the action `registered` are left out. The text is such as "audit entry 12", and names the
+    last entry that contains the key or digest. Objects in the store with these run keys (`PipelineRun` in
+    flows/run_context.py) and digests are kept, because they are the evidence of past decisions.
     """
     return {
         word: f"audit entry {entry.number}"

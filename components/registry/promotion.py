@@ -1,10 +1,10 @@
-"""The operations that change the champion, each of which holds a lock and writes an audit entry.
+"""The operations on model versions and the champion, which hold a lock and record changes in the audit chain.
 
-An operation takes the lock, completes the operation of a process that was killed, checks its conditions,
-verifies the files of the evidence, writes the audit entry, moves the aliases, and writes the anchor (the
-number and digest of the entry) into a tag of the registered model, in this order. If the process is killed
-after it wrote the entry, the next operation completes the change. An alias is one row in the registry's
-database, so there is never more than one champion.
+An operation that decides on a version takes the lock, completes the operation of a process that was killed,
+checks its conditions, verifies the files of the evidence, writes the audit entry, moves the aliases, and
+writes the anchor (the number and digest of the entry) into a tag of the registered model, in this order. If
+the process is killed after it wrote the entry, the next operation completes the change. An alias is one row
+in the registry's database, so there is never more than one champion.
 
 Every client of the registry may write tags and aliases, so no decision rests on them. The digests of a
 version's files are in the signed entry of its registration, the state of a version is that of its newest
@@ -71,8 +71,9 @@ class Promotion:
         `evidence` has the digests of the checkpoint's files (`checkpoint.digest`) and manifest
         (`manifest.digest`), the paths relative to the home and the digests of the evaluations of the version
         (`evaluation`, `evaluation.digest`) and of the policy that its run began with (`start.evaluation`,
-        `start.digest`), the path of the report (`report`), and further facts. The files are not read. If it
-        is recorded already, nothing is changed.
+        `start.digest`), the path of the report (`report`), and further facts. The files are not read. If
+        the newest registration entry of the version has equal evidence, that entry is returned and none is
+        added.
         """
         with self._changing() as entries:
             known = newest(entries, version, {"registered"})
@@ -98,9 +99,10 @@ class Promotion:
             return recorded_aliases(entries)
 
     def compared(self, version: str, champion: str) -> Compared | None:
-        """Return the evaluation of the champion with which the gates compared a version before.
+        """Return the stored evaluation of `champion` with which the gates have compared `version` before.
 
-        Returns None if they compared it with another champion, or if the file is missing or changed.
+        Both are version numbers. Returns None if the gates have not compared the two, or if the file with the
+        results is missing or changed.
         """
         for entry in reversed(self.chain.entries()):
             if entry.version == version and entry.evidence.get("champion"):
@@ -301,7 +303,11 @@ class Promotion:
         return self._append("expired", version, entries, "time limit", reason="nobody decided in time")
 
     def _number(self, version: str, entries: list[AuditEntry]) -> str:
-        """Return the number of a version; the champion and the previous one are those of the chain."""
+        """Return the number of a version, which is given by its number or an alias.
+
+        The aliases champion and previous are looked up in `entries`, and candidate in the registry. Raises
+        UserError if there is no such version.
+        """
         return str(
             models.find(self.client, self.model, recorded_aliases(entries).get(version, version)).version
         )

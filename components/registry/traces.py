@@ -1,10 +1,10 @@
 """Conversion of trajectories to MLflow traces.
 
 An episode becomes an AGENT span, each of its turns an LLM span, and each tool call a TOOL span. The verdicts
-of the judge become feedback on these spans. Every id is computed from the run and the position of the
-trajectory in its files, so logging a trajectory again after a kill changes nothing. A trajectory has no
-times. So the first span starts at the modification time of the folder, and each further span starts a
-microsecond later.
+of the judge and the reward become feedback on these spans. Every id is computed from the run and the position
+of the trajectory in its files, so logging a trajectory again after a kill changes nothing. A trajectory has
+no times. So the first span starts at the modification time of the folder with the trajectory's files, and
+each further span starts a microsecond later.
 """
 
 import json
@@ -38,7 +38,10 @@ JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
 
 
 def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: str, folder: Path) -> None:
-    """Log the trajectories that `chosen` selects from the folder of a stage as MLflow traces of the run."""
+    """Log the trajectories that `chosen` selects from the folder of a stage as MLflow traces of a run.
+
+    `run_id` is the id of the MLflow run, and `stage` the name of the stage.
+    """
     for place, batch, trajectory in chosen(folder):
         trace = _Trace(digest_json([run_id, place])[:32], int(batch.stat().st_mtime * 1000), trajectory)
         info = TraceInfo(
@@ -65,6 +68,8 @@ def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: s
 
 def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
     """Yield name, folder and content of each trajectory in a stage's folder that is to be logged.
+
+    The name is that of the folder, followed by a slash and the index of the trajectory among those read.
 
     All trajectories of an evaluation are logged. Of a training stage, those with the highest and the lowest
     reward in SAMPLED_STEPS of its steps are logged. Those without a reward, because the judge failed on them,

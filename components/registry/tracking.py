@@ -117,7 +117,11 @@ def numbers(value: Any) -> dict[str, float]:
 
 
 class MlflowRun:
-    """The MLflow run of one pipeline run, which is created, or opened again if it exists."""
+    """The MLflow run of one pipeline run, which is created, or opened again if it exists.
+
+    `run_key` is the key of the pipeline run (`PipelineRun` in flows/run_context.py), and `name` the name that
+    a new MLflow run gets.
+    """
 
     def __init__(self, client: MlflowClient, params: Registry, home: Path, run_key: str, name: str):
         self.client = client
@@ -197,7 +201,8 @@ class MlflowRun:
     def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
         """Log the curves, figures, folder and trajectories of one stage as a child run, and end that run.
 
-        The figures are the numbers in `record`. Does nothing if a finished child run with this name and `key`
+        `key` is the digest of everything on which the stage depends. The figures are the numbers in `record`,
+        which become metrics `stage.NAME`. Does nothing if a finished child run with this name and `key`
         exists.
         """
         child = self._stage_run(name, key, folder)
@@ -243,7 +248,11 @@ class MlflowRun:
         self.client.set_terminated(self.run_id, status)
 
     def _stage_run(self, name: str, key: str, folder: Path) -> Run:
-        """Return the child run of a stage, which is created, or begun again if it has another key."""
+        """Return the child run of a stage, which is created if it does not exist.
+
+        If the child run has another stage key, its tags are replaced, so that its curves are logged again
+        from the first step, and it is set to RUNNING.
+        """
         child = self._find("stage", name)
         if child is not None and child.data.tags.get(STAGE_KEY) == key:
             return child
@@ -271,7 +280,11 @@ class MlflowRun:
             self.client.log_batch(child.info.run_id, points, tags=[steps])
 
     def _find(self, kind: str, stage: str = "") -> Run | None:
-        """Return the oldest MLflow run with this run key, kind and stage, or None if there is none."""
+        """Return the oldest MLflow run with this run key, kind and stage, or None if there is none.
+
+        `kind` is `night` for the run of the whole pipeline and `stage` for a child run. An empty `stage`
+        stands for any.
+        """
         rule = f"tags.`{RUN_KEY}` = '{self.run_key}' and tags.`{KIND}` = '{kind}'" + (
             f" and tags.`{STAGE}` = '{stage}'" if stage else ""
         )

@@ -1,8 +1,9 @@
-"""Builds of candidates' kernels inside a sandbox, cached by their content.
+"""Builds of candidates' kernels and extensions, cached by their content.
 
-Only the kernels are compiled for each candidate. The binding module (pybind11) is compiled once for all homes
-of a user and linked to every build. So a cpu candidate builds in a fraction of a second instead of more than
-ten seconds, which compiling with torch's headers takes.
+Compilers of candidates' sources run inside a sandbox unless sandbox.isolation is "none". Of a workspace, only
+the files in kernels/ are compiled for each candidate. The binding module (agent_workdir/binding.cpp, with
+pybind11) is compiled once for all homes of a user and linked to every build of kernels. So a cpu candidate
+builds in a fraction of a second instead of more than ten seconds, which compiling with torch's headers takes.
 """
 
 import contextlib
@@ -105,7 +106,11 @@ CACHE_FORMAT = 6
 
 @dataclass(frozen=True)
 class BuildResult:
-    """The content of a built library with the symbols that it imports, or the output of a failed build."""
+    """The content of a built library with the symbols that it imports, or the output of a failed build.
+
+    `library` is None if the build failed, `log` then has the output or the reason, and `timed_out` says
+    whether the build used up its time.
+    """
 
     library: bytes | None
     log: str = ""
@@ -135,7 +140,8 @@ def is_signalled(result: subprocess.CompletedProcess[str]) -> bool:
 def compile_own(source: Path, target: Path, flags: Sequence[str]) -> None:
     """Compile a C++ source of this project to the file `target`, unless that file exists.
 
-    The source is trusted, so the compiler runs outside the sandbox. Raises InfrastructureError if it fails.
+    The source is trusted, so the compiler runs outside the sandbox. Raises InfrastructureError if it fails,
+    and UserError if it is not installed.
     """
     if target.exists():
         return
@@ -221,10 +227,11 @@ class Builder:
     def build(self, files: dict[str, str]) -> BuildResult:
         """Return the library built from the candidate's files in kernels/, or the compiler's errors.
 
-        Builds that fail with diagnostics of the compiler are cached too, because a compiler gives the same
-        result every time. Builds that took too long or that a signal ended are not, and are tried twice.
-        Raises InfrastructureError if the build fails for another reason: the sandbox or nm cannot be run, or
-        the machine ends the compiler.
+        `files` are the texts of the candidate's files by workspace path. Builds that fail with diagnostics of
+        the compiler are cached too, because a compiler gives the same result every time. Builds that used up
+        their time or that a signal ended are not cached. They are tried twice, except those that used up
+        their CPU time. Raises InfrastructureError if the build fails for another reason: the sandbox or nm
+        cannot be run, or the machine ends the compiler.
         """
         kernels = {name: text for name, text in sorted(files.items()) if name.startswith("kernels/")}
         suffixes = SOURCE_SUFFIXES[self.device]

@@ -140,7 +140,7 @@ def _torch_flags(device: Device, paths: PathMap) -> list[str]:
 
 
 def _vendor_flags(name: str, paths: PathMap) -> list[str]:
-    """Return the compiler flags for one of NVIDIA's libraries.
+    """Return the compiler flags for one of NVIDIA's libraries, where `name` is "cublas" or "cudnn".
 
     They refer to the copy in an installed Python package, which torch uses, or else to the copy in the CUDA
     toolkit.

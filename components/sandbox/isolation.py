@@ -2,14 +2,15 @@
 
 The user who starts a sandbox determines how it is made (`can_change_uid`):
 
-- For root, no user namespace is made. Untrusted processes get the real uid 65534, 65533 or 65532, so that
-  limits per user apply to them, and an interpreter that only root may read can be bound into the sandbox.
-- For an ordinary user, a user namespace is made. Inside, untrusted processes have the uid 65534; outside,
+- For root, no user namespace is made if the present one has the uids 65532 to 65534. Untrusted processes get
+  one of these as their real uid, so that limits per user apply to them, and an interpreter that only root may
+  read can be bound into the sandbox.
+- For every other user, a user namespace is made. Inside, untrusted processes have the uid 65534; outside,
   they belong to that user. Since Linux 5.14 limits per user apply to each user namespace separately, so the
   user's other processes do not use up the limits of a sandbox.
 
-Folders of the project and of Python's packages are bound at fixed paths (`PathMap`), so that processes inside
-see the same paths for every checkout, and paths without blanks, which would break a compiler's command line.
+Folders of the project and of Python's packages are bound at fixed paths (`PathMap`). So processes inside see
+the same paths for every checkout, and these contain no blanks, which would break a compiler's command line.
 """
 
 import contextlib
@@ -85,10 +86,10 @@ HOST_PATHS = PathMap({})
 
 @functools.cache
 def interpreter_paths() -> PathMap:
-    """Return a map in which the folder of the Python interpreter has the same path inside as on the host.
+    """Return a map in which the Python interpreter's folder has the same path inside as on the host.
 
-    That path may be compiled into the interpreter. The map is empty if that folder is in /usr, which every
-    sandbox has.
+    Its path may be compiled into the interpreter. The map is empty if the folder is in /usr, which every
+    sandbox has, or is the root folder.
     """
     base = Path(sys.base_prefix).resolve()
     return HOST_PATHS if base.is_relative_to("/usr") or base == Path("/") else PathMap({base: str(base)})
@@ -107,7 +108,8 @@ def package_folders() -> tuple[Path, ...]:
 def python_paths() -> PathMap:
     """Return the paths inside the sandbox of Python's folders.
 
-    The interpreter's folder has the same path as outside, and the i-th package folder is /packages/i.
+    The interpreter's folder has the same path as outside, and the package folder i, counted from 0, is
+    /packages/i.
     """
     return interpreter_paths() | {folder: f"/packages/{i}" for i, folder in enumerate(package_folders())}
 
@@ -116,7 +118,7 @@ def python_paths() -> PathMap:
 def bubblewrap_supports(*options: str) -> bool:
     """Return whether bubblewrap can apply these options for this user, by running `true` with them.
 
-    bubblewrap may fail to do so in a container whose engine hides or protects parts of /proc.
+    It may be unable to in a container whose engine hides or protects parts of /proc.
     """
     user = () if can_change_uid() else ("--unshare-user",)
     program = shutil.which("bwrap") or "bwrap"
@@ -145,10 +147,13 @@ def bubblewrap(
     """Return a bwrap command with its options, without `--` and the command to run inside.
 
     With `device` "cuda", the device files of one GPU are visible inside. `paths` are visible read-only.
-    `temporary_bytes` is the capacity of /tmp. `writable` and `caches` are host folders by their path inside;
-    `caches` are used only with `keep_capabilities`. `variables` are set in addition to `sandbox_environment`.
-    `keep_capabilities` is for the zygote, which needs capabilities to isolate its children from itself. It
-    runs no untrusted code, and its children drop all capabilities first.
+    `temporary_bytes` is the capacity of /tmp. `writable` are writable host folders by their path inside.
+    `variables` are set in addition to `sandbox_environment`.
+
+    `keep_capabilities` is for a zygote, the trusted process that forks runners (inside/zygote.py). It needs
+    capabilities to isolate its children from itself, and these drop all capabilities before they run
+    untrusted code. With it, `caches` are further writable host folders by their path inside, /workspace is
+    another folder of `temporary_bytes`, and /tmp is read-only. Without it, `caches` are not used.
     """
     size = ("--size", str(temporary_bytes))
     command = [
@@ -202,7 +207,7 @@ def _privileges(keep_capabilities: bool) -> list[str]:
 
 
 def _system_folders(device: str) -> list[str]:
-    """Return bwrap's options for /usr, the linker's configuration and /proc."""
+    """Return bwrap's options for /usr, the links to it, files of /etc that programs need, and /proc."""
     options = ["--ro-bind", "/usr", "/usr"]
     for path in ("/lib", "/lib32", "/lib64", "/bin", "/sbin"):
         if Path(path).is_symlink():
@@ -244,8 +249,10 @@ def gpu_minor(root: Path = Path("/")) -> int:
 
     The GPU is the first of CUDA_VISIBLE_DEVICES, which may name it by its number or its UUID, or the first of
     all. CUDA numbers the GPUs whose device files exist by their PCI addresses, and the driver states the file
-    of each address below /proc. If a container hides that folder, the files are taken in their own order.
-    `root` is the folder that contains dev and proc. Raises IsolationUnavailable if no GPU has the given UUID.
+    of each address below /proc/driver. If a container hides that folder, the device files are taken in the
+    order of their numbers. `root` is the folder that contains dev and proc. If no GPU is known to have the
+    given UUID and there is only one, that one is taken. Raises IsolationUnavailable if none of several GPUs
+    is known to have it, or if several UUIDs begin with it.
     """
     devices = {int(path.name[6:]) for path in (root / "dev").glob("nvidia[0-9]*")}
     gpus = []  # UUID and number of the device file, in the order of PCI addresses
@@ -338,9 +345,9 @@ def confined(
     The sandbox applies the system-call filter that it reads from the descriptor, so the process that is
     started must inherit the descriptor. `variables` are set inside in addition to `sandbox_environment`.
     `paths` are visible read-only, and `writable` are host folders by their path inside. `temporary_bytes` is
-    the capacity of /tmp, `memory_bytes` limits the address space, `file_bytes` each written file, and
-    `seconds` the CPU time of each process. `uid` is the user of the command if this process is root. When
-    memory runs out, the kernel ends `command` before the judge.
+    the capacity of /tmp in bytes, `memory_bytes` limits the address space of each process, `file_bytes` each
+    written file, and `seconds` the CPU time of each process. `uid` is the user of the command if this process
+    can change uids (`can_change_uid`). When memory runs out, the kernel ends `command` before the judge.
     """
     sandbox = bubblewrap(
         device="cpu",

@@ -1,4 +1,4 @@
-"""This module checks whether runners can be isolated, before a command that judges does anything else.
+"""Check whether runners can be isolated, before a command that judges does anything else.
 
 The check confines a command as a compiler is confined. Then it starts one runner as a candidate's runner is
 started, pauses it and reads its memory. This takes a fraction of a second. If it fails, IsolationUnavailable
@@ -110,7 +110,8 @@ CASES: tuple[tuple[Callable[[System, str, bool], bool], str], ...] = (
 def explain(message: str, *, root: bool, system: System | None = None) -> str:
     """Return the error message for a failure to make a sandbox, with the fix of the first case that applies.
 
-    `message` is what the failed program printed, and `root` tells whether root started it.
+    `message` is what the failed program printed, and `root` tells whether root started it. `system` has the
+    kernel's settings, by default those of this machine.
     """
     remedy = next(
         (remedy for applies, remedy in CASES if applies(system or System(), message, root)), f"see {GUIDE}"
@@ -170,7 +171,7 @@ def _unreadable_path() -> Path | None:
 def check_isolation(sandbox: Sandbox, device: Device) -> None:
     """Raise IsolationUnavailable unless runners can be isolated, paused and read, and compilers confined.
 
-    A check that has passed is not repeated in this process for equal arguments. None is made if
+    A check that has passed is not repeated in this process for equal arguments. Nothing is checked if
     sandbox.isolation is "none".
     """
     if sandbox.isolation == "none":

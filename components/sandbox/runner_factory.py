@@ -1,4 +1,8 @@
-"""The factory of runners: it starts zygotes inside bubblewrap and lets them fork runners on demand."""
+"""The factory of runners: it starts zygotes and lets them fork runners on demand.
+
+A runner is a process that executes code of a candidate or a task. A zygote is a process that has loaded torch
+(inside/zygote.py). Zygotes run inside bubblewrap unless sandbox.isolation is "none".
+"""
 
 import contextlib
 import fcntl
@@ -52,7 +56,11 @@ WARM_KINDS: tuple[ZygoteKind, ...] = ("plain", "compile")
 
 @dataclass
 class Zygote:
-    """A running zygote process, which forks a runner for each header that is sent to `control`."""
+    """A running zygote process and the socket `control`, on which the judge requests runners.
+
+    The zygote forks one runner for each message that it receives there: a RoleHeader with a Confinement
+    (inside/runner_protocol.py).
+    """
 
     process: subprocess.Popen[bytes]
     control: socket.socket
@@ -68,8 +76,9 @@ class Zygote:
 def torch_cache(parent: Path) -> Path:
     """Return the cache folder of this torch installation below `parent`, and remove unused cache folders.
 
-    The folder's name is a digest of the installation, because inside a sandbox every installation has the
-    same path and cached results could not be distinguished otherwise.
+    Unused are those that were not modified for CACHE_SECONDS. The folder's name is a digest of the
+    installation, because inside a sandbox every installation has the same path and cached results could not
+    be distinguished otherwise.
     """
     installation = [str(path) for path in isolation.package_folders()]
     folder = parent / digest_json([importlib.metadata.version("torch"), sys.version, installation])[:16]
@@ -80,10 +89,10 @@ def torch_cache(parent: Path) -> Path:
 
 
 def sealed_file(content: bytes) -> int:
-    """Return the descriptor of a file in memory that nobody can change, with `content`.
+    """Return the descriptor of a file in memory that has `content` and that nobody can change.
 
-    A process can open any file again of which it has a descriptor, and for writing if the file's owner is its
-    own account.
+    The file is sealed, because a read-only descriptor would not suffice: a process can open the file of a
+    descriptor again, and for writing if its own account owns the file.
     """
     descriptor = os.memfd_create("sealed", os.MFD_ALLOW_SEALING)
     with open(descriptor, "wb", closefd=False) as file:
@@ -119,17 +128,17 @@ class RunnerFactory:
         self.pidfds: list[int] = []
 
     def prepare(self) -> None:
-        """Start the zygotes of both kinds without waiting for their imports."""
+        """Start the zygotes of the kinds `plain` and `compile` without waiting for their imports."""
         with self.lock:
             for kind in WARM_KINDS:
                 self._zygote(kind)
 
     def spawn(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Fork a runner for the role in `header`, with `seconds` of wall time for its whole life.
+        """Fork a runner for the role in `header`, with `seconds` of wall time in all, pauses not counted.
 
-        `descriptors` are sent to it with the header, in the order that RoleHeader states. Raises RunnerError
-        if the header is too long, InfrastructureError if the runner does not start, and UserError if
-        repeatedly no zygote of its kind can start.
+        `descriptors` are sent to the runner with the header, in the order that RoleHeader states. Raises
+        RunnerError if the header is too long, InfrastructureError if the runner does not start, and UserError
+        if MAX_FAILED_STARTS successive zygotes of the kind have ended without starting any runner.
         """
         kind = header.get("zygote") or ("compile" if header["role"] == "compile" else "plain")
         message = {**header, **self._confinement(header["role"], kind)}
@@ -166,7 +175,10 @@ class RunnerFactory:
         return runner
 
     def close(self) -> None:
-        """End all zygotes and runners and wait until they have ended, so that their GPU memory is free."""
+        """End all zygotes and runners and wait until they have ended, so that their GPU memory is free.
+
+        The wait for the runners ends after EXIT_SECONDS.
+        """
         with self.lock:
             for zygote in self.zygotes.values():
                 zygote.close()

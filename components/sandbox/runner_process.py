@@ -53,10 +53,11 @@ ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
 class RunnerError(Exception):
     """Error raised if a runner fails.
 
-    The runner crashed, exceeded its time or memory, sent a wrong message or reported an error. The kind
-    "wrong" means an output that cannot be read or does not have the form of the reference output. The kind
-    "forbidden" means a call of a blocked operator, and "unknown_result" one in a constructor, whose result
-    has not been recorded.
+    The runner crashed, exceeded its time ("timed_out") or memory, sent a message that was not expected
+    ("protocol") or reported an error. The kind "wrong" means an output that cannot be read or does not have
+    the form of the reference output. The kind "forbidden" means a call of a blocked operator of torch. The
+    kind "unknown_result" means that a constructor called an operator whose result has not been recorded
+    (inside/constructor_mode.py). `text` is the detail, such as a traceback.
     """
 
     def __init__(self, kind: RunnerErrorKind, text: str = ""):
@@ -220,14 +221,16 @@ class Runner:
     def read_memory(self, addresses: list[int], targets: list[int], sizes: list[int]) -> None:
         """Copy ranges of the runner's memory to addresses in this process (process_vm_readv(2)).
 
-        Raises RunnerError if a range cannot be read, and InfrastructureError if the judge may not read it.
+        Range i has `sizes[i]` bytes at `addresses[i]` and is copied to `targets[i]`. Raises RunnerError if a
+        range cannot be read, and InfrastructureError if the judge may not read it.
         """
         self._copy_memory(_libc.process_vm_readv, targets, addresses, sizes, "unreadable_output")
 
     def write_memory(self, addresses: list[int], sources: list[int], sizes: list[int]) -> None:
         """Copy ranges of this process's memory, at `sources`, to the runner's memory (process_vm_writev(2)).
 
-        Raises RunnerError if a range cannot be written, and InfrastructureError if the judge may not write.
+        Range i has `sizes[i]` bytes at `sources[i]` and is copied to `addresses[i]`. Raises RunnerError if a
+        range cannot be written, and InfrastructureError if the judge may not write.
         """
         self._copy_memory(_libc.process_vm_writev, sources, addresses, sizes, "output_is_read_only")
 
@@ -280,7 +283,7 @@ class Runner:
         return False
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of all threads of the runner, from the kernel (clock_getcpuclockid(3))."""
+        """Return the CPU time of the runner's threads, child processes excluded (clock_getcpuclockid(3))."""
         try:
             return time.clock_gettime((~self.pid << 3) | 2)
         except OSError as error:

@@ -76,10 +76,11 @@ NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0
 def seccomp_program(role: Literal["candidate", "task", "command"], device: str = "cpu") -> bytes:
     """Return the filter for a role as a BPF program.
 
-    A `candidate` may start threads, but no processes and no programs, and it may open only local sockets. On
-    cpu it also cannot make memory that its address-space limit does not include. A runner of a `task`'s own
-    source may start programs, as torch.compile does. Neither may make the kernel send it a later signal, as a
-    `command`, that is a compiler or the agent's shell, may.
+    The role `candidate` is for a runner of a candidate. It may start threads, but no processes and no
+    programs, and it may open only local sockets. If `device` is cpu, it also cannot make memory that its
+    address-space limit does not include. The role `task` is for a runner of a task's own source, which may
+    start programs, as torch.compile does. Neither of these may make the kernel send it a later signal. The
+    role `command` is for a compiler or an agent's shell, which may do so.
     """
     import pyseccomp
 

@@ -1,8 +1,8 @@
 """The judge as a service: jobs over HTTP for callers with tokens, on the judges of `cuda-agent serve`.
 
-This package imports `core`, `policy`, `judge` and `agent`. A remote caller sends sources and gets verdicts.
-Of the judge's settings, a request chooses only the precision, the labels (rules, weights and tolerance) and,
-for an admission, the shortest and longest eager time of a task. Start with `jobs.py`; the routes are in
-`app.py`, and their client is in `judge/pool/open_pool.py`. `mcp_server.py` has the tools of coding agents.
-`client/` is a package of its own for trainers: reward functions and an environment for verifiers.
+This package imports `core`, `policy`, `sandbox` and `judge`. A remote caller sends sources and gets verdicts.
+Of the judge's settings, a remote caller chooses only the precision, the labels (rules, weights and tolerance)
+and, for an admission, the shortest and longest eager time of a task. Start with `jobs.py`; the routes are in
+`app.py`, and their client is in `judge/pool/service_client.py`. `mcp_server.py` has the tools of coding
+agents. `client/` is a package of its own for trainers: reward functions and an environment for verifiers.
 """

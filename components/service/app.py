@@ -214,7 +214,10 @@ class BodyLimit:
 
 
 async def ended(service: JobService, token: Token, job_id: str, seconds: float) -> JobView:
-    """Wait for the end of a job, for at most `seconds` or until the service closes, and return its state."""
+    """Wait for the end of a job, for at most `seconds` or until the service closes, and return the job.
+
+    Raises ServiceError if the token has no such job.
+    """
     deadline = time.monotonic() + seconds
     loop, event = asyncio.get_running_loop(), asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Limits of the HTTP server, with which clients that send nothing keep nobody from connecting."""
+"""Limits on the HTTP server's connections, so that clients that send nothing cannot block other clients."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ UNAVAILABLE += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 
 
 def most_connections() -> int:
-    """Return how many connections may be open, which leaves most descriptors to the judge."""
+    """Return how many connections may be open, so that most file descriptors are left for the judge."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(MOST_CONNECTIONS, int(DESCRIPTOR_SHARE * limit))
 
@@ -70,7 +70,7 @@ class BoundedConnection(H11Protocol):
 
 
 class BoundedServer(uvicorn.Server):
-    """A server that goes on accepting connections after the process had no descriptor for one."""
+    """A server that goes on accepting connections after the process has run out of file descriptors."""
 
     def __init__(self, config: uvicorn.Config):
         config.http, config.backlog = BoundedConnection, BACKLOG
@@ -82,9 +82,9 @@ class BoundedServer(uvicorn.Server):
 
 
 def _log_briefly(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log an error of the event loop without its traceback, for which files would have to be opened.
+    """Log an error of the event loop without its traceback, because a traceback opens files.
 
-    An error of the handler itself would end the loop.
+    An exception that this handler raises would end the loop, so it is suppressed.
     """
     with contextlib.suppress(Exception):
         LOG.error("%s: %r", context["message"], context.get("exception"))

@@ -2,7 +2,8 @@
 
 A job that is queued or running when the process ends is queued when the store is opened again, but fails if
 the process ended three times while the job ran. The text of a request is deleted when its job ends; the
-result itself is in the journal of verdicts. Jobs that ended long ago are deleted.
+result itself is in the journal, a folder with one file for each verdict or admission. Jobs that ended long
+ago are deleted.
 """
 
 import sqlite3
@@ -50,11 +51,11 @@ class StoredJob:
     """One job as it is stored.
 
     `token` is the name of the caller's token. `subject` is a digest of the token, the settings, the task and
-    the candidate, so all measurements of a candidate for one token have the same subject. `measurement` is
-    the number of the measurement, from 1 on. `changed` is the time.time() of the submission or of the last
-    change of the state, and `body` the request as JSON. `error` and the HTTP status `status` say why a job
-    failed. `size` is the number of bytes of the request. `seq` is the place of the job in the order of
-    submissions.
+    the candidate, so all measurements of a candidate for one token have the same subject. For an admission it
+    is the id of the job. `measurement` is the number of the measurement, from 1 on. `changed` is the
+    time.time() of the submission or of the last change of the state, and `body` the request as JSON. `error`
+    and the HTTP status `status` say why a job failed. `size` is the number of bytes of the request. `seq` is
+    the place of the job in the order of submissions.
     """
 
     id: str
@@ -112,7 +113,7 @@ class JobStore:
         return {row["token"]: StoredJob(**row) for row in rows}
 
     def move(self, job_id: str, state: State, *before: State) -> bool:
-        """Set the state of a job to `state` if it is one of `before` now, and return whether it was.
+        """Set the state of a job to `state` if its state is one of `before`, and return whether it was set.
 
         A job that begins to run counts one more attempt, and a cancelled job loses its body.
         """

@@ -1,8 +1,10 @@
 """Jobs of the service: a durable queue that is fair between tokens, and threads that judge the jobs in it.
 
-The judges are those of one device. The id of a job is the key of its verdict in the journal, so that a
-repeated request costs nothing. The epoch in this key consists of the token's name, the number of the
-measurement and whether the candidate is compared with torch.compile.
+The judges are those of one device. The journal is a folder with a file for each verdict or admission. The id
+of a job is the key of its result in the journal, so that a repeated request costs nothing. The key of a
+verdict covers the settings of the judge, the task, the candidate and a text called epoch, which consists of
+the token's name, the number of the measurement, how the candidate is compared with torch.compile and, if it
+is compared with another candidate instead of torch.compile, the digest of that candidate.
 """
 
 import contextlib
@@ -96,9 +98,10 @@ class JobService:
             thread.start()
 
     def submit(self, token: Token, body: JudgementBody | AdmissionBody) -> JobView:
-        """Return the job of a request, which is queued unless it is known already.
+        """Return the job of a request, after adding it to the queue if necessary.
 
-        Raises ServiceError if the request is not allowed, or if the queue is full.
+        It is not added if its result is in the journal or if it is queued or running already. Raises
+        ServiceError if the request is not allowed, or if the queue is full.
         """
         if body.params is not None and token is not OWNER:
             raise ServiceError(403, "params: only the account that runs the service may send them.")
@@ -210,7 +213,10 @@ class JobService:
         return job
 
     def view(self, token: Token, job_id: str) -> JobView:
-        """Return the state of a job of the token, and its result if it is done."""
+        """Return the state of a job of the token, and its result if it is done.
+
+        Raises ServiceError if the token has no such job, or if its result was deleted.
+        """
         job = self.find(token, job_id)
         verdict, admission = None, None
         if job.state == "done":
@@ -238,7 +244,7 @@ class JobService:
         )
 
     def cancel(self, token: Token, job_id: str) -> JobView:
-        """Cancel a queued job; raise ServiceError if it is running or done."""
+        """Cancel a queued job; raise ServiceError if it is running, done, failed or not of this token."""
         job = self.find(token, job_id)
         if not self.store.move(job.id, "cancelled", "queued", "cancelled"):
             raise ServiceError(409, f"job: it is {job.state}; only a queued job can be cancelled.")
@@ -311,7 +317,7 @@ class JobService:
         """Return the first job of the token that was served least recently, or None if none may run.
 
         The jobs of one token may occupy all workers but one, so that another token's job can begin at once.
-        Those of the account that runs the service may occupy all.
+        The jobs of the account that runs the service may occupy all workers.
         """
         most = max(1, self.workers - 1)
         jobs = [

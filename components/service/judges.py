@@ -41,11 +41,12 @@ class WarmJudge:
 
 
 class WarmJudges:
-    """The judges of one device, each for one set of parameters and constructed at its first use.
+    """The judges of one device, each for one set of settings and constructed at its first use.
 
     `folder` is where judges keep builds and caches. The judge for `params` is constructed at once and is
-    closed only by `close`. Any other judge is closed when it is the one that was not used for longest and
-    MOST_WARM others are wanted. Judges whose limits of runners are equal fork them from the same processes.
+    closed only by `close`. Another judge is closed when one more is wanted than the MOST_WARM that are kept
+    open, if it is not in use and was not used for longest. Judges with equal limits of runners, which are the
+    sandboxed processes that execute candidates, fork their runners from the same processes.
     """
 
     def __init__(self, params: Params, folder: Path):
@@ -93,7 +94,10 @@ class WarmJudges:
                     del self.judges[protocol]
 
     def _remove_unused(self) -> list[Judge]:
-        """Remove and return the unused judges that leave no place for another warm one, the oldest first.
+        """Remove and return the unused judges that must be closed so that one more makes at most MOST_WARM.
+
+        Those that were not used for longest are removed first, and the judge of the service's own parameters
+        never.
 
         The caller holds the lock, and closes the judges after it has released it.
         """

@@ -1,4 +1,4 @@
-"""Tools for coding agents by the Model Context Protocol, which send requests to the HTTP service.
+"""Tools for coding agents by the Model Context Protocol, which send requests to the judge's HTTP service.
 
 They are served on standard input and output (`cuda-agent mcp`). No call takes longer than `CALL_SECONDS`,
 because clients end calls after 60 seconds: `judge` answers with a verdict or with the id of a job, for which
@@ -123,7 +123,11 @@ def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
 
 
 def explain_reason(reason: str) -> str:
-    """Return the rows of the table of reasons in SKILL.md that name `reason` or the part before its colon."""
+    """Return the meaning of a verdict's status or reason, and what to do about it.
+
+    The result has the rows of the table of reasons in agent_workdir/SKILL.md that name `reason` or, if none
+    does, the part of `reason` before its colon. If there is no such row either, it lists all statuses.
+    """
     rows = REASON_ROW.findall((PROJECT / "agent_workdir" / "SKILL.md").read_text())
     for word in filter(None, (reason.strip(), reason.partition(":")[0].strip())):
         pattern = re.compile(rf"\b{re.escape(word)}\b")

@@ -70,7 +70,7 @@ Measurement = Annotated[
 
 
 class Body(FrozenModel):
-    """Base class of the requests to judge, with the settings of the judge that a caller may choose.
+    """Base class of the bodies of requests, with the settings of the judge that a caller may choose.
 
     `params` replaces all parameters of the service for this request. It is accepted only over the Unix
     socket, from the account that runs the service.

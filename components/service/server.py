@@ -32,7 +32,10 @@ GRACE_SECONDS = 3
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of `[HOST:]PORT`; raise UserError if it has another form."""
+    """Return host and port of `[HOST:]PORT`, where the host is by default 127.0.0.1.
+
+    Raises UserError, which names the option --http, if the text has another form.
+    """
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or not 0 <= int(port) < 1 << 16:
         raise UserError(f"--http {text}: give a port, or an address and a port such as 127.0.0.1:8470.")
@@ -133,11 +136,11 @@ def serve(
 ) -> None:
     """Serve the judges of a home on a Unix socket until SIGINT or SIGTERM.
 
-    The socket is in the folder `judge` of `home`, and the queue and the journal are in `service/<device>`.
-    `tasks` are the tasks that callers may name. `started` is called with the path of the socket when the
-    server accepts requests. With `listener`, the same queue is served there too, for callers with `tokens`,
-    or for this machine if it is None. Raises UserError if a judge runs already in this home or, in one
-    account, on this GPU.
+    The socket is in the folder `judge` of `home`, and the queue and the journal of verdicts are in
+    `service/<device>`. `tasks` are the tasks that callers may name. `started` is called with the path of the
+    socket when the server accepts requests. With `listener`, the same queue is served there too, for callers
+    with `tokens`, or for every caller on this machine if `tokens` is None. Jobs are deleted `keep_days` days
+    after their end. Raises UserError if a judge runs already in this home or, in one account, on this GPU.
     """
     folder = home / "judge"
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ from components.service.requests import ServiceError
 
 
 class Token(FrozenModel):
-    """Rights and limits of one caller."""
+    """The token of one caller: the SHA-256 digest of its secret, and the caller's rights and limits."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
     digest: str
@@ -96,7 +96,10 @@ class TokenFile:
         return status.st_mtime_ns, status.st_size, status.st_ino
 
     def find(self, secret: str) -> Token:
-        """Return the token with this secret; raise ServiceError if there is none or it has expired."""
+        """Return the token with this secret.
+
+        Raises ServiceError if there is none, if it has expired, or if the changed file cannot be read.
+        """
         with self.lock:
             if (state := self._stat()) != self.state:
                 try:

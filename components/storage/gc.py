@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """The groups that can be removed, and for every other group the reason to keep it."""
+    """The groups that can be removed, and the reason to keep every other group, by the group's name."""
 
     remove: tuple[Group, ...]
     keep: dict[str, str]
@@ -107,9 +107,9 @@ def words(text: str) -> set[str]:
 def reason_to_keep(identity: str, references: dict[str, str]) -> str:
     """Return the description of a reference to the run or checkpoint `identity`, or an empty string.
 
-    `references` maps run ids, run keys and digests to a description of what refers to them. Such a reference
-    matches if it is equal to the identity, if it begins with the identity (a run's key begins with the run's
-    id), or if it is a prefix of the identity with at least 12 digits.
+    `references` maps run ids, run keys and digests to a description of what refers to them. A key of this
+    mapping matches if it is equal to the identity, if it begins with the identity (a run's key begins with
+    the run's id), or if it is a prefix of the identity with at least 12 digits.
     """
     if identity in references:
         return references[identity]

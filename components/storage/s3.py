@@ -1,10 +1,11 @@
 """An artifact store in a bucket of an S3-compatible server.
 
-Credentials, region and endpoint are read from boto3's usual settings. Every write contains checksums that the
-server compares: the SHA-256 of the object, or of each part of a large object. The object's SHA-256 is also
-stored as metadata, with which every read compares the data. A write has the condition `If-None-Match: *`, so
-that if two processes write one key, the server refuses the second. Some servers ignore the condition, so the
-store also checks before each write whether the key exists.
+Credentials and region are read from boto3's usual settings, and so is the endpoint if the parameter
+store.endpoint is empty. Every write contains checksums that the server compares: the SHA-256 of the object,
+or of each part of a large object. The object's SHA-256 is also stored as metadata, with which every read
+compares the data; an object of another program that lacks it is not compared. A write has the condition
+`If-None-Match: *`, so that if two processes write one key, the server refuses the second. Some servers ignore
+the condition, so the store also checks before each write whether the key exists.
 
 boto3's transfer manager moves large objects in parts, several at a time.
 """
@@ -186,7 +187,7 @@ class S3Store:
 
     @contextlib.contextmanager
     def _faults(self, name: str, act: str) -> Iterator[str]:
-        """Yield `name`, the name of an object, and convert boto3's errors in the block.
+        """Yield `name`, an object's name or the beginning of names, and convert boto3's errors in the block.
 
         StoreUnavailable is raised if the call may succeed later, and UserError if it cannot succeed without a
         change of the settings or the bucket. `act` names the operation in the message.
@@ -223,5 +224,8 @@ class S3Store:
 
 
 def _refuse_existing(params: dict[str, Any], **_: Any) -> None:
-    """Add to a write the condition that the object does not exist, which a transfer has no argument for."""
+    """Add the condition that the object does not exist to the parameters of a write.
+
+    boto3's transfer manager has no argument for this condition.
+    """
     params["IfNoneMatch"] = "*"

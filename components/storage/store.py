@@ -1,8 +1,8 @@
 """The interface of artifact stores, and the store whose objects are files below one folder.
 
 Keys are POSIX paths such as `runs/1f0c/report.html`. An object is immutable: writing equal bytes to its key
-again has no effect, and writing different bytes raises UserError. So no run can change the objects of another
-run.
+again has no effect, and writing different bytes raises UserError. So no run can overwrite the objects of
+another run; objects are removed only by `Store.remove`.
 """
 
 import errno
@@ -38,7 +38,7 @@ class Store(Protocol):
     """A store of immutable objects with keys."""
 
     def put(self, key: str, source: Path) -> str:
-        """Store the file under `key`, and return the address of the object.
+        """Store the file `source` under `key`, and return the address of the object (a path or an s3:// URL).
 
         Raises UserError if the key already has other content.
         """

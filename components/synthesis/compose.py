@@ -1,4 +1,4 @@
-"""Composition of tasks from the core operators (operator_chain.py).
+"""Composition of tasks from the core operators (components/bootstrap/operator_chain.py).
 
 A task is a chain of operators with matching shapes and dtypes, which is written as a self-contained module. A
 chain becomes a task only if its output on a small input varies, and changes when any one of its operators is
@@ -181,10 +181,11 @@ _probe = functools.cache(probe)
 
 
 def every_operator_matters(steps: Steps) -> bool:
-    """Return whether every operator of a chain changes the output.
+    """Return whether the output of a chain is usable and every operator of the chain changes it.
 
-    Leaving out any operator must change the output by at least 1 % of its root mean square, and the output
-    must not be the same for all elements. A reduction always matters, because it changes the shape.
+    Leaving out any operator must change the output by at least 1 % of its root mean square, or its shape, as
+    a reduction does. The output must also vary between elements and be precise in float32
+    (`passes_ablation`).
     """
 
     def run(chain: Sequence[Step], dtype: torch.dtype) -> Tensor:
@@ -261,8 +262,8 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
     """Return a random task whose estimated eager time lies within data.eager_seconds if possible.
 
     `rng` draws the operators, their number (according to data.operator_mix), constants and shape. The field
-    `ops` has the operators in their order, `data_source` is torch#N for N operators, and `split` depends on
-    `is_held_out`. Raises UserError if data.numel permits no shape.
+    `ops` has the operators in their order, `data_source` is torch#N for N operators, and `split` is that of
+    `split_of`. Raises UserError if data.numel permits no shape.
     """
     shapes, count = _shapes(data), draw_weighted(rng, data.operator_mix)
     fastest, slowest = data.eager_seconds[0] * 1.3, data.eager_seconds[1] / 1.3

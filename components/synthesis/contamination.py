@@ -1,9 +1,11 @@
 """Structural similarity of `Model` classes, which keeps training tasks different from evaluation programs.
 
-The paper drops a training task if its similarity to an evaluation program is above 0.9 (appendix 6). Here,
-the similarity is the Dice coefficient of the multisets of all subtrees of both syntax trees. It is 1 for
-equal structures, and 0 if there is no common subtree. Before the comparison, assignments are inlined, and
-variable names, numbers, docstrings and module prefixes are removed.
+An evaluation program is the source of a benchmark's task, such as one of KernelBench, that data.against
+names. The paper of CUDA Agent (arXiv 2602.24286, appendix 6) drops a training task if its similarity to an
+evaluation program is above 0.9; here the limit is data.max_similarity. The similarity is the Dice coefficient
+of the multisets of all subtrees of both syntax trees. It is 1 for equal structures, and 0 if there is no
+common subtree. Before the comparison, assignments are inlined, and variable names, numbers, docstrings and
+module prefixes are removed.
 """
 
 import ast
@@ -53,7 +55,8 @@ def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
 def graph_digest(code: str) -> str:
     """Return a digest of the operator graph and the input shapes of a task's source.
 
-    It is equal for sources that differ only in the names of variables, in module prefixes and in formatting.
+    The digest is equal for sources that differ only in the names of variables, in module prefixes and in
+    formatting.
     """
     return digest_bytes(
         "\n".join(
@@ -69,13 +72,14 @@ def similarity(a: Subtrees, b: Subtrees) -> float:
 
 
 class EvaluationPrograms:
-    """The evaluation programs to which training tasks must not be similar."""
+    """The evaluation programs (sources of benchmark tasks) to which training tasks must not be similar."""
 
     def __init__(self, against: Iterable[str]):
-        """Read the programs in .py files, in parquet files with a column `code`, and in folders of either.
+        """Read the programs below the paths `against`, which are those of the parameter data.against.
 
-        Of a KernelBench checkout only the folder `KernelBench` is read, which has the tasks. Raises
-        UserError, which names the first path that cannot be read or has no program.
+        A path is a .py file, a parquet file with a column `code`, or a folder of either. Of a KernelBench
+        checkout only the folder `KernelBench` is read, which has the tasks. Raises UserError, which names the
+        first path that cannot be read or has no program.
         """
         self.programs = [
             (origin, count_subtrees(code)) for name in against for origin, code in _sources(Path(name))

@@ -1,6 +1,7 @@
 """Build a data set of training tasks, from composed tasks or from those of a parquet file.
 
-Such a file has the columns of the public data set CUDA-Agent-Ops-6K.
+Such a file has the columns of the public data set CUDA-Agent-Ops-6K. In this module, a candidate is a task
+that is proposed for the data set, and not a kernel.
 """
 
 import ast
@@ -45,8 +46,8 @@ def build_dataset(
     and verdicts give an equal data set, whatever the order of the verdicts is. `seeds` is the folder with the
     table of mined operators, which is not needed if data.operators is `core`. If data.composer names a server
     of a language model, its answers are stored in the folder `answers` beside `seeds`. Raises UserError if
-    data.against cannot be read, if too many candidates in a row are refused, if the composer
-    finds nothing new, or if `out` contains another data set. Raises InfrastructureError if the judge fails.
+    data.against cannot be read, if too many candidates in a row are refused, if the composer finds nothing
+    new, or if `out` contains another data set. Raises InfrastructureError if the judge fails.
     """
     check_output_folder(out)
     data = params.data
@@ -121,10 +122,9 @@ PUBLIC = ("ops", "data_source", "code")
 def read_public(path: Path, seed: int) -> list[KernelTask]:
     """Return every row of a parquet file as a task that no judge has admitted yet.
 
-    The name of a task is the number of its row. `seed` is data.held_out_seed, by which some tasks are marked
-    as held out. Raises UserError if the file
-    is not a parquet file or lacks one of the columns of the public data set, which are `ops`, `data_source`
-    and `code`.
+    The name of a task is `row N` for row N, counted from 0. `seed` is data.held_out_seed, by which some tasks
+    are marked as held out. Raises UserError if the file is not a parquet file or lacks one of the columns of
+    the public data set, which are `ops`, `data_source` and `code`.
     """
     try:
         table = pyarrow.parquet.read_table(path)
@@ -174,8 +174,8 @@ def parse_operators(value: Any) -> tuple[str, ...]:
 def check_rows(tasks: list[KernelTask], data: Data) -> dict[int, Rejection]:
     """Check the source of every row in order, without executing it, and return the refusals by row number.
 
-    `tasks` has one task for each row. A held-out row is refused if its operator sequence also occurs in a
-    training row.
+    `tasks` has one task for each row, and rows are counted from 0. A held-out row is refused if its operator
+    sequence also occurs in a training row.
     """
     task_filter = TaskFilter(data)
     trained = {task.ops for task in tasks if task.split == "train"}

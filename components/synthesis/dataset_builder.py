@@ -2,8 +2,9 @@
 
 In this package a proposed task is called a candidate (`TaskCandidate`). Every rejected candidate is stored
 with the reason. Candidates are decided in the order of their composition, so the admitted tasks depend only
-on the parameters and the verdicts, and not on which admission finished first. The pool stores the admissions
-in the journal, so that no candidate is judged again if a killed build is started again.
+on the parameters and the admissions, and not on which admission finished first. An admission is the judge's
+result on whether a task can be judged. The pool of judges stores admissions in a journal on disk, so that no
+candidate is judged again if a killed build is started again.
 """
 
 from collections import Counter, deque
@@ -39,8 +40,9 @@ AHEAD = 2
 class AdmissionPool(Protocol):
     """Interface to the part of the judge pool that building a data set needs.
 
-    `admit` submits the source of a task for admission. If `headroom` is true, the figures are also measured
-    from which the headroom is computed.
+    `admit` submits the source of a task, and the judge checks whether the task can be judged. If `headroom`
+    is true, the headroom is measured too, which is the time of torch.compile divided by the least time that
+    any kernel can take on the device.
     """
 
     def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]: ...
@@ -50,8 +52,8 @@ class AdmissionPool(Protocol):
 class TaskCandidate:
     """A task that may become part of a data set, with its state in the build.
 
-    `refused` is set if the task is refused because of its source, and `judgement` once the task is submitted
-    to the judge. The task is composed, or read from an imported file.
+    The task is composed, or read from an imported file. `refused` is set if the task is refused because of
+    its source, and `judgement`, the judge's admission of the task, once the task is submitted to the judge.
     """
 
     task: KernelTask
@@ -184,9 +186,9 @@ class DatasetBuilder:
         return Counter({quota: count - self.done[quota] for quota, count in (self.wanted or {}).items()})
 
     def open_quotas(self) -> Counter[Quota]:
-        """Return the number of missing tasks of each split and kind that no candidate of the window can fill.
+        """Return how many tasks of each split and kind would be missing if all undecided ones were admitted.
 
-        All candidates in the window that can still be admitted are counted as admitted.
+        The undecided ones are the candidates of the window that can still be admitted.
         """
         open_quotas = self.missing()
         for candidate in self.window:

@@ -39,7 +39,7 @@ QUANTILES = (0, 0.1, 0.5, 0.9, 1)
 
 @dataclass(frozen=True)
 class Rejection:
-    """A rejected candidate with the reason and a detail.
+    """A rejected candidate (a task that was proposed for a data set) with the reason and a detail.
 
     The reason is a word that programs can read, such as "duplicate_graph", and the detail a text for people.
     """
@@ -109,8 +109,9 @@ def write_summary(folder: Path, params: Params, summary: DatasetSummary) -> None
 def metrics(summary: DatasetSummary) -> dict[str, Any]:
     """Return the figures of a data set by name, which `dvc metrics show` and the report show.
 
-    Times are in seconds. The groups of figures on similarity, headroom and eager time are empty if these were
-    determined for no task.
+    Times are in seconds, and headroom is the time of torch.compile divided by the least time that any kernel
+    can take. The groups of figures on similarity, headroom and eager time are empty if these were determined
+    for no task.
     """
     times = [task.evidence["eager_seconds"] for task in summary.admitted]
     left = [task.evidence["headroom"] for task in summary.admitted if "headroom" in task.evidence]

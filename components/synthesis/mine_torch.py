@@ -1,9 +1,10 @@
 """Mining of operator templates from the installed torch.
 
 Every public module of torch.nn and every public function of torch.nn.functional, torch and torch.special is
-tried with the arguments of its signature on tensors of rank 2 to 5. A template is kept if it fits a meta
-tensor and if its output on a small real tensor is deterministic, finite, precise in float32, not constant and
-not equal to the input.
+tried with the arguments of its signature on tensors of rank 2 to 5. A template is the source of one such call
+with fields for its inputs and sizes (mined_operators.py). It is kept if it runs on a meta tensor and if its
+output on a small real tensor is deterministic, finite, precise in float32, not constant and not equal to the
+input.
 """
 
 import inspect
@@ -44,7 +45,7 @@ DOES_NOT_FIT = "fits no float32 tensor of rank 2 to 5 and gives one back"
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument in the signature of an operator: its name, and whether it is required and a tensor."""
+    """An argument in an operator's signature: its name, whether it is required, whether it is a tensor."""
 
     name: str
     is_required: bool
@@ -52,7 +53,7 @@ class Argument:
 
 
 def mine() -> tuple[list[OperatorTemplate], dict[str, str]]:
-    """Return all templates in a fixed order, and the reason for each public name that has no template.
+    """Return all templates in a fixed order, and why other public names have none, as reasons by name.
 
     The order is that of the namespaces torch.nn, torch.nn.functional, torch and torch.special. Mining takes
     about ten seconds.

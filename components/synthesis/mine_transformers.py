@@ -70,7 +70,9 @@ SIZE = {"batch": 2, "length": 16, "hidden": 256}
 
 
 def mine() -> tuple[list[TransformersModule], dict[str, str]]:
-    """Return the modules in the order of the families, and the reason for each class that is left out.
+    """Return the modules in the order of the families, and why others were left out, as reasons by name.
+
+    A name is that of a class or of a function for rotary embeddings, such as transformers.llama.LlamaMLP.
 
     Mining takes about a minute on one core.
     """
@@ -212,7 +214,7 @@ def _required(node: ast.ClassDef, method: str, library: LibraryFile) -> list[str
 
 
 def _write_call(arguments: list[str], main: str) -> tuple[list[str], str]:
-    """Return the source texts of the task's inputs, and of the call of `self.block` with them.
+    """Return the source texts of the task's inputs, and that of the call of `self.block` with them.
 
     `arguments` are the names of the required parameters of the module's forward, and `main` is the expression
     for its main tensor input. The call names the inputs x, y, z, w. Raises CannotExtract if a parameter is
@@ -234,7 +236,8 @@ def _write_call(arguments: list[str], main: str) -> tuple[list[str], str]:
 def _find_defect(module: TransformersModule) -> str:
     """Return the reason why the module cannot be a task, or an empty string.
 
-    The module must run, be deterministic, and depend on its inputs.
+    The module must run, be deterministic, and depend on its inputs. It must return a single float32 tensor of
+    rank 2 or more, which is finite, not constant, and not equal to the first input.
     """
     scope: dict[str, Any] = {"__name__": "mined"}
     try:

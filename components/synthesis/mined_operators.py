@@ -1,9 +1,11 @@
 """Templates of the mined operators and modules, and their application to real and meta tensors.
 
-In a template, `{x}` stands for the input, `{y}` for a second input of the same shape, and `{self}` for the
-module or parameter that `init` creates. Other fields such as `{channels}` and `{last}` stand for sizes of the
-input (see `fill_template`), so that one template fits both the small tensors on which it is tried and the
-large tensors of a task.
+Mined operators and modules are those of the installed torch and transformers that were tried and found usable
+in tasks (mine_torch.py, mine_transformers.py). A template is the source of one call of an operator. In it,
+`{x}` stands for the input, `{y}` for a second input of the same shape, and `{self}` for the module or
+parameter that `init` creates. Other fields such as `{channels}` and `{last}` stand for sizes of the input
+(see `fill_template`), so that one template fits both the small tensors on which it is tried and the large
+tensors of a task.
 """
 
 import functools
@@ -272,9 +274,9 @@ def get_init_inputs():
 def write_module_source(module: TransformersModule, batch: int, length: int, hidden: int) -> str:
     """Return the Python source of a task with the module, for inputs of these sizes.
 
-    `batch`, `length` and `hidden` are the axes of the main input. An image input is a square whose side is
-    the root of `length`. The fields of the configuration that SCALED names become multiples of `hidden`, and
-    those that FIXED names get their fixed values.
+    The main input has the shape [batch, length, hidden]. If it is an image, its shape is [batch, hidden,
+    side, side], where `side` is the root of `length` rounded down. The fields of the configuration that
+    SCALED names become multiples of `hidden`, and those that FIXED names get their fixed values.
     """
     values = {
         "batch": batch,

@@ -52,8 +52,9 @@ Answer with one Python code block and nothing else."""
 class ModelComposer:
     """Endless iterator over tasks that a language model composes, one for each request to its server.
 
-    It yields a KernelTask, or a Rejection if the answer holds no usable source, in the order in which the
-    requests were sent.
+    It yields a KernelTask, or a Rejection if the answer holds no code block, in the order in which the
+    requests were sent. The iteration raises UserError if the server fails, or after MAX_EMPTY_IN_A_ROW
+    successive answers without a code block.
     """
 
     def __init__(self, operators: Sequence[str], data: Data, answers: Path):

@@ -1,9 +1,10 @@
 """Decide which proposed tasks, called candidates, may enter a data set, with the reason for each refusal.
 
-`check_source` decides without executing the source: contract, forbidden code, labels, duplicates, and
-similarity to evaluation programs. `check_admission` decides by the result of the judge's admission, in which
-the task was executed in the sandbox. An admitted task is deterministic, its outputs depend on its inputs,
-trivial answers to it are found wrong, and its eager time lies within data.eager_seconds.
+`check_source` decides without executing the source: whether it has the parts of a kernel task, forbidden
+code, labels (`ops` and `data_source`), duplicates, and similarity to evaluation programs, which are sources
+of benchmark tasks (contamination.py). `check_admission` decides by the result of the judge's admission, in
+which the task was executed in the sandbox. An admitted task is deterministic, its outputs depend on its
+inputs, trivial answers to it are found wrong, and its eager time lies within data.eager_seconds.
 """
 
 import ast
@@ -78,8 +79,8 @@ class TaskFilter:
         """Return the reason and the detail of a refusal after the judge's admission, or two empty strings.
 
         A task is refused if the judge did not admit it, if its eager time is outside data.eager_seconds, or
-        if its output hardly varies (MIN_SPREAD). The reason is a word such as "eager_time", and the detail a
-        text for people.
+        if its output's standard deviation is at most MIN_SPREAD of the output's mean magnitude. The reason is
+        a word such as "eager_time", and the detail a text for people.
         """
         if not admission.admitted:
             detail = str(admission.evidence.get("detail", ""))
@@ -95,9 +96,10 @@ class TaskFilter:
         return "", ""
 
     def similarity_evidence(self, task: KernelTask) -> dict[str, Any]:
-        """Return the evidence about the evaluation program that is most similar to the task.
+        """Return the origin and similarity of the evaluation program that is most similar to the task.
 
-        The result is empty if the task was not compared with any evaluation program.
+        The result is {"nearest": {"similarity": …, "program": …}}. It is empty if the task was not compared
+        with any evaluation program.
         """
         if task.task_id not in self.nearest_programs:
             return {}

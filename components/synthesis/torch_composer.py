@@ -1,7 +1,8 @@
 """Composition of tasks from the mined table: chains of torch operators, and modules of transformers.
 
-To find out whether a template fits, it is applied to a meta tensor with the shape and strides of the output
-of the template before it. A chain is kept if its output on small tensors varies, and changes when any
+The table (mined_operators.py) has templates, each of which is the source of one call of an operator, and
+modules. To find out whether a template fits, it is applied to a meta tensor with the shape and strides of the
+output of the template before it. A chain is kept if its output on small tensors varies, and changes when any
 operator is left out. The size of the inputs is chosen so that the estimated eager time lies within
 data.eager_seconds.
 """
@@ -93,12 +94,13 @@ GPU_FLOPS, GPU_BANDWIDTH, GPU_LAUNCH = 4e13, 3e12, 4e-6
 
 
 class OperatorCost(TorchDispatchMode):
-    """The cost of the torch operators that are called in its block, as a context manager.
+    """A context manager that adds up the cost of the torch operators that are called in its block.
 
     The tensors may be meta tensors. Operators that only make a view cost nothing. `flops` is the number of
     floating-point operations of products and convolutions. `bytes` is the number of bytes of the inputs and
-    outputs of all kernels. `calls` is the number of kernel launches, `largest` is the number of bytes of the
-    largest tensor, including parameters, and `after` is the shape and the strides of the output.
+    outputs of all kernels. `calls` is the number of kernel launches, and `largest` is the number of bytes of
+    the largest tensor, including parameters. `after` is the shape and the strides of the output, which
+    `operator_cost` sets.
     """
 
     after: Layout
@@ -156,6 +158,7 @@ class TorchComposer:
     """An endless iterator over drafts of tasks, which are composed from the table of mined operators.
 
     Equal arguments give equal drafts. If `modules` is false, no tasks with modules of transformers are drawn.
+    The constructor raises UserError if data.numel permits no input shape of one of the ranks.
     """
 
     def __init__(self, table: OperatorTable, data: Data, device: Device, *, modules: bool):
@@ -283,10 +286,11 @@ def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape
 
 
 def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> bool:
-    """Return whether the output varies and leaving out any operator changes it by at least 1 % (RMS).
+    """Return whether the output of a chain is usable and leaving out any operator changes it.
 
-    `shape` is that of the small input on which the chain is tried. The only operator of a chain of one is not
-    left out.
+    `shape` is that of the small input on which the chain is tried. The change must be at least 1 % of the
+    output's root mean square, or a change of its shape. The output must also vary between elements and be
+    precise in float32 (`passes_ablation`). In a chain of one operator, that operator is not left out.
     """
 
     def run(templates: Sequence[OperatorTemplate], dtype: torch.dtype) -> Tensor:
@@ -303,9 +307,8 @@ def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> b
 def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Layout, OperatorCost]] | None:
     """Return for each operator of a chain the layout of its input and its cost.
 
-    `shape` is the shape of the chain's input, which is contiguous.
-
-    Returns None if an operator cannot be applied to its input, or if a tensor becomes too large.
+    `shape` is the shape of the chain's input, which is contiguous. Returns None if an operator cannot be
+    applied to its input, or if a tensor becomes too large.
     """
     layout, walked = (shape, _contiguous(shape)), []
     for template in chain:

@@ -1,5 +1,6 @@
-"""This package gives every caller verdicts from one or more judges: here, on a Ray cluster, or over HTTP.
+"""This package gives verdicts from judges in this process, on a Ray cluster, or behind an HTTP service.
 
-Other packages use `open_pool.open_pool`, the check of tasks `measurable.refused_tasks`, and the records `Job`
-and `Candidate` of `local_pool.py`, which also keeps the journal of verdicts. Start with `local_pool.py`.
+The main entry points for other packages are `open_pool.open_pool`, `measurable.refused_tasks` (the check
+which tasks can be judged), and `JudgePool`, `Job` and `Candidate` of `local_pool.py`. The pool in that file
+also keeps the journal of verdicts. Start with `local_pool.py`.
 """

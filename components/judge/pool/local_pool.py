@@ -62,9 +62,10 @@ class Job:
     `epoch` is the caller's name for a set of judgements, for example one update of the policy. Jobs with the
     same task, candidate and epoch share one measurement and one journal entry.
 
-    `compare_compile` determines when a correct candidate is also compared with torch.compile: always, with
-    its fastest mode (True), only if it is faster than eager, with the default mode (False), or never (None).
-    It must be equal for all jobs of an epoch, because the key of a journal entry does not contain it.
+    `compare_compile` determines when a correct candidate is also compared with torch.compile: True always,
+    with the fastest mode of torch.compile on the task; False only if the candidate is faster than eager, with
+    the default mode; None never. It must be equal for all jobs of an epoch, because the key of a journal
+    entry does not contain it.
     """
 
     task: KernelTask
@@ -88,8 +89,8 @@ def admission_key(
 ) -> str:
     """Return the journal's key of the admission of the task with source `code`.
 
-    `protocol` is the digest of the judge's settings, and `window` the parameter `data.eager_seconds`. For
-    `headroom` and `memory_only` see `Judge.admit`.
+    `protocol` is the digest of the judge's settings, and `window` the parameter `data.eager_seconds`, the
+    smallest and the largest time of one eager call. For `headroom` and `memory_only` see `Judge.admit`.
     """
     if memory_only:
         return digest_json(["memory", protocol, digest_bytes(code.encode())])
@@ -115,8 +116,9 @@ def infrastructure_verdict(params: Params, error: InfrastructureError) -> Verdic
 def judge_with_retries(params: Params, judge: Callable[[], Verdict]) -> Verdict:
     """Return the first verdict of `judge` whose status is not `infrastructure`.
 
-    If the task's own source fails, or all `sandbox.attempts` calls fail by the judge's own fault, the last
-    verdict is returned.
+    `judge` is called at most `sandbox.attempts` times. A verdict `infrastructure` is returned if another call
+    would not help (`TASK_FAULTS`), or if it is that of the last call. An InfrastructureError of `judge`
+    counts as such a verdict.
     """
     with telemetry.judging() as status:
         for _ in range(params.sandbox.attempts):
@@ -145,7 +147,10 @@ def admit_with_retries(params: Params, admit: Callable[[], Admission]) -> Admiss
 
 
 class JudgePool(Protocol):
-    """Interface through which episodes and evaluations get verdicts."""
+    """Interface through which episodes and evaluations get verdicts and check tasks.
+
+    `LocalPool` describes the methods.
+    """
 
     def prepare(self) -> Future[None]: ...
 
@@ -162,10 +167,10 @@ class LocalPool:
     """Pool whose journal is on this machine, with one judge on this machine or several on a Ray cluster.
 
     The judges are on a Ray cluster if `pool.judges`, their number, is not 0. Each judge builds and prepares
-    several candidates at once, and measures one at a time. `verdicts` is the journal's folder. Files are
-    added to it and never changed. `folder` is where a judge on this machine keeps its builds and caches; by
-    default it is the folder `judge` beside the journal. If `use_service` is true and a service of this
-    account (`cuda-agent serve`) runs on `folder`, the pool uses it and starts no judge.
+    several candidates at once, and measures one at a time. `verdicts` is the journal's folder. Entries are
+    added to the journal and never changed. `folder` is where a judge on this machine keeps its builds and
+    caches; by default it is the folder `judge` beside the journal. If `use_service` is true and a service of
+    this account (`cuda-agent serve`) runs on `folder`, the pool uses it and starts no judge.
     """
 
     def __init__(
@@ -189,7 +194,10 @@ class LocalPool:
 
     @property
     def judge(self) -> Backend:
-        """Judge of this pool, which is started for the first job whose result is not in the journal."""
+        """Backend that judges for this pool, which is started at the first access and then kept.
+
+        The pool accesses it for the first job whose result is not in the journal, or in `prepare`.
+        """
         with self.lock:
             if self._judge is None:
                 self._judge = self.start()
@@ -198,8 +206,8 @@ class LocalPool:
     def start(self) -> Backend:
         """Return a new judge, a client of the running service, or the judges on a Ray cluster.
 
-        The modules are imported here, because a run whose results are all in the journal needs neither torch
-        nor a client.
+        The modules of these classes are imported in this method, because a run whose results are all in the
+        journal needs neither torch nor a client.
         """
         if self.params.pool.judges:
             from components.judge.pool.ray_pool import RayBackend
@@ -240,9 +248,9 @@ class LocalPool:
     def check(self, code: str) -> Future[Admission]:
         """Return a future that says whether candidates of the task with source `code` can be judged here.
 
-        The task's source runs once, in one short process, and nothing is measured. The reason of a refusal is
-        `too_large`, `does_not_run` or `infrastructure`. Refusals are not written to the journal, because the
-        memory of the machine may suffice the next time.
+        The task's source runs in a sandboxed process that only describes the task, and nothing is measured.
+        The reason of a refusal is `too_large`, `does_not_run` or `infrastructure`. Refusals are not written
+        to the journal, because the memory of the machine may suffice the next time.
         """
         return self.admit(code, memory_only=True)
 

@@ -38,8 +38,8 @@ def refused_tasks(
 ) -> dict[str, tuple[str, str]]:
     """Return the tasks whose candidates cannot be judged: reason and detail by task id.
 
-    They are stored in `file` and read from there the next time, so that a call that continues with the same
-    tasks and settings of the judge leaves out the same ones. `origin` names the tasks in messages. Raises
+    The result is stored in `file`. If `file` has the result of an earlier call with the same tasks and the
+    same settings of the judge, it is returned without a check. `origin` names the tasks in messages. Raises
     UserError, and stores nothing, if the judge fails, if no task can be judged, or if the share of those that
     can be judged is below `least_share`, which is sandbox.measurable_share or 0.
     """

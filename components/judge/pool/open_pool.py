@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 def open_pool(params: Params, verdicts: Path, *, use_service: bool = False) -> LocalPool:
     """Return a pool whose judges are where the parameters of the section pool say.
 
-    `verdicts` is the folder of the journal. With `use_service`, a pool on this machine uses the service that
-    runs on its folder (`cuda-agent serve`), instead of a new judge. If the judge is on this machine, the
-    isolation of runners is checked at once, because the caller may do long work before the first job. Raises
-    IsolationUnavailable if runners cannot be isolated, and UserError if both `pool.service` and `pool.judges`
-    are set.
+    `verdicts` is the folder of the journal of verdicts. With `use_service`, a pool on this machine starts no
+    judge if a service of this account (`cuda-agent serve`) runs on the pool's folder, and uses this service.
+    If the judge is on this machine, the isolation of runners is checked at once, because the caller may do
+    long work before the first job. Raises IsolationUnavailable if runners cannot be isolated, and UserError
+    if both `pool.service` and `pool.judges` are set.
     """
     if params.pool.service:
         if params.pool.judges:
@@ -77,7 +77,7 @@ def judge_workdir(
 
 
 def start_judge(params: Params, folder: Path, report: Report) -> Judge:
-    """Start the processes of a new judge, import torch at the same time as they do, and return the judge.
+    """Start the processes of a new judge, import torch while they start, and return the judge.
 
     `folder` is where the judge keeps its builds. `report` is called with a text for the user, who has to wait
     for the start.
@@ -97,9 +97,10 @@ def start_judge(params: Params, folder: Path, report: Report) -> Judge:
 class HttpPool(LocalPool):
     """Pool whose journal is on this machine and whose judge is the service at `pool.service`.
 
-    Requests to the service identify a measurement of a candidate by a number, and not by an epoch. This pool
-    therefore numbers the epochs of each candidate and task in the order in which they first occur in jobs.
-    The numbers are stored in the journal's folder, so that a run that continues gets the same measurements.
+    An epoch is the caller's name for a set of judgements (`Job`). Requests to the service identify a
+    measurement of a candidate by a number, and not by an epoch. This pool therefore numbers the epochs of
+    each candidate and task in the order in which they first occur in jobs. The numbers are stored in the
+    journal's folder, so that a run that continues gets the same measurements.
     """
 
     def start(self) -> ServiceClient:

@@ -41,8 +41,9 @@ RESTART_SECONDS = 0.2
 class RayActor:
     """Ray actor that runs one judge on a node of the cluster, with a folder of its own.
 
-    Its methods return plain dictionaries instead of records, because the caller may have been started with an
-    older version of the records' classes.
+    The methods `verdict` and `admit` return plain dictionaries and not the records `Verdict` and `Admission`,
+    because the caller may have been started with an older version of these classes. `verdict` also returns
+    the actor's identifier (`incarnation`).
     """
 
     def __init__(self, params: dict[str, Any]):
@@ -74,7 +75,7 @@ class RayActor:
 
 
 class RayBackend:
-    """Group of judges that run as Ray actors, with the same methods as a single judge.
+    """Group of judges that run as Ray actors, with the methods of a `Judge` that `LocalPool` calls.
 
     Each call of `verdict` or `admit` is sent to one of the actors. `prepare` and `close` are sent to all, but
     only the process that started the actors closes them.
@@ -164,7 +165,7 @@ class RayBackend:
         """Yield the actor for a job with this key, and count the job as one of the actor's jobs meanwhile.
 
         The key is the task's id for a judgement, and a digest of the task's source for an admission. Jobs
-        with equal keys get the same actor, because it has the baselines of the task already. Another actor is
+        with equal keys get the same actor, because it keeps the baselines of the task. Another actor is
         chosen if that actor failed on the last job with this key, or if it has at least
         `sandbox.build_workers` jobs more than the least loaded actor.
         """

@@ -1,7 +1,7 @@
 """Client of the judge's HTTP service (`cuda-agent serve`), over TCP or a Unix socket.
 
-A machine that uses it needs neither a GPU nor a sandbox. This module imports no torch, so that a command that
-uses a running service starts fast.
+The machine of the client needs neither a GPU nor a sandbox. This module imports no torch, so that a command
+that uses a running service starts fast.
 """
 
 import contextlib
@@ -102,13 +102,15 @@ class ServiceClient:
         """Return the service's verdict on the candidate with `files` on `task`.
 
         `files` maps each workspace path to the text of the file. `compare_compile` determines when a correct
-        candidate is also compared with torch.compile: always, with its fastest mode (True), only if it is
-        faster than eager, with the default mode (False), or never (None). With `against`, the files of
-        another candidate, it is compared with that one instead. The service measures a candidate
-        once for each value of `measurement`; if it is 0, it is the first one, or a new one on a Unix socket.
-        `report` is called with the name of each step of the judge. If the judge or the task fails, the
-        verdict is `infrastructure`. Raises InfrastructureError if the service does not answer, and UserError
-        if it refuses the request.
+        candidate is also compared with torch.compile: True always, with the fastest mode of torch.compile on
+        the task; False only if the candidate is faster than eager, with the default mode; None never. If
+        `against` is given, the files of another candidate, the candidate is compared with eager and with this
+        other one, and never with torch.compile. The service measures a candidate once for each value of
+        `measurement`, and later requests with the same value get the same verdict. The value 0 stands for 1,
+        or on a Unix socket for a random number, so that the candidate is measured anew. `report` is called
+        with the name of each step of the judge. If the judge or the task fails, the verdict is
+        `infrastructure`. Raises InfrastructureError if the service does not answer, and UserError if it
+        refuses the request.
         """
         request = {
             "code": task.code,
@@ -138,11 +140,11 @@ class ServiceClient:
     ) -> Admission:
         """Return the service's admission of the task with source `code`.
 
-        `eager_seconds` is the range in which the time of one call must be. With `headroom`, the task must
-        compile and leave device memory for other tasks, and its time under torch.compile is measured too.
-        With `memory_only`, the task only has to run and the memory to suffice for judging its candidates.
-        Raises InfrastructureError if the service or its judge fails, and UserError if the service refuses
-        the request.
+        `eager_seconds` has the smallest and the largest time that one eager call may take. With `headroom`,
+        the task must also compile and leave device memory for other tasks, and its time under torch.compile
+        is measured too. With `memory_only`, nothing is measured, and the task is admitted if its source runs
+        and the memory suffices to judge its candidates. Raises InfrastructureError if the service or its
+        judge fails, and UserError if the service refuses the request.
         """
         request = {
             "code": code,
@@ -158,7 +160,8 @@ class ServiceClient:
     def _ask(self, path: str, request: dict[str, Any], report: Report) -> dict[str, Any]:
         """Post `request` to `path` until its job is done or failed, and return the job's record.
 
-        The record also has the HTTP status of the answer as `status`.
+        The record has the `state` of the job (`done` or `failed`), the result under `verdict` or `admission`,
+        or the text `error`. The HTTP status of the answer is added as `status`.
 
         If `report` is not `ignore`, it is called with the job's progress. The request may be sent several
         times, also to a service that was restarted, because equal requests have the same job. Raises
@@ -195,7 +198,7 @@ class ServiceClient:
                 raise InfrastructureError(text) if answer.status_code == JUDGE_FAILED else UserError(text)
 
     def _follow(self, job_id: str, report: Report) -> httpx.Response:
-        """Report each new progress of a job until it ends, and return the service's answer about it."""
+        """Report each new progress of the job `job_id` until it ends, and return the last answer about it."""
         reported = ""
         while True:
             answer = self.client.get(f"/v1/jobs/{job_id}", params={"wait": PROGRESS_SECONDS})

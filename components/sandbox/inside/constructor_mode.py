@@ -1,9 +1,11 @@
-"""The mode in which a candidate is imported and constructed: torch computes none of it in this process.
+"""The mode in which a candidate is imported and constructed while torch's compute operators are blocked.
 
-Allocations, views, copies, fills and random draws run as usual. Their results depend on no values of tensors,
-so nothing that keeps one of them can compute an output with it. A constructor that needs another operator,
-such as the product in `torch.randn(8, 8) * 0.02`, is run in a second process first, where torch computes and
-nothing is measured. That process records the results, and the measured one takes them as data.
+In the measured process, operators that allocate, view, copy, fill or draw random numbers run as usual in a
+constructor. None of them does arithmetic with the values of tensors, so a candidate cannot use them to
+compute an output. A constructor may need another operator, as for the product in `torch.randn(8, 8) * 0.02`.
+Such a constructor is run beforehand in a second process, where torch computes and nothing is measured. That
+process records the results of such operators, and in the measured process the constructor gets the recorded
+results.
 """
 
 from collections.abc import Collection, Iterator
@@ -20,12 +22,16 @@ CONSTRUCTION_OPERATORS = frozenset(
     uniform_ normal_ random_ exponential_ log_normal_ cauchy_ geometric_
     _to_copy diagonal unfold split_with_sizes set_ resize_ _cudnn_rnn_flatten_weight""".split()
 )
-# Overloads of these names that draw with parameters from tensors, and thereby compute.
+# Overloads that draw with parameters that are numbers. Other overloads of these operators draw with
+# parameters from tensors, and thereby compute.
 FILLS_WITH_FLOATS = frozenset(["normal.float_float", "normal.float_float_out", "bernoulli_.float"])
 
 
 def may_construct(name: str) -> bool:
-    """Return whether a constructor may call the operator `name`, given with its overload."""
+    """Return whether a constructor may call the operator `name`, such as "normal.float_float".
+
+    Operators that are always allowed (`runner.ALLOWED_OPERATORS`) are not included.
+    """
     return name.split(".")[0] in CONSTRUCTION_OPERATORS or name in FILLS_WITH_FLOATS
 
 
@@ -37,10 +43,11 @@ class UnknownResult(BaseException):
 
 
 class ConstructorMode(TorchDispatchMode):
-    """Mode that records the results of the operators `names`, or returns recorded ones instead of computing.
+    """Mode that records the results of operators, or returns recorded results in place of calling them.
 
-    `names` are the full names of the operators that compute. `recorded` is the list of results that another
-    process recorded for the same constructor, or None to compute and record them in `results`.
+    `names` are the full names of these operators; others run as usual. `recorded` is the list of (name,
+    tensors or values) that another process recorded for the same constructor, one for each call in order. If
+    it is None, the operators are called and the list is recorded in `results`.
     """
 
     def __init__(self, names: Collection[str], recorded: list[Any] | None):
@@ -90,7 +97,7 @@ def copied(value: Any) -> Any:
 
 
 def save_results(mode: ConstructorMode, file: BinaryIO) -> None:
-    """Write the results that `mode` has recorded."""
+    """Write the results that `mode` has recorded to `file`."""
     torch.save(mode.results, file)
 
 

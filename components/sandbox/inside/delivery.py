@@ -69,8 +69,9 @@ class HostDelivery:
     """Object that makes the calls of a role on cpu, and lets the judge read each result before the next call.
 
     The judge reads the result from this process's memory, at addresses that this object sends.
-    The code between two calls is part of every measurement. It is native code (result_channel.cpp), because
-    a candidate could otherwise save microseconds by sending the messages from its own native code
+
+    The code between two calls is part of every measurement. This code is native code (result_channel.cpp),
+    because a candidate could otherwise save microseconds by sending the messages from its own native code
     (tests/exploits/native_protocol).
     """
 
@@ -230,9 +231,10 @@ class DeviceDelivery:
 class CallDelivery:
     """Object that makes the calls of a round on cuda, each after the judge has taken the last call's outputs.
 
-    The judge writes the inputs of a call to host memory only then, so that no two calls of a round can be
-    computed together (tests/exploits_cuda/batch). Inputs and outputs are copied between host memory and the
-    device by this process, because work of the judge on the device would cost a change of process each time.
+    The judge writes the inputs of a call to host memory only after it has taken these outputs, so that no two
+    calls of a round can be computed together (tests/exploits_cuda/batch). Inputs and outputs are copied
+    between host memory and the device by this process, because work of the judge on the device would cost a
+    change of process each time.
     """
 
     def __init__(self, connection: socket.socket, shared: SharedTensors, *, inspects: bool):
@@ -250,7 +252,8 @@ class CallDelivery:
     def calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check = flatten_outputs) -> None:
         """Make one call for each tuple of arguments, and deliver each result before the next call.
 
-        `check` returns the tensors of a result. In rounds whose time is not used, it checks their form too.
+        `check` returns the tensors of a result. In rounds whose time is not used, it also raises WrongForm if
+        their form is wrong.
         """
         inspected = random_call(arguments)
         for index, values in enumerate(arguments):
@@ -269,7 +272,7 @@ class CallDelivery:
         overwrite(self.results)
 
     def receive(self, index: int) -> None:
-        """Copy the inputs that the judge has written to the device, as the arguments of call `index`."""
+        """Copy the inputs that the judge has written in host memory to the arguments of call `index`."""
         for target, source in zip(self.inputs[index], self.next_inputs, strict=True):
             target.copy_(source, non_blocking=True)
 

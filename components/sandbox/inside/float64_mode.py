@@ -1,4 +1,4 @@
-"""This module makes code that names float32 compute in float64, without changing its source.
+"""A mode in which code that names float32 computes in float64, without a change of its source.
 
 Inside the context `computing_in_float64`, the arguments of every torch function are converted at the call:
 float32 tensors and dtypes are replaced by float64. Code for which this would give wrong results is rejected

@@ -35,10 +35,13 @@ MAX_CACHED_BYTES = 1 << 30
 def describe(code: str, device: str) -> dict[str, Any]:
     """Return the shapes, dtypes and names that the judge needs to lay out shared memory for a task.
 
-    `code` is the task's source. The result also has the arguments of the model's constructor, the duration of
-    the fastest call in `seconds`, the GPU memory that was reserved at most in `peak_bytes` (0 on cpu), and
-    the floating-point operations that torch counts in `operations`. It contains only values that JSON can
-    represent.
+    `code` is the task's source. The result has a (shape, dtype) pair for each tensor in `inputs` and
+    `outputs`, and (name, shape, dtype) in `state` for each entry of the model's state dict. For arguments of
+    a call that are no tensors, `inputs` has None and `scalars` has `[value]`. `parameters` has the names of
+    the parameters, and `init_inputs` the arguments of the model's constructor. `seconds` is the duration of
+    the fastest call, `peak_bytes` the GPU memory that was reserved at most (0 on cpu), and `operations` the
+    floating-point operations that torch counts. The result contains only values that JSON can represent.
+    Raises TypeError if the task has values that the judge cannot hand to a candidate or compare.
     """
     module = define_module("model", code)
     torch.manual_seed(0)
@@ -121,7 +124,10 @@ def make_inputs(module: types.ModuleType, device: str) -> list[Any]:
 
 
 def _copied(slot: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Tensor:
-    """Copy a tensor into memory of the shape that it had first; raise ValueError if its shape differs."""
+    """Copy `value` to `slot`, which has the shape of the same tensor in an earlier call, and return `slot`.
+
+    Raises ValueError, which calls the tensor `kind`, if the shapes differ.
+    """
     if value.shape != slot.shape:
         raise ValueError(
             f"{kind} has the shape {list(slot.shape)} in one call and {list(value.shape)} in another; only "
@@ -131,7 +137,10 @@ def _copied(slot: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class ReferenceModel:
-    """A task's model, which computes parameters, inputs and expected outputs for the judge's secret seeds."""
+    """A task's model, with which parameters, inputs and expected outputs are made from the judge's seeds.
+
+    The judge keeps the seeds secret from candidates.
+    """
 
     def __init__(self, header: RoleHeader, shared: SharedTensors):
         self.shared = shared
@@ -145,11 +154,11 @@ class ReferenceModel:
     def parameters(self, seed: int | None, only: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names and values of the model's state, drawn with `seed`.
 
-        Floating-point and complex values are changed, and integers are shuffled unless they are sorted, as
-        positions are. If `seed` is None, all values are the initial ones. If `only` is given, only the tensor
-        of that name is yielded, with other values than without `only`, because its random numbers are then
-        the first that are drawn. Scales differ from 1 and biases from 0, so that a candidate that ignores
-        them is wrong.
+        Floating-point and complex values are changed, integers are shuffled unless they are sorted, as
+        positions are, and booleans stay as they are. If `seed` is None, all values are the initial ones. If
+        `only` is given, only the tensor of that name is yielded, with other values than without `only`,
+        because its random numbers are then the first that are drawn. Scales differ from 1 and biases from 0,
+        so that a candidate that ignores them is wrong.
         """
         device = self.shared.device
         generator = torch.Generator(device).manual_seed(seed or 0)
@@ -169,7 +178,7 @@ class ReferenceModel:
             yield name, factor if positive else value * factor + (0.1 * noise if value.dim() < 2 else 0)
 
     def load(self, seed: int | None, other: str | None) -> None:
-        """Load the parameters that are drawn with `seed` into the model, or the initial ones if it is None.
+        """Load the parameters that are drawn with `seed` into the model, or the initial ones for None.
 
         If `other` is the name of a parameter and `seed` is not None, this parameter is drawn with another
         seed.

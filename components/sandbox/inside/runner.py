@@ -1,15 +1,17 @@
 """The main function of a runner: the roles that it can take, and the loop that executes the judge's orders.
 
 This file runs only inside the sandbox; the judge never imports it. zygote.py imports it before the first
-fork, so that all runners share one import of torch. The roles `candidate`, `eager`, `compile` and `noop` are
-measured with the same loop. The roles `describe` and `reference` are implemented in reference.py.
+fork, so that all runners share one import of torch. The roles (runner_protocol.py) `candidate`, `eager`,
+`compile` and `noop` are measured with the same loop. The roles `describe` and `reference` are implemented in
+reference.py, and the role `record` in inline_extension.py.
 
-A candidate must use its own kernels instead of torch's compute operators, so these are blocked in its process
-(`block_operators`). The operators' kernels are replaced in torch's dispatcher before any of the candidate's
-code runs, for all threads and until the process ends, so neither a kernel that the candidate looks up nor a
-CUDA graph that it captures contains them. A dispatch mode could block the same calls, but a candidate can see
-whether a mode is set, and a mode that is always set costs time in every call. What a constructor computes
-nevertheless comes from constructor_mode.py.
+With sandbox.rules `kernel-only`, a candidate must use its own kernels instead of torch's compute operators,
+so these operators are blocked in its process (`block_operators`). The operators' kernels are replaced in
+torch's dispatcher before any of the candidate's code runs, for all threads and until the process ends, so
+neither a kernel that the candidate looks up nor a CUDA graph that it captures contains them. A dispatch mode
+could block the same calls, but a candidate can see whether a mode is set, and a mode that is always set costs
+time in every call. If a candidate's constructor calls compute operators, it gets results that were recorded
+in another process (constructor_mode.py).
 """
 
 from __future__ import annotations
@@ -71,10 +73,8 @@ def main(
 ) -> None:
     """Serve the judge's messages until it closes the connection, then end the process.
 
-    The header of a message names the role for which it is: candidate, baseline or reference.
-
-    `message` is the first header and `descriptors` came with it; `receive` reads further messages. An error
-    is sent to the judge as a message.
+    `message` is the RoleHeader of the first role, and `descriptors` came with it; `receive` reads further
+    messages. An error is sent to the judge as a message, and ends the process.
     """
     code = 1
     try:
@@ -98,8 +98,9 @@ def main(
 def warm_up(kind: str, device: str, warm_folder: str = "") -> None:
     """Do the slow first-use work of torch once, before runners are forked, so that no runner repeats it.
 
-    With `kind` "compile", torch.compile is prepared too; with "plain" it is not. On cpu this writes the
-    precompiled headers of Inductor, torch.compile's compiler, to `warm_folder`; otherwise it is not used.
+    With `kind` "compile", torch.compile is prepared too; with "plain" it is not. Preparing torch.compile on
+    cpu writes the precompiled headers of Inductor, its compiler, to `warm_folder`. This folder is not used on
+    cuda or with "plain".
     """
     torch.set_num_threads(1)
     for key in ("CPU", "CUDA"):
@@ -134,8 +135,7 @@ def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int],
 def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[int]) -> None:
     """Do the work of the role that `header` names, and return when the judge ends the role.
 
-    `descriptors` has the descriptors of the role's buffers. For a role whose calls are timed, the descriptor
-    of its library comes first.
+    `descriptors` came with the header; RoleHeader (runner_protocol.py) says what they are for each role.
     """
     if header["role"] == "describe":
         if "share" in header and header["device"] == "cuda":
@@ -210,10 +210,12 @@ def make_references(
 
 
 def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors, library: int) -> None:
-    """Load the candidate, baseline or no-op, and make the calls that the judge orders.
+    """Load the candidate, baseline or no-op, and execute the judge's orders (runner_protocol.py).
 
-    Each order makes one call for each of its input sets. `library` is the descriptor of a candidate's
-    compiled library, or of the archive of the role `compile` (inductor.py).
+    The orders `time` and `check` make one call for each of their input sets, and `warm` makes one call.
+    `library` is the descriptor of a file: for a candidate its compiled library, which recorded results of its
+    constructor may follow (constructor_mode.py), for the role `compile` an archive (inductor.py), and
+    otherwise an empty file.
     """
     refuse_construction, artefacts = None, None
     if header["role"] == "candidate":
@@ -286,10 +288,11 @@ def _refuse(name: str, *_: Any, **__: Any) -> None:
 
 @functools.cache
 def compute_operators(key: str) -> list[tuple[str, str]]:
-    """Return the namespace and name of every operator that has a kernel for `key` and is not allowed.
+    """Return the namespace and name of every operator with a kernel for `key` that is not always allowed.
 
-    `key` is a dispatch key of torch, "CPU" or "CUDA". The result is cached. If this is called before runners
-    are forked, they inherit the cache and need no time for it.
+    Always allowed are ALLOWED_OPERATORS. `key` is a dispatch key of torch, "CPU" or "CUDA"; kernels for all
+    devices (CompositeExplicitAutograd) count too. The result is cached. If this is called before runners are
+    forked, they inherit the cache and need no time for it.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [(full, *full.split("::", 1)) for full in torch._C._dispatch_get_all_op_names()]
@@ -302,7 +305,7 @@ def compute_operators(key: str) -> list[tuple[str, str]]:
 
 
 def compute_names(device: str) -> frozenset[str]:
-    """Return the full names of all operators that compute on cpu or `device`, constructors' ones left out."""
+    """Return the full names of the compute operators on cpu and `device` that no constructor may call."""
     keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
     return frozenset(
         f"{space}::{name}"
@@ -313,12 +316,14 @@ def compute_names(device: str) -> frozenset[str]:
 
 
 def block_operators(device: str) -> Callable[[], None]:
-    """Make every compute operator raise ForbiddenOperator, except those of constructors.
+    """Make every compute operator raise ForbiddenOperator, except those that a constructor may call.
 
-    Return a function that blocks these too. Call this before the candidate's code runs, and the returned
-    function after the candidate's module is made. The returned function does not look up names of this
-    module, so a candidate that replaces them changes nothing. A reference to each library object is leaked on
-    purpose, because the original kernels would be restored if the object were garbage collected.
+    The exceptions are the operators of `constructor_mode.may_construct`. Also remove the functions ENGINES of
+    torch, which compute without operators. Return a function that blocks the exceptions too. Call this before
+    the candidate's code runs, and the returned function after the candidate's module is made. The returned
+    function does not look up names of this module, so a candidate that replaces them changes nothing. A
+    reference to each library object is leaked on purpose, because the original kernels would be restored if
+    the object were garbage collected.
     """
     keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
     library, partial, refuse = torch._C._dispatch_library, functools.partial, _refuse
@@ -342,7 +347,7 @@ def block_operators(device: str) -> Callable[[], None]:
 
 
 def record_constructor(header: RoleHeader, library: int, results: int) -> None:
-    """Construct the candidate where torch computes, and write the results of torch's operators to a file.
+    """Construct the candidate in this process, where torch may compute, and write torch's results to a file.
 
     `library` is the descriptor of the candidate's library, and `results` that of the file.
     """

@@ -1,10 +1,10 @@
 """The types of the JSON messages that the judge sends to its runners.
 
-A role begins with a RoleHeader. A runner in the role `describe`, `record` or `construct` answers once. In
-every other role it sends `R` when it is ready and then executes orders `{"op": …}` until the order `leave`.
-The orders are `parameters`, `fill` and `exact` for the role `reference`, `warm`, `time`, `check` and
-`release` (return free memory to the device) for the measured roles, and `save` for the role `compile`. After
-each order the runner sends `D`. This file imports nothing of the project.
+A role begins with a RoleHeader. A runner in the role `describe`, `record` or `construct` answers once, with
+`R` and the result. In every other role it sends `R` when it is ready and then executes orders `{"op": …}`
+until the order `leave`. The orders are `parameters`, `fill` and `exact` for the role `reference`, `warm`,
+`time`, `check` and `release` (return free memory to the device) for the measured roles, and `save` for the
+role `compile`. After each order the runner sends `D`. This file imports nothing of the project.
 """
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
@@ -51,8 +51,9 @@ class MemoryLayout(TypedDict, total=False):
 class RoleHeader(TypedDict, total=False):
     """The message with which the judge gives a runner its role and all that the role needs.
 
-    The descriptors of its buffers are sent with it, in the order of RegionName. A measured role gets one more
-    before them: a candidate's library, the archive of `compile` (inductor.py), or an empty file.
+    The descriptors of the role's buffers are sent with it, in the order of RegionName. A measured role gets
+    one more before them: a candidate's library, the archive of `compile` (inductor.py), or an empty file. The
+    role `construct` gets the library and a file for the results, and no buffers.
     """
 
     role: Required[Role]

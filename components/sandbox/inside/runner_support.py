@@ -64,7 +64,7 @@ def plain(value: Any, place: str) -> Any:
 
 
 def restored(value: Any) -> Any:
-    """Return the argument of which `plain` returned the form `value`."""
+    """Return the argument for which `plain` has returned `value`."""
     if isinstance(value, dict) and "tuple" in value:
         return tuple(map(restored, value["tuple"]))
     if isinstance(value, dict):
@@ -153,8 +153,9 @@ class SharedTensors:
     def noop_outputs(self) -> list[list[torch.Tensor]]:
         """Return tensors with the form of the outputs of each call of a round, whose values do not matter.
 
-        They are zeros if device memory suffices, that is, if the layout has more input sets than calls, or if
-        they do not fit into the buffer of the inputs. Otherwise they are views of that buffer.
+        They are zeros in memory of their own if the layout has more input sets than calls, as when device
+        memory suffices, or if the outputs of a round do not fit into the buffer of the inputs. Otherwise they
+        are views of that buffer.
         """
         calls = self.layout["calls"]
         is_large = self.layout["outputs"]["stride"] * calls > self.buffers["inputs"].size
@@ -171,7 +172,8 @@ class SharedTensors:
     def load_parameters(self, module: torch.nn.Module) -> None:
         """Copy the judge's parameters into `module` by name.
 
-        Raises RuntimeError, which lists the differences, if the module has parameters of other names.
+        The parameters are all entries of the state dict. Raises RuntimeError, which lists the differences, if
+        the module has parameters of other names or shapes.
         """
         values = dict(zip(self.layout["names"], self.tensors("parameters"), strict=True))
         own = module.state_dict().keys()

@@ -149,7 +149,7 @@ def is_cuda_malloc(tensor: torch.Tensor) -> bool:
 
     A tensor in memory of the CUDA driver's virtual memory management (cuMemCreate and cuMemMap) does not. The
     driver is asked for the attribute IS_LEGACY_CUDA_IPC_CAPABLE, which only memory of cudaMalloc has. The
-    result is also True for a tensor without elements.
+    result is True for a tensor without elements, and False for any other tensor that is not on cuda.
     """
     if tensor.numel() == 0 or not tensor.is_cuda:
         return tensor.numel() == 0
@@ -162,7 +162,8 @@ def is_cuda_malloc(tensor: torch.Tensor) -> bool:
 class DeviceBuffer:
     """Buffer of `size` bytes of shared memory on the current CUDA device, new or the one of descriptor `fd`.
 
-    It uses the functions of the CUDA driver API in the section Virtual Memory Management.
+    The size is rounded up to the granularity of the driver's allocations. The buffer uses the functions of
+    the CUDA driver API in the section Virtual Memory Management.
     """
 
     device: Literal["cuda"] = "cuda"

@@ -10,8 +10,8 @@ Importing torch takes seconds, a fork only milliseconds. The zygote is trusted a
 Each runner isolates itself from the zygote and from the other runners (new PID, mount, IPC, UTS and network
 namespaces, private /workspace and /proc), drops all capabilities and privileges, and applies the system-call
 filter. Then it sends the judge a message to which the kernel attaches the runner's PID (SCM_CREDENTIALS).
-Only after the judge's answer it loads untrusted code. A runner is used once. With `open`, runners are not
-isolated.
+Only after the judge's answer it loads untrusted code. A runner serves one candidate or the source of one
+task, in one role after another, and then ends. With `open`, runners are not isolated.
 
 The judge sends a runner JSON messages with descriptors (runner_protocol.py). Each message of a runner is one
 character that names its type, followed by text or numbers. The judge checks their length and does not trust
@@ -236,7 +236,8 @@ def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_
 def report_identity(connection: socket.socket, message: Message, descriptors: list[int]) -> None:
     """Send the judge a report of this runner's identity, then end the process.
 
-    The report includes the digest of PROBE_BYTES of memory, which the judge also reads from outside.
+    The report has the uid, the PID, whether a file could be written in /workspace, and the digest of
+    PROBE_BYTES of memory, which the judge also reads from outside.
     """
     memory = ctypes.create_string_buffer(os.urandom(PROBE_BYTES), PROBE_BYTES)
     thread = threading.Thread(target=Path("/workspace/probe").write_bytes, args=(bytes(memory),))

@@ -2,7 +2,9 @@
 
 `vf-eval cuda-agent-kernels` runs it. The policy writes files with the tool `write` and has them measured with
 the tool `judge`. One tool server serves all rollouts of a worker. The reward is the milestone of the files at
-the end of a rollout. The service is found as `cuda_agent_reward` finds it.
+the end of a rollout: -1 if they are wrong or there are none, 1 if they are correct, 2 if they are faster than
+eager PyTorch, 3 if they are faster than torch.compile too. The service is the one that the environment
+variables of cuda_agent_reward.py name.
 """
 
 import asyncio
@@ -34,7 +36,7 @@ class KernelState(vf.State):
 
 
 class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
-    """Tool server of all rollouts, whose calls do not wait for each other."""
+    """Tool server of all rollouts. Calls of one rollout run in order, those of several at the same time."""
 
     TOOL_PREFIX = None
 
@@ -79,7 +81,10 @@ class KernelTask(vf.Task[vf.TaskData, KernelState]):
         trace.state.task_id = self.data.id
 
     async def finalize(self, trace: vf.Trace) -> None:
-        """Have the rollout's files judged; a rollout whose judge fails has an error and no reward."""
+        """Have the rollout's files judged, and store status and milestone in the rollout's state.
+
+        Raises JudgeFailed if there is no verdict, so that the rollout has an error and no reward.
+        """
         if trace.state.files:
             verdict = await asyncio.to_thread(verdict_on, self.data.id, trace.state.files)
             trace.state.status, trace.state.milestone = verdict["status"], float(verdict["milestone"])

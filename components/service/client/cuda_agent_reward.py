@@ -1,8 +1,12 @@
 """Reward functions for trainers: the milestone of each answer, measured by the judge's HTTP service.
 
+A milestone is -1 for a wrong answer, 1 for a correct one, 2 if it is also faster than eager PyTorch, and 3 if
+it is faster than torch.compile too.
+
 `kernel_reward` has the signature of TRL, `compute_score` that of verl, and `reward_func` that of OpenRLHF.
 The environment variable CUDA_AGENT_JUDGE is the service's address and CUDA_AGENT_TOKEN the caller's token. A
-task is the task_id of a task that the service lists, or the source of a task. Nothing but Python is needed.
+task is the task_id of a task that the service lists, or the source of a task. Only `reward_func` needs a
+package besides Python, which is torch.
 """
 
 import json
@@ -48,8 +52,9 @@ def files_of(answer: str) -> dict[str, str]:
 def ask(path: str, request: dict[str, Any] | None = None) -> Any:
     """Return the answer of the service to a request: GET, or POST with a JSON body.
 
-    A request with a body is repeated until its job has ended. Raises JudgeFailed if the service refuses the
-    request, if its judge fails, or if no service answers for RESTART_SECONDS.
+    The result is the answer's JSON. A request with a body is repeated until its job has ended. Raises
+    JudgeFailed if the service refuses the request, if its judge fails, or if no service answers for
+    RESTART_SECONDS.
     """
     address = os.environ.get("CUDA_AGENT_JUDGE", DEFAULT_ADDRESS).rstrip("/")
     headers = {"Authorization": f"Bearer {os.environ.get('CUDA_AGENT_TOKEN', '')}"}
@@ -76,7 +81,11 @@ def ask(path: str, request: dict[str, Any] | None = None) -> Any:
 
 
 def verdict_on(task: str, files: dict[str, str]) -> dict[str, Any]:
-    """Return the judge's verdict on a candidate, whose `files` have texts by path (docs/environments.md)."""
+    """Return the judge's verdict on a candidate, as the JSON object that docs/environments.md describes.
+
+    `task` is the task_id or the source of a task, and `files` maps paths to texts. Raises JudgeFailed if
+    there is no verdict.
+    """
     request = {"code" if "\n" in task else "task": task, "files": files}
     job: dict[str, Any] = ask(f"/v1/judgements?wait={WAIT_SECONDS}", request)
     verdict: dict[str, Any] = job["verdict"]
@@ -86,7 +95,8 @@ def verdict_on(task: str, files: dict[str, str]) -> dict[str, Any]:
 def milestones(tasks: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Return the milestone of each answer: -1, 1, 2 or 3. An answer without files gets -1.
 
-    Raises JudgeFailed if there is no verdict on one of them, because no number would be true.
+    `tasks` has the task_id or the source of the task of each answer. Raises JudgeFailed if there is no
+    verdict on one of the answers, because no number would be true.
     """
 
     def milestone(task: str, answer: str) -> float:
@@ -118,7 +128,8 @@ def reward_func(
 ) -> dict[str, Any]:
     """Return the milestones of OpenRLHF's queries (a prompt and its answer), whose labels are the tasks.
 
-    The tensors have the shape [queries]. `scores` is 1 for a correct candidate and 0 for any other.
+    `rewards` and `extra_logs` have the milestones, and `scores` has 1 for a correct candidate and 0 for any
+    other. The tensors have the shape [queries].
     """
     import torch
 
