@@ -1,9 +1,10 @@
 """Rewrite a user's module in the layout of composed tasks, which has one line `x = …` for each operator.
 
-This is needed for policies that are made from scratch, because they are trained on this layout only
-(TASK_LAYOUT in operator_chain.py). Names, intermediate variables, named sizes, methods, activation modules
-and the order of operands are normalised. The result is used only as the prompt. The judge compares kernels
-with the user's own module.
+Composed tasks are chains of operators that components/synthesis/compose.py writes. Rewriting is needed for
+policies that are made from scratch, because they are trained on this layout only (TASK_LAYOUT in
+operator_chain.py). Names, intermediate variables, named sizes, methods, activation modules and the order of
+operands are normalised. The result is used only as the prompt. The judge compares kernels with the user's own
+module.
 """
 
 import ast
@@ -58,7 +59,8 @@ def canonicalize(code: str) -> str | None:
 def _rewrite(tree: ast.Module) -> str:
     """Return the source of a module in the layout of composed tasks, for a module with a class Model.
 
-    Raises _NotAChain if `forward` of the class is not a chain of known operators.
+    Raises _NotAChain if `forward` of the class or get_inputs is missing, if `forward` has not one or two
+    inputs, or if it is not a chain of known operators.
     """
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     model = next(
@@ -144,9 +146,10 @@ class _Substitution(ast.NodeTransformer):
 
 
 def _returned_expression(body: list[ast.stmt], names: Names) -> ast.expr:
-    """Return the expression that statements without branches return, after substituting `names` in it.
+    """Return the expression that statements without branches return, after substituting names in it.
 
-    Raises _NotAChain for other statements.
+    Replaced are the names of `names` and those that the statements assign, which are added to `names`. Raises
+    _NotAChain for other statements.
     """
     for statement in body:
         if isinstance(statement, ast.Return) and statement.value is not None:
@@ -188,7 +191,8 @@ def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Name
 
     In these expressions, the names of `constants` and the constructor's arguments are replaced by their
     values. `init_arguments` is the list of the arguments' values that get_init_inputs returns. Raises
-    _NotAChain if the constructor has a statement that assigns no attribute.
+    _NotAChain if the constructor has another statement than such assignments, docstrings and the call of the
+    base class's constructor.
     """
     arguments = [argument.arg for argument in init.args.args[1:]]
     values = init_arguments.elts if isinstance(init_arguments, ast.List | ast.Tuple) else []
@@ -310,9 +314,10 @@ class _Speller(ast.NodeTransformer):
         )
 
     def _renamed(self, attribute: str, name: str) -> ast.Attribute:
-        """Return the attribute of `self` with the name that it has in composed tasks.
+        """Return the attribute `attribute` of the user's module as `self.name`, its name in composed tasks.
 
-        Raises _NotAChain if the constructor does not assign it, or if two attributes would have one name.
+        Raises _NotAChain if the constructor does not assign `attribute`, or if two attributes would have one
+        name.
         """
         if (
             attribute not in self.attributes

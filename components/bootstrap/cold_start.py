@@ -91,11 +91,12 @@ def coldstart(
 ) -> Manifest:
     """Train a policy from scratch on demonstrations of `sources` and save it as the checkpoint `out`.
 
-    `dataset` and `code` are versions that the manifest records. The training state is in the folder `state`
-    beside `out`. If an interrupted call with the same parameters of device, policy and cold start, `dataset`
-    and `code` left this folder, the training continues from it. The folder is removed at the end. On a cpu
-    with several cores, a second process that this function starts computes half of every step. Raises
-    StageFailed if that process ends too early.
+    `sources` are tasks. `dataset` and `code` are versions that the checkpoint's manifest, which is returned,
+    records. The training state is in the folder `state` beside `out`. If an interrupted call with the same
+    parameters of device, policy and cold start, `dataset` and `code` left this folder, the training continues
+    from it. The folder is removed at the end. On a cpu with several cores, a second process that this
+    function starts computes half of every step. Raises StageFailed if that process ends too early, and
+    UserError if `sources` has too few tasks or no demonstration fits into the context window.
     """
     state = out.parent / "state"
     settings = params.model_dump(include={"device", "policy", "coldstart"})
@@ -290,7 +291,10 @@ def _reduce(
 def _save_state(
     path: Path, model: PreTrainedModel, optimizer_pair: list[torch.optim.Optimizer], step: int, loss: float
 ) -> None:
-    """Write the training state after `step` finished steps to `path`, which is replaced at once."""
+    """Write the training state after `step` finished steps to `path`, which is replaced atomically.
+
+    `loss` is the moving average that `train` computes.
+    """
     temporary = path.with_suffix(".new")
     torch.save(
         {
@@ -309,7 +313,7 @@ def _load_state(
 ) -> tuple[int, float]:
     """Restore the state that `_save_state` wrote; return the number of finished steps and the loss.
 
-    Returns (0, 0.0) if there is no such file.
+    The loss is the moving average that `train` computes. Returns (0, 0.0) if there is no such file.
     """
     if not path.is_file():
         return 0, 0.0

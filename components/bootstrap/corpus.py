@@ -33,7 +33,8 @@ MICROBATCHES = 4
 class Corpus:
     """Tokenised conversations, which are concatenated in `ids` and `action_mask` [tokens].
 
-    Conversation i is the slice offsets[i]:offsets[i + 1]. `action_mask` is True on the assistant's tokens.
+    Conversation i is the slice offsets[i]:offsets[i + 1]; `offsets` is [conversations + 1]. `action_mask` is
+    True on the assistant's tokens.
     """
 
     ids: Tensor
@@ -98,7 +99,8 @@ def write_conversations(
 ) -> list[list[Message]]:
     """Return coldstart.demonstrations demonstrations in random order, of tasks that are not held out.
 
-    There are PER_TASK of each task. Raises UserError if `sources` has too few tasks.
+    There are PER_TASK of each task, but the last task may have fewer. Raises UserError if `sources` has too
+    few tasks.
     """
     settings = params.coldstart
     assert isinstance(settings.demonstrations, int)
@@ -119,7 +121,7 @@ def write_conversations(
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Read the corpus that `make_corpus` wrote to `folder`."""
+    """Read the corpus that `store_corpus` wrote to `folder`."""
     return Corpus(**load_file(folder / "tokens.safetensors"), tokenizer=load_tokenizer(folder))
 
 

@@ -19,7 +19,8 @@ from components.core.stage_params import Coldstart
 from components.core.task import KernelTask
 from components.policy.prompts import IN_TURNS
 
-# Probabilities with which the simulated measurement of a correct kernel is of milestone 1, 2 and 3.
+# Probabilities with which a correct kernel gets milestone 1, 2 and 3 in the simulated measurement. Milestone
+# 2 is faster than eager mode, and milestone 3 also faster than torch.compile.
 MILESTONES = (0.4, 0.2, 0.4)
 # Suffix of the kernel file, by device.
 SUFFIX: dict[str, str] = {"cpu": "cpp", "cuda": "cu"}
@@ -135,7 +136,8 @@ def mutate(kernel: str, rng: random.Random) -> str:
 class Outcome:
     """A simulated output of the tool calls that write and measure a kernel.
 
-    The milestone is -1 for a wrong kernel, whose speed-up over eager mode is 0.
+    The milestone is -1 for a wrong kernel, 1 for a correct one, 2 if it is also faster than eager mode, and 3
+    if it is also faster than torch.compile. `speedup` is that over eager mode, and 0 for a wrong kernel.
     """
 
     observation: str
@@ -180,7 +182,10 @@ def simulate_outcome(kernel: str, right: bool, device: Device, rng: random.Rando
 
 
 def _balanced(kernel: str) -> bool:
-    """Return whether all parentheses are closed and all lines of the kernel's body end as C++ lines do."""
+    """Return whether as many parentheses close as open and all lines of the body end with `;`, `{` or `}`.
+
+    Lines with a pragma may end otherwise.
+    """
     statements = [line for line in kernel.splitlines() if line.startswith(" ") and "#pragma" not in line]
     return kernel.count("(") == kernel.count(")") and all(
         line.endswith((";", "{", "}")) for line in statements
@@ -193,7 +198,7 @@ def _balanced(kernel: str) -> bool:
 def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) -> tuple[str, bool]:
     """Return a kernel with a random schedule for a composed task, and whether it is right.
 
-    It is made wrong with the probability `wrong_share`. Raises ValueError if `code` is another task.
+    It is made wrong with the probability `wrong_share`. Raises ValueError if `code` is no composed task.
     """
     chain = read_chain(code)
     if chain is None:
@@ -216,9 +221,9 @@ def make_demonstration(
 
     In an episode with a single turn, the assistant writes one kernel. In an episode with several turns, the
     assistant writes a kernel and measures it, and writes and measures a second kernel unless the first
-    reached milestone 3. If the second kernel is worse, the assistant writes the first one again; if both are
-    wrong, it writes a third one. It does not measure what it writes in the third turn. The last turn has no
-    tool call.
+    reached milestone 3. If the second kernel is no better, the assistant writes the first one again, or a
+    third one if both are wrong, without measuring it. The last turn of such an episode has no tool call.
+    Raises ValueError if `task` is no composed task.
     """
     kernel, right = _attempt(task.code, coldstart.wrong_share, device, rng)
     if rng.random() >= coldstart.multi_turn_share:

@@ -4,9 +4,9 @@ A C++ kernel is divided into passes over the memory, which are over all elements
 kernel into launches. Operators share a pass or a launch, or have one each, as the schedule says.
 
 A schedule is one combination of the independent choices by which kernels for one chain of operators differ.
-It changes how a kernel computes, not what. Which one is the fastest depends on the operators and the shape of
-a task, and some are too inexact for some tasks, for example float accumulators for long rows. A choice that
-does not concern a chain leaves its kernel unchanged.
+It changes how a kernel computes, not what. Which schedule is the fastest depends on the operators and the
+shape of a task, and some schedules are too inexact for some tasks, for example float accumulators for long
+rows. A choice that does not concern a chain leaves its kernel unchanged.
 """
 
 import itertools
@@ -68,7 +68,8 @@ class CpuSchedule:
 
     `fusion` says whether all operators share a pass over the memory or each has its own, `math` whether
     functions such as exp are those of libm or of vec.h, `loops` whether loops are vectorised, `accumulator`
-    the type of sums, and `algorithm` how softmax and norms are computed (ALGORITHMS in operator_code.py).
+    the type of sums, and `algorithm` how operators such as softmax are computed (in operator_code.py, ROW for
+    "store" and ALGORITHMS for the others).
     """
 
     fusion: Literal["none", "all"]
@@ -82,9 +83,10 @@ class CpuSchedule:
 class CudaSchedule:
     """The choices for a CUDA kernel.
 
-    `fusion` says which operators share a launch, `threads` the size of a block, `width` the elements of one
-    memory access of an elementwise kernel, and `combine` how the threads of a block combine their sums: in
-    shared memory or, within a warp, by shuffles.
+    `fusion` says whether all operators share a launch or each has its own, `threads` the number of threads of
+    a block, `width` the elements of one memory access of a kernel of which all operators are elementwise and
+    share a launch, and `combine` how the threads of a block combine their sums and maxima: in shared memory
+    or, within a warp, by shuffles.
     """
 
     fusion: Literal["none", "all"]
@@ -251,7 +253,7 @@ def launch(chain: OperatorChain, name: str, grid: str, threads: int, shared: str
 
 
 def element_kernel(chain: OperatorChain, threads: int, name: str = "fused") -> Kernel:
-    """Return a CUDA kernel that computes one element in each thread."""
+    """Return a CUDA kernel `name` that computes one element a thread, in blocks of `threads` threads."""
     kernel = [
         f"__global__ void {name}({parameters(chain)}) {{",
         f"  int64_t i = blockIdx.x * {threads}ll + threadIdx.x;",
@@ -268,7 +270,8 @@ def element_kernel(chain: OperatorChain, threads: int, name: str = "fused") -> K
 def float4_kernel(chain: OperatorChain, threads: int) -> Kernel:
     """Return a CUDA kernel that computes four elements as one float4 in each thread.
 
-    This needs no remainder loop, because composed tasks have a multiple of 16 elements.
+    `threads` is the number of threads of a block. The kernel needs no remainder loop, because composed tasks
+    have a multiple of 16 elements.
     """
     names = [name for name in chain.tensors if name in ("x", "y")]
     body = [f"    r.{lane} = chain(x4.{lane}{f', y4.{lane}' if 'y' in names else ''});" for lane in "xyzw"]
@@ -306,7 +309,8 @@ def loop(source: str, body: list[str], threads: int) -> list[str]:
 def sweep_lines(sweep: Sweep, source: str, body: list[str], threads: int) -> list[str]:
     """Return the CUDA lines of one sweep of a block over its row in the array `source`.
 
-    `body` are the lines for each element. The accumulators of the threads are combined after the loop.
+    `body` are the lines for each element, and `threads` is the number of threads of the block. The
+    accumulators of the threads are combined after the loop.
     """
     kind, names = sweep.clause.split(" : ")
     function = "block_max" if kind == "max" else "block_sum"
@@ -319,7 +323,10 @@ def sweep_lines(sweep: Sweep, source: str, body: list[str], threads: int) -> lis
 
 
 def row_kernel(chain: OperatorChain, threads: int, name: str = "rows") -> Kernel:
-    """Return a CUDA kernel with one block for each row, which is kept in shared memory."""
+    """Return a CUDA kernel `name` with one block of `threads` threads for each row of the input.
+
+    A row that the operators have changed is kept in shared memory.
+    """
     row = fuse_row(chain.steps, partial(sweep_lines, threads=threads))
     if row.tail:
         end = [*(f"  {line}" for line in row.tail), "  if (threadIdx.x == 0) out[blockIdx.x] = v;"]
@@ -340,8 +347,9 @@ def row_kernel(chain: OperatorChain, threads: int, name: str = "rows") -> Kernel
 def separate_kernels(chain: OperatorChain, threads: int) -> list[Kernel]:
     """Return one CUDA kernel for each operator, which are launched one after another.
 
-    Each kernel writes its result to the output tensor, and the next one reads it there. A reduction and the
-    operators before it are one kernel, because the output tensor is too small for rows.
+    `threads` is the number of threads of a block. Each kernel writes its result to the output tensor, and the
+    next one reads it there. A reduction and the operators before it are one kernel, because the output tensor
+    is too small for rows.
     """
     cut = next((index + 1 for index, step in enumerate(chain.steps) if is_reduction(step)), 0)
     groups = [chain.steps[:cut]] if cut else []

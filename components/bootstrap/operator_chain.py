@@ -1,8 +1,9 @@
 """The core operators, the layout of composed tasks, and a parser that reads a chain from a source.
 
-The core operators are the torch operators for which the rule-based kernel writer can write kernels. Each is
-one line of `forward` that computes a new `x` from `x`. Its constants are chosen from small sets, and written
-with a decimal point, so that the tokenizer of a small policy has one token for each.
+A chain is a sequence of core operators, each of which is applied to the result of the one before. The core
+operators are the torch operators for which the rule-based kernel writer can write kernels. Each is one line
+of `forward` that computes a new `x` from `x`. Its constants are chosen from small sets, and written with a
+decimal point, so that the tokenizer of a small policy has one token for each.
 
 A composed task has one operator in each line of `forward`. `components.synthesis.compose` writes this layout,
 `canonicalize` rewrites other sources into it, and the kernel writer reads it. A source with another layout
@@ -172,12 +173,15 @@ class OperatorChain:
 
     @property
     def by_row(self) -> bool:
-        """Return whether an operator needs the position of an element in its row."""
+        """Return whether an operator needs a whole row, or the position of an element in its row."""
         return any(BY_NAME[step.name].kind in ("row", "reduction", "parameter") for step in self.steps)
 
 
 def read_chain(code: str) -> OperatorChain | None:
-    """Return the chain of a source in the layout of composed tasks, or None for another source."""
+    """Return the chain of a source in the layout of composed tasks (TASK_LAYOUT), or None for another source.
+
+    A source in which a line of `forward` is not that of a core operator has no chain either.
+    """
     source = SOURCE.fullmatch(code)
     if source is None:
         return None

@@ -1,8 +1,8 @@
 """C++ code of each core operator, which the kernels for cpu and cuda share.
 
-The code of an elementwise operator is one or two lines that change `float v` with functions of vec.h. All
-text except constants and shapes is equal in every kernel, so that the tokenizer merges it into one or two
-tokens.
+The code of an elementwise operator is one line that changes the element `float v`, with functions of vec.h
+(agent_workdir/vec.h, mathematical functions that compilers can vectorise). All text except constants and
+shapes is equal in every kernel, so that the tokenizer merges it into one or two tokens.
 """
 
 import re
@@ -79,9 +79,9 @@ def _maximum(name: str) -> Sweep:
 
 
 def _sum(name: str, term: str, *finish: str) -> Sweep:
-    """Return the code of a loop that computes the sum of the C++ expression `term` over a row in `name`.
+    """Return the code of a loop that adds up the C++ expression `term` over the elements of a row.
 
-    `finish` are the lines after the loop.
+    `name` is the C++ variable that gets the sum. `finish` are the lines after the loop.
     """
     return Sweep((f"double {name} = 0;",), f"+ : {name}", (f"{name} += {term};",), finish)
 
@@ -109,8 +109,8 @@ def _online(top: str, total: str, *finish: str) -> Sweep:
 # Lines after the loops of several operators.
 PART, LEVEL = "const float part = 1 / total;", "const float level = std::log(mass);"
 INVERSE = "const float inverse = 1 / std::sqrt({} + 1e-5);"
-# The loops of each operator on rows. The first is computed unless a schedule asks for another algorithm of
-# ALGORITHMS. Sums are declared as double; a schedule may make them float.
+# The loops of each operator on rows, which are used unless a schedule asks for an algorithm that ALGORITHMS
+# has for the operator. Sums are declared as double; a schedule may make them float.
 ROW = {
     "softmax": RowOperator(
         (

@@ -1,7 +1,7 @@
 """Memory of one rank of the trainer, on the GPU and in the host, from a model's shapes and the settings.
 
-With P parameters, N ranks and T tokens of a rank (a micro-batch's tokens divided by `sequence_parallel`), in
-bfloat16 with AdamW:
+With P parameters, N ranks, hidden states of width H and T tokens of a rank (a micro-batch's tokens divided by
+`sequence_parallel`), in bfloat16 with AdamW:
 
 - Trained networks (actor, critic): 2P weights, 12P float32 master weights and moments, and 4P accumulated
   gradients, which the trainer sums in float32. ZeRO 1 divides the 12P by N, ZeRO 2 the 4P too, ZeRO 3
@@ -200,8 +200,9 @@ def _norm_elements(shapes: ModelShapes, tokens: float) -> float:
 
     A norm keeps each element twice: its input in float32, and the normalised input in the precision of the
     weights. If that is float32, the input needs no copy, but is itself kept for the norm. The norms of
-    gpt-oss normalise in float32; their 2 bytes more are not counted, since its attention scores are far
-    larger. Under sequence parallelism, a rank normalises all heads of its own tokens.
+    gpt-oss keep the normalised input in float32 too; the 2 bytes more for each element are not counted, since
+    the attention scores of gpt-oss are far larger. Under sequence parallelism, a rank normalises all heads of
+    its own tokens.
     """
     queries_keys = (shapes.heads + shapes.kv_heads) * shapes.head_dim if shapes.has_query_key_norms else 0
     return tokens * (2.0 * shapes.hidden + queries_keys)

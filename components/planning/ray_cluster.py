@@ -40,7 +40,8 @@ ANNOUNCED = "vllm-server "
 def connect() -> None:
     """Connect to the Ray cluster at the address RAY_ADDRESS, or on this machine if the variable is not set.
 
-    Raises UserError if there is no such cluster.
+    Also sets the environment variable that the constant RUN names, if it is not set. Raises UserError if
+    there is no such cluster.
     """
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "auto")
@@ -78,7 +79,8 @@ def _check_listening(address: str) -> None:
 def name_in_run(name: str) -> str:
     """Return the name by which all processes of this run find the actor `name` in the Ray cluster.
 
-    It begins with the identifier of the run, so that no run finds an actor of another one.
+    It begins with the identifier of the run, so that no run finds an actor of another run. `connect` must
+    have been called in this process or in one that started it.
     """
     return f"{os.environ[RUN]}-{name}"
 

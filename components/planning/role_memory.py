@@ -1,4 +1,4 @@
-"""Memory of the GPUs of trainers, samplers and judges, and the refusal of a pool in which one does not fit.
+"""Memory of the GPUs of trainers, samplers and judges, and the refusal of a pool if a role does not fit.
 
 `cuda-agent run`, `doctor` and `plan` use the same check. The formulas of a trainer are in `memory_model.py`.
 A vLLM server takes a share of each of its GPUs, which holds its part of the weights, working memory, and the
@@ -29,9 +29,10 @@ BUCKET_BYTES = 2**31
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Number of GPUs of a role, the bytes in use by part on the fullest of them, and what they hold.
+    """Number of GPUs of a role, and the memory in use on the fullest of them.
 
-    `host` are the bytes that the role keeps in the memory of the host for each of its GPUs.
+    `parts` are bytes by the name of what uses them, such as "weights". `holds` is a text for the user on what
+    the GPUs hold. `host` are the bytes that the role keeps in the memory of the host for each of its GPUs.
     """
 
     gpus: int
@@ -45,9 +46,10 @@ class RoleMemory:
 
 
 def memory_of_roles(params: Params, shapes: ModelShapes) -> dict[str, RoleMemory]:
-    """Return the memory of `trainers`, `samplers` and `judges`, without roles that have no GPU of their own.
+    """Return the memory of each role by its name: `trainers`, `samplers` and `judges`.
 
-    Samplers that share the trainers' GPUs are listed too, unless the trainer samples itself.
+    `samplers` is left out if the trainers sample themselves (policy.backend transformers), but not if vLLM
+    shares the trainers' GPUs. `judges` is left out if they have no GPUs of their own (pool.judges 0).
     """
     pool = params.pool
     found = {"trainers": _trainer(params, shapes)}
@@ -60,10 +62,10 @@ def memory_of_roles(params: Params, shapes: ModelShapes) -> dict[str, RoleMemory
 
 
 def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
-    """Return the memory of the first rank, whose GPU is the fullest, while it trains or while it samples.
+    """Return the memory of the first rank, whose GPU is the fullest.
 
-    Not included are the key-value cache of the backend transformers, and a judge whose memory is not limited
-    because `sandbox.device_bytes` is 0.
+    It is the larger of the memory during training and during sampling. Not included are the key-value cache
+    of the backend transformers, and a judge whose memory is not limited because `sandbox.device_bytes` is 0.
     """
     policy, engine, pool = params.policy, params.engine, params.pool
     ranks, size = max(1, pool.trainers), GPU_BYTES[pool.gpu]
@@ -133,7 +135,10 @@ def _sampler(params: Params, shapes: ModelShapes) -> RoleMemory:
 
 
 def refusal(params: Params, shapes: ModelShapes) -> str:
-    """Return a sentence that says which role does not fit its GPUs and what to change, or "" if all fit."""
+    """Return a sentence that says which role does not fit its GPUs and what to change, or "" if all fit.
+
+    A model whose attention heads engine.sequence_parallel ranks cannot share is refused too.
+    """
     pool, engine, size = params.pool, params.engine, GPU_BYTES[params.pool.gpu]
     shared = engine.sequence_parallel
     heads, kv_heads = shapes.heads, shapes.kv_heads
@@ -170,7 +175,8 @@ def refusal(params: Params, shapes: ModelShapes) -> str:
 def check_fits(params: Params) -> None:
     """Raise UserError if trainers or samplers cannot fit the memory of the GPU `pool.gpu`.
 
-    Nothing is checked on the cpu.
+    Also raises it if engine.sequence_parallel does not fit the attention heads of the model. Nothing is
+    checked on the cpu.
     """
     if params.device == "cuda" and (sentence := refusal(params, policy_shapes(params))):
         raise UserError(sentence)

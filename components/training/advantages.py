@@ -126,7 +126,8 @@ def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Return 1 - Var(returns - values) / (Var(returns) + 1e-5) over the tokens that the policy sampled.
 
-    The tensors have equal shapes. Returns NaN if the returns are all equal or there is no token.
+    Both tensors are [own tokens], without other tokens. Returns NaN if the variance of the returns is below
+    1e-8, as when all returns are equal, or if there is no token.
     """
     variance = float(returns.var(correction=0)) if len(returns) else math.nan
     if not variance >= 1e-8:

@@ -90,7 +90,8 @@ class Packed:
     ids: Tensor  # [1, tokens]
     # Position of each token in its row, [1, tokens].
     positions: Tensor
-    # Where each row begins in the whole sequence, and where the last one ends; the same on all ranks.
+    # Where each row begins in the whole sequence, and where the last one ends; the same on all ranks of a
+    # group. A row of padding at the end counts as a row.
     documents: tuple[int, ...]
     # The same bounds as int32 on the device, [rows + 1].
     document_offsets: Tensor
@@ -145,7 +146,10 @@ def make_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
 
 
 def collate(trajectories: Sequence[Trajectory]) -> Rollout:
-    """Return trajectories as one batch."""
+    """Return trajectories as one batch, with their rewards and the sampler's log-probabilities.
+
+    The judge must not have failed on any of them. Raises ValueError if a trajectory has no own token.
+    """
     batch = make_batch([(trajectory.ids, trajectory.action_mask) for trajectory in trajectories])
     logprobs = [
         np.asarray(trajectory.sampler_logprob, dtype=np.float32)[mask.astype(bool)]
@@ -211,14 +215,15 @@ def plan(
 ) -> list[Microbatch]:
     """Return the micro-batches of one group of ranks, beginning with the longest rows.
 
-    `lengths` has the length of each row of the batch, `rows` are the indices of the rows to compute, and
-    `group` is the index of the group among `groups` groups.
+    The ranks of a group share each forward pass (sequence parallelism); without it a group is one rank.
+    `lengths` has the number of tokens of each row of the batch, `rows` are the indices of the rows to
+    compute, and `group` is the index of the group among `groups` groups.
 
-    Each micro-batch has at most `tokens_per_microbatch` tokens, or a single row. Rows are sorted by length
-    and dealt to the groups in turn, so that all groups get about equal work. Every group gets the same number
-    of micro-batches, because forward and backward passes are collective under ZeRO 3: a group with fewer of
-    them repeats the shortest row with `counted` False. The result depends only on the arguments, so the ranks
-    need not communicate.
+    Each micro-batch has at most `tokens_per_microbatch` tokens, unless it is a single longer row. Rows are
+    sorted by length and dealt to the groups in turn, so that all groups get about equal work. Every group
+    gets the same number of micro-batches, because forward and backward passes are collective under ZeRO 3: a
+    group with fewer micro-batches than another repeats the shortest of `rows` with `counted` False. The
+    result depends only on the arguments, so the ranks need not communicate.
     """
     by_length = sorted(rows, key=lambda row: (-lengths[row], row))
     plans = []

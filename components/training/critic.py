@@ -40,20 +40,20 @@ class StoredRow:
     index: int
     task_id: str
     reward: float
-    # Number of its tokens and of its own tokens.
+    # Number of its tokens, and of its own tokens, which are those that the policy sampled.
     tokens: int
     own: int
 
 
 @dataclass(frozen=True)
 class StoredArrays(Sequence[NDArray[Any]]):
-    """The arrays `name` of stored trajectories, each of which is read from its file when it is used.
+    """The arrays called `name` of stored trajectories; each array is read from its file when it is used.
 
     A process cannot map as many files as there are trajectories, and they need not fit into memory.
     """
 
     rows: Sequence[StoredRow]
-    # Field of `TokenFile`.
+    # Field of `TokenFile` (agent/trajectory.py), such as "ids".
     name: str
 
     def __len__(self) -> int:
@@ -68,10 +68,10 @@ class StoredArrays(Sequence[NDArray[Any]]):
 def run(stage: Stage) -> StageResult:
     """Make a critic from the checkpoint `stage.actor` and train it on trajectories of earlier stages.
 
-    The trajectories are read from the folders `stage.trajectories`, and those of some tasks are held out. Of
-    the critics after each pass over the others, the one with the highest explained variance on held-out
-    trajectories is kept. Raises StageFailed if this explained variance is below
-    critic.min_explained_variance.
+    The trajectories are read from the folders `stage.trajectories`. Those of some tasks are held out, and the
+    critic is trained in critic.epochs passes over all others. The weights after the pass with the highest
+    explained variance on the held-out trajectories are kept. Raises StageFailed if this explained variance is
+    below critic.min_explained_variance, and UserError if there are too few trajectories or tasks.
     """
     started, params, settings = time.monotonic(), stage.params, stage.params.critic
     verify_checkpoint(stage.actor, params.device)
@@ -151,8 +151,8 @@ def run(stage: Stage) -> StageResult:
 def read_rows(folders: Sequence[Path]) -> list[StoredRow]:
     """Return the trajectories below `folders` that have own tokens and on which the judge did not fail.
 
-    Raises UserError if there is no such trajectory, or if the mask or the log-probabilities of a trajectory
-    do not fit its tokens.
+    Own tokens are those that the policy sampled. Raises UserError if there is no such trajectory, or if the
+    mask or the log-probabilities of a trajectory do not fit its tokens.
     """
     rows: list[StoredRow] = []
     failure = ""

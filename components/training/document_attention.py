@@ -60,8 +60,9 @@ def _sdpa(
     Queries are [1, heads, tokens, head_dim], and keys and values [1, key-value heads, tokens, head_dim].
     `documents` are the bounds of the rows in the sequence; without them it is one row. `document_offsets` are
     the same bounds as int32 on the device, and `longest_document` is the number of tokens of the longest row.
-    Returns the output [1, tokens, heads, head_dim] and None instead of attention weights. If a mask is given
-    or there are fewer queries than keys, as when a policy is sampled, the attention of transformers is
+    If `sliding_window` is given, a token attends only to itself and to the `sliding_window` - 1 tokens before
+    it. Returns the output [1, tokens, heads, head_dim] and None instead of attention weights. If a mask is
+    given or there are fewer queries than keys, as when a policy is sampled, the attention of transformers is
     computed unchanged.
     """
     if attention_mask is not None or query.shape[2] != key.shape[2]:

@@ -29,15 +29,15 @@ from components.training.ranks import World, deepspeed_config, import_deepspeed,
 # Betas of AdamW.
 BETAS = (0.9, 0.95)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Least size of a tensor that engine.activation_offload moves to host memory.
+# Least size in bytes of a tensor that engine.activation_offload moves to host memory.
 OFFLOADED_BYTES = 2**20
 
 # Folder of the shards of a state, which all ranks write.
 SHARDS = "state"
 
 Values = TypeVar("Values", bound=Streams)
-# Function that takes a network, packed tokens and the values of its own tokens, and returns loss and metrics,
-# each summed over own tokens.
+# Function that takes a network, packed tokens and the values of their own tokens (those that the policy
+# sampled), and returns loss and metrics, each summed over these own tokens.
 Loss = Callable[[nn.Module, Packed, Values], tuple[Tensor, dict[str, Tensor]]]
 
 
@@ -250,7 +250,8 @@ class DeepSpeedEngine:
 class FrozenNetwork:
     """Network that is only evaluated: the reference policy, sharded under ZeRO 3 and without an optimizer.
 
-    With engine.reference_offload its parameters are in host memory and come to the device when needed.
+    With engine.reference_offload its parameters are in host memory. Within `on_device` they are all on the
+    device, except under ZeRO 3, where DeepSpeed moves those of each layer when the layer is computed.
     """
 
     def __init__(self, module: nn.Module, engine: stage_params.Engine, *, device: records.Device):
@@ -298,7 +299,8 @@ class FrozenNetwork:
 def compile_network(module: nn.Module) -> None:
     """Compile the layers of a network and its scores of tokens with torch.compile, in place.
 
-    Layers are compiled for packed rows only: a policy that is sampled computes what it did before.
+    The compiled layers are used for packed rows only. When the network is sampled by transformers, its layers
+    are computed without compilation.
     """
     for part in module.modules():
         if isinstance(part, TokenScores):
@@ -336,9 +338,10 @@ class MetricSums:
             self.values[name] = self.values[name] + part if name in self.values else part
 
     def means(self, world: World, tokens: int) -> dict[str, float]:
-        """Return each metric's sum over all ranks, divided by `tokens`, the number of tokens in the sums.
+        """Return each metric's sum over all ranks, divided by `tokens`.
 
-        Raises NotFinite if a sum is NaN or infinite. Every rank must call this, after adding the same names.
+        `tokens` is the number of own tokens of all ranks, of which the sums consist. Raises NotFinite if a
+        sum is NaN or infinite. Every rank must call this, after adding the same names.
         """
         total = world.sum(torch.stack(list(self.values.values())).cpu())
         for name, value in zip(self.values, total, strict=True):
@@ -359,9 +362,10 @@ def train_step(
 ) -> float:
     """Take one optimizer step on the rows of `batch` with the indices `index`; return the gradient norm.
 
-    Every rank calls this with the same arguments. `values` are the streams over the own tokens of `batch`
-    that `loss` needs. The loss is divided by the number of own tokens in all of these rows. The metrics that
-    `loss` returns are added to `sums`.
+    The norm is that before clipping. Raises NotFinite as `DeepSpeedEngine.step` does. Every rank calls this
+    with the same arguments. `values` are the streams over the own tokens of `batch` that `loss` needs. The
+    loss is divided by the number of own tokens in all of these rows. The metrics that `loss` returns are
+    added to `sums`.
     """
     world, tokens = engine.world, batch.own_tokens(index)
 

@@ -1,8 +1,8 @@
-"""Supervised fine-tuning, which is the cold start of a language model and the update of stage 2.
+"""Supervised fine-tuning: the cold start of a language model, and the update of stage 2 (rejection.py).
 
-The model learns to predict its own tokens of given conversations. In a cold start these are demonstrations of
-the rule-based kernel writer, of mixed quality, or the trajectories of another policy, in the model's own chat
-template.
+The model learns to predict the assistant's tokens of given conversations. The conversations of a cold start
+are demonstrations of mixed quality by the rule-based kernel writer (bootstrap/kernel_writer.py), or the
+trajectories of another policy. Both are encoded with the model's own chat template.
 """
 
 import itertools
@@ -53,9 +53,10 @@ def fine_tune(
 ) -> tuple[TrainState, FitEnd]:
     """Take `steps` optimizer steps, the step i on `rows(i)` with `learning_rate(i)`.
 
-    `actor` is the engine of an Actor. The stage continues from its newest state, which is saved as
-    `training_loop.fit` describes. The metrics of a step are "loss" (nats per own token), "gradient_norm",
-    "learning_rate", and the seconds and tokens per second of the update.
+    `actor` is the engine of an Actor. The stage continues from its newest state; states are saved after
+    `save_every` steps or minutes, as `training_loop.fit` describes. Returns the stage's TrainState and how
+    the training ended. The metrics of a step are "loss" (nats per own token), "gradient_norm" (before
+    clipping), "learning_rate", "seconds_update" and "tokens_per_second_update".
     """
 
     def tuning_step(step: int, record: StepRecord) -> None:
@@ -73,9 +74,9 @@ def fine_tune(
 
 
 def likelihood_loss(network: nn.Module, packed: Packed, _: Streams) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the negative log-likelihood of the own tokens, and the same value as the metric "loss".
+    """Return the negative log-likelihood (nats), and the same value as the metric "loss".
 
-    `network` is an Actor.
+    It is summed over the own tokens of `packed`, those with action mask 1. `network` is an Actor.
     """
     logprob, _ = network(packed)
     total = -logprob.sum()
@@ -86,7 +87,8 @@ def run(stage: Stage) -> StageResult:
     """Fine-tune the language model of the checkpoint `stage.actor` as a cold start.
 
     The conversations are written, encoded and stored by the first rank. Raises UserError if
-    coldstart.demonstrations is a folder without a trajectory to learn from.
+    coldstart.demonstrations is a folder without a trajectory to learn from, or if no conversation fits into
+    policy.context tokens.
     """
     started, params, settings = time.monotonic(), stage.params, stage.params.coldstart
     verify_checkpoint(stage.actor, params.device)
@@ -134,10 +136,11 @@ def run(stage: Stage) -> StageResult:
 
 
 def plan_steps(lengths: Sequence[int], steps: int, tokens_per_step: int, seed: int) -> list[list[int]]:
-    """Return the conversations of each step, as indices into `lengths`, their numbers of tokens.
+    """Return the conversations of each of `steps` steps, as indices into `lengths`.
 
-    A step has as many as reach `tokens_per_step` tokens. They are drawn in passes over all conversations,
-    each in a random order.
+    `lengths` has the number of tokens of each conversation. A step gets conversations until they have at
+    least `tokens_per_step` tokens. They are drawn in passes over all conversations, and each pass has a
+    random order that depends on `seed`.
     """
     rng, tokens = random.Random(seed), 0
     planned: list[list[int]] = [[]]
@@ -161,10 +164,11 @@ def _conversations(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[Row
 
 
 def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Row]:
-    """Return `count` conversations of the kind that the cold start learns from.
+    """Return `count` conversations of the kind that the cold start learns from, encoded.
 
-    If coldstart.demonstrations is a folder, they are drawn from its trajectories. Otherwise they are
-    demonstrations of tasks that are not those of the cold start. Equal counts give equal conversations.
+    If coldstart.demonstrations is a folder, they are drawn from its trajectories with replacement. Otherwise
+    they are demonstrations of tasks composed with another seed than the tasks of the cold start. Equal counts
+    give equal conversations.
     """
     rng = random.Random(params.coldstart.seed)
     if isinstance(params.coldstart.demonstrations, str):
@@ -194,8 +198,8 @@ def _encode(
 def _of_trajectories(params: Params, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
     """Return the trajectories in the folder coldstart.demonstrations that stage 2 would keep, encoded again.
 
-    Their texts are encoded with `tokenizer`, because they may be those of another policy. Raises UserError if
-    none is kept.
+    Stage 2 (rejection fine-tuning) keeps those that `select` chooses. Their texts are encoded with
+    `tokenizer`, because they may be those of another policy. Raises UserError if none is kept.
     """
     folder = str(params.coldstart.demonstrations)
     judged = [trajectory for trajectory in load_trajectories(Path(folder)) if trajectory.is_judged]

@@ -1,7 +1,8 @@
-"""Launcher that runs one command as several ranks on this host, with the agent of torchrun.
+"""Launcher that runs one command as several ranks on this host, with the elastic agent of torchrun.
 
-If a rank fails, the agent ends the other ranks, and one error states the cause. A rank writes its error to
-the file that the environment variable TORCHELASTIC_ERROR_FILE names.
+The elastic agent starts the ranks and watches them. If a rank fails, it ends the other ranks, and one error
+states the cause. A rank writes its error to the file that the environment variable TORCHELASTIC_ERROR_FILE
+names.
 """
 
 import ctypes
@@ -107,5 +108,8 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
 
 
 def end_with_launcher() -> None:
-    """Make the kernel kill this rank when the process of `launch` ends, also if that is killed."""
+    """Make Linux kill this rank with SIGKILL when the process of `launch` ends, also if it is killed.
+
+    A rank must call this itself.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,9 +1,10 @@
 """The losses of PPO and of supervised fine-tuning over own tokens, which are those that the policy sampled.
 
-The functions named *_sum return sums over own tokens. `engine.train_step` divides these sums by the
+The functions named *_loss_sum return sums over own tokens. `engine.train_step` divides these sums by the
 number of own tokens in all micro-batches on all ranks, because a mean per micro-batch would give more weight
-to tokens of small micro-batches. All tensors are [batch, seq]. Values at masked positions do not influence
-any loss.
+to tokens of small micro-batches. The shape of all tensors is written [batch, seq]; any other shape that all
+tensors of a call share, such as [own tokens], is computed in the same way. Values where `action_mask` is 0 do
+not influence any sum.
 """
 
 import torch
@@ -30,7 +31,10 @@ def policy_loss_sum(
     """Return PPO's clipped surrogate loss, and its metrics, each summed where `action_mask` is true.
 
     The loss of a token is max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) * importance, where A is the
-    advantage and rho = pi_actor / pi_old. `importance` holds the weights from `importance_weights`.
+    advantage and rho = pi_actor / pi_old. `importance` holds the weights from `importance_weights`; None
+    means weights of 1. The metrics count the tokens that are clipped (clip_fraction), those clipped with rho
+    below 1 (clip_fraction_low) and above 1 (clip_fraction_high), and add up log pi_old - log pi_actor
+    (approx_kl).
 
     This is decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5): pi_old is
     the proximal policy, which the trainer evaluates before the step's updates, and only it bounds the update.

@@ -57,10 +57,10 @@ class MetricsFile:
 
 
 def newest_figures(home: Path, stage: str) -> Figures:
-    """Return the last record of the most recently written metrics file of a stage named `stage` below `home`.
+    """Return the last record of the most recently written metrics file of a stage named `stage`.
 
-    The step's number is included under `step`, and null figures are left out. Returns an empty dictionary if
-    there is no record.
+    The files are those in the folders `home`/stages/`stage`-*. The step's number is included under `step`,
+    and null figures are left out. Returns an empty dictionary if there is no record.
     """
     files = sorted(home.glob(f"stages/{stage}-*/{METRICS}"), key=lambda path: path.stat().st_mtime)
     lines = files[-1].read_text().splitlines() if files else []
@@ -71,8 +71,9 @@ def newest_figures(home: Path, stage: str) -> Figures:
 def ages(trajectories: Sequence[Trajectory], step: int) -> Figures:
     """Return the mean age (`age`) and the largest age (`age_max`) of the own tokens of the trajectories.
 
-    The age of a token is the number of steps, up to `step`, that the policy was trained after the weights
-    that sampled the token. The result is empty if the trajectories have no own tokens.
+    Own tokens are those that the policy sampled. The age of a token is the number of steps, up to `step`,
+    that the policy was trained after the weights that sampled the token. The result is empty if the
+    trajectories have no own tokens.
     """
     spans = [
         (step - updates_of(version), tokens)
@@ -91,9 +92,11 @@ def ages(trajectories: Sequence[Trajectory], step: int) -> Figures:
 def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
     """Return metrics of the trajectories of a step.
 
-    They are the mean reward (`reward`), the share of each milestone (`m_-1` to `m_3`), the share of
-    trajectories cut off at the length limit (`truncated`), the share of tasks whose trajectories all have the
-    same reward (`equal_reward_tasks`), and the mean number of turns (`turns`).
+    They are the mean reward (`reward`), the share of trajectories with each milestone (`m_-1`, `m_1`, `m_2`
+    and `m_3`), the share of trajectories cut off at the length limit (`truncated`), the share of tasks whose
+    trajectories all have the same reward (`equal_reward_tasks`), and the mean number of turns (`turns`). The
+    milestone is that of the last verdict: -1 if it is not correct, 1 if it is, 2 if the kernel is also faster
+    than eager mode, and 3 if it is also faster than torch.compile (judge/verdict.py).
     """
     count, milestones = len(trajectories), [milestone(trajectory.final) for trajectory in trajectories]
     by_task: dict[str, set[float]] = {}
@@ -118,9 +121,9 @@ class Collapsed(Exception):
 def collapse(ppo: Ppo, figures: Figures, earlier: Sequence[Mapping[str, float | None]]) -> str:
     """Return a clause that states how the policy has collapsed, such as "entropy is not a number", or "".
 
-    `figures` are the metrics of the step whose trajectories the policy sampled, and `earlier` are the metrics
-    of the steps before it. Steps without a critic have no explained variance. The result is "" if the policy
-    has not collapsed.
+    `ppo` has the limits. `figures` are the metrics of the step whose trajectories the policy sampled, and
+    `earlier` are the metrics of the steps before that step. Steps without a critic have no explained
+    variance. The result is "" if the policy has not collapsed.
     """
     entropy, truncated, share = (figures[name] for name in ("entropy", "truncated", "effective_share"))
     limit = ppo.min_explained_variance

@@ -82,8 +82,9 @@ class ValueHead(nn.Linear):
 class Critic(nn.Module):
     """Language model backbone with a value head; it computes the value of the state before each own token.
 
-    `baseline` is a constant that is added to every value, the mean return of the first training data. The
-    value head starts at zero and one update changes its output by about learning rate * width, so without the
+    `baseline` is a constant that is added to every value: the mean return of the trajectories of value
+    pretraining, or the mean reward of the first step of PPO if that starts without such a critic. The value
+    head starts at zero and one update changes its output by about learning rate * width, so without the
     baseline tens of updates would be needed to learn the mean return.
     """
 
@@ -178,7 +179,7 @@ def _load(factory: Any, folder: Path, params: Params) -> PreTrainedModel:
 
 
 def tile_mlps(model: PreTrainedModel, settings: stage_params.Engine) -> None:
-    """Let the dense feed-forward layers compute `settings.mlp_tokens` tokens at a time.
+    """Let the dense feed-forward layers compute at most `settings.mlp_tokens` tokens at a time.
 
     Their intermediate states, several times as wide as the hidden states, then exist for this many tokens
     only (Arctic long sequence training, arXiv 2506.13996). Under ZeRO 3 a layer must be a leaf module, whose
@@ -198,9 +199,10 @@ def _is_dense_mlp(module: nn.Module) -> bool:
 
 
 def _tiled(module: nn.Module, forward: Any, tokens: int, states: Tensor) -> Tensor:
-    """Apply `forward` of `module` to parts of `states` [..., tokens, hidden]; the result has the same shape.
+    """Apply `forward` of `module` to parts of `states` [..., seq, hidden]; the result has the same shape.
 
-    Each part has at most `tokens` tokens. Intermediate states are not kept for the backward pass.
+    Each part has at most `tokens` of the seq positions. Intermediate states are not kept for the backward
+    pass.
     """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 

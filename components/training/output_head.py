@@ -22,9 +22,10 @@ LOGITS_BYTES = 2**28
 
 
 class TokenScores(nn.Module):
-    """Output head that returns log-probabilities and entropies (nats) of given tokens instead of logits.
+    """Output head that returns log-probabilities of given tokens, and entropies, instead of logits.
 
-    It shares the parameters of `head`, the output head of a language model, tied to the embeddings or not.
+    Both are in nats. The entropies are those of the distributions of the given tokens. The output head shares
+    the parameters of `head`, the output head of a language model, tied to the embeddings or not.
     `temperature` is the sampling temperature, which divides the logits.
 
     One call must score all tokens of a micro-batch. Under ZeRO 3, DeepSpeed gathers the parameters of a
@@ -42,9 +43,10 @@ class TokenScores(nn.Module):
         self.is_compiled = False
 
     def forward(self, states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy, both [n], of `targets` [n] after `states` [n, hidden].
+        """Return the log-probabilities of `targets` [n] after the hidden states `states` [n, hidden].
 
-        Only the log-probability has a gradient.
+        Also returns the entropies of the distributions of the tokens after these states. Both results are [n]
+        in nats. Only the log-probability has a gradient.
         """
         score, gradient = (
             (_compiled(_score), _compiled(_gradient)) if self.is_compiled else (_score, _gradient)
@@ -136,11 +138,13 @@ def _gradient(
     scale: Tensor,
     temperature: float,
 ) -> Tensor:
-    """Return the gradient [n, width] by a slice of the logits, in the precision of `states` [n, hidden].
+    """Return the gradient [n, width] of the loss with respect to logits before division by the temperature.
 
-    `weight` [width, hidden] and `bias` [width] are the slice's, and `targets` [n] count from its first row;
-    they may be outside of it. `normaliser` [n] is the logarithm of the softmax's denominator, and `scale`
-    [n, 1] the gradient by the log-probabilities, divided by the temperature.
+    The logits are those of a slice of the vocabulary, of which `weight` [width, hidden] and `bias` [width]
+    are the rows. `targets` [n] count from the first row of the slice and may be outside of the slice.
+    `normaliser` [n] is the logarithm of the softmax's denominator, and `scale` [n, 1] the gradient with
+    respect to the log-probabilities, divided by the temperature. The result has the precision of `states` [n,
+    hidden].
     """
     # The derivative of a log-probability by the logits is one_hot(target) - softmax(logits).
     logits = _logits(states, weight, bias, temperature)

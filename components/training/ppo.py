@@ -89,7 +89,8 @@ class Networks:
     actor: DeepSpeedEngine
     # None if advantages are computed from groups of trajectories.
     critic: DeepSpeedEngine | None
-    # Evaluates the policy that the stage started from; None if no loss or metric needs it.
+    # Returns the log-probabilities of the policy with the weights at the start of the stage; None if no loss
+    # or metric needs them.
     reference: Callable[[Rollout], Tensor] | None
 
     @property
@@ -110,8 +111,8 @@ def agentic(stage: Stage, episode: RunEpisode) -> StageResult:
     """Train the policy of the checkpoint `stage.actor` with multi-turn PPO (stage 4).
 
     `episode` samples one trajectory. The critic starts from the checkpoint `stage.critic`, which must be None
-    if and only if agentic.advantages needs no critic (`stage.check_critic_given`). Raises UserError if the
-    checkpoint is no critic, or if its tokenizer differs from the actor's.
+    if and only if agentic.advantages needs no critic (`run_stage.check_critic_given`). Raises UserError if
+    the checkpoint is no critic, or if its tokenizer differs from the actor's.
     """
     critic = stage.critic
     if critic is None:
@@ -148,9 +149,10 @@ def load_networks(stage: Stage, ppo: Ppo, policy: TrainedPolicy, critic_folder: 
 def _reference(
     stage: Stage, ppo: Ppo, policy: TrainedPolicy, actor: DeepSpeedEngine
 ) -> Callable[[Rollout], Tensor]:
-    """Return a function that evaluates the policy that the stage started from on a batch.
+    """Return a function that computes the log-probabilities of a batch under the reference policy.
 
-    The function returns the log-probabilities (nats) of the batch's own tokens, [own tokens].
+    The reference policy is the policy with the weights at the start of the stage. The function returns the
+    log-probabilities (nats) of the batch's own tokens, [own tokens].
     """
     settings = stage.params.engine
     engine: DeepSpeedEngine | FrozenNetwork = actor
@@ -171,8 +173,8 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
     """Train the actor of `stage` for `ppo.steps` steps, continuing from the last saved state.
 
     `critic_folder` is the checkpoint that the critic starts with, if there is a critic, and `episode` samples
-    one trajectory. Raises StageFailed if the actor learned from fewer than `ppo.min_updates` steps, because
-    the rewards of the others were all equal.
+    one trajectory. A step whose rewards are all equal (without a critic: equal within each task) does not
+    update the actor. Raises StageFailed if fewer than `ppo.min_updates` steps had different rewards.
     """
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
 
@@ -245,9 +247,10 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
 
 
 def equal_rewards_text(records: Sequence[Mapping[str, float | None]]) -> str:
-    """Return a clause on the steps from which the actor learned nothing, of those with these metrics.
+    """Return a clause on the steps from which the actor learned nothing because the rewards were equal.
 
-    It says whether equal rewards were earned, or were left after the judge had failed on other trajectories.
+    `records` are the metrics of all steps of the stage. The clause says whether all trajectories earned equal
+    rewards, or only those that were left after the judge had failed on others.
     """
     equal = [record for record in records if record["equal_rewards"]]
     reason = (
@@ -269,7 +272,12 @@ def score(
 ) -> tuple[Experience, Figures]:
     """Evaluate the networks on the batch of `trajectories`, and return its Experience and metrics.
 
-    Every rank must call this, before the step's updates.
+    Every rank must call this, before the step's updates. The metrics are the means over own tokens of the
+    entropy (`entropy`), of the distance of the actor's from the sampler's log-probabilities
+    (`sampler_difference`) and of the importance weights (`importance`), and the effective sample size
+    (`effective_share`). With a reference, `kl_start` is the KL divergence from it. With a critic, there are
+    `explained_variance` and the mean value (`value`); without one, the number of tasks with a single
+    trajectory (`single_sample_tasks`).
     """
     actor, own = networks.actor, torch.ones(batch.tokens, dtype=torch.bool)
     old_logprob, entropy = evaluate(actor, batch)
@@ -321,6 +329,7 @@ def update_actor(
 ) -> Figures:
     """Update the actor with PPO's clipped surrogate loss and return the metrics.
 
+    If `ppo.kl_coefficient` is above 0, a penalty on the divergence from the reference is added to the loss.
     `updates` is the number of steps since the critic-only steps at the start of the stage. The warm-up of the
     learning rate depends on it. `seed` determines the order of the rows.
     """
@@ -357,9 +366,9 @@ def update(
 ) -> Figures:
     """Train the network of `engine` for `ppo.epochs` passes over the rows, and return the mean metrics.
 
-    Each pass shuffles the rows, in an order that `seed` determines, and divides them into `ppo.minibatches`
-    optimizer steps. The metrics of `loss` are means over own tokens, and `gradient_norm` is a mean over
-    steps.
+    Each pass shuffles the rows, in an order that `seed` determines, and divides them among `ppo.minibatches`
+    optimizer steps, or among as many steps as there are rows if these are fewer. The metrics of `loss` are
+    means over own tokens, and `gradient_norm` is a mean over optimizer steps.
     """
     order, norms, sums, shuffler = list(range(len(batch.ids))), [], MetricSums(), random.Random(seed)
     for _ in range(ppo.epochs):

@@ -68,11 +68,11 @@ class World:
 
 
 def join_world(device: records.Device, settings: stage_params.Engine) -> World:
-    """Join the launcher's process group, or make a group of only this process if there is no launcher.
+    """Join the launcher's process group, or make one of only this process if there is no launcher.
 
-    engine.collective_seconds limits the duration of every collective. DeepSpeed's default of 10 minutes is
-    too short, because the other ranks wait in a collective while rank 0 samples. Raises UserError if the
-    number of ranks is not a multiple of engine.sequence_parallel.
+    Returns the World of this rank. engine.collective_seconds limits the duration of every collective.
+    DeepSpeed's default of 10 minutes is too short, because the other ranks wait in a collective while rank 0
+    samples. Raises UserError if the number of ranks is not a multiple of engine.sequence_parallel.
     """
     os.environ.setdefault("LOCAL_RANK", "0")
     target = torch.device("cpu" if device == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}")
@@ -95,7 +95,7 @@ def join_world(device: records.Device, settings: stage_params.Engine) -> World:
 
 
 def drop_unsearchable_folders() -> None:
-    """Remove the folders that this account may not search from PATH.
+    """Remove from PATH the folders in which this account has no permission to search.
 
     An account that `su NAME` started from root has root's PATH. A program that is not installed, such as the
     numactl that DeepSpeed looks for, would then raise PermissionError instead of FileNotFoundError, which

@@ -41,7 +41,7 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
     rollouts = rejection.rollouts
 
     def choose(tasks: Sequence[KernelTask], wave: int) -> list[KernelTask]:
-        """Return the tasks of the attempts before the fine-tuning (wave 0), or of those after it."""
+        """Return the task of each trajectory to sample before (wave 0) or after the fine-tuning (wave 1)."""
         chosen = choose_tasks(tasks, rollouts.tasks, seed=params.seed, step=0)
         return (
             chosen[:MAX_TASKS_AFTER] if wave else [task for task in chosen for _ in range(rollouts.samples)]
@@ -102,8 +102,8 @@ def schedule(
 ) -> list[list[Row]]:
     """Return the rows of every optimizer step, made by `rejection.epochs` shuffled passes over `kept`.
 
-    rejection.replay_share sets the share of demonstrations that are added to each batch. `replay` takes a
-    count and makes that many.
+    A row is a pair of token ids and action mask. rejection.replay_share sets the share of demonstrations in
+    each batch of rejection.batch rows. `replay` takes a number and returns that many rows of demonstrations.
     """
     replayed = rejection.replayed
     kept_rows = max(1, rejection.batch - replayed)

@@ -48,7 +48,7 @@ RunEpisode = Callable[
 
 
 def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: int) -> list[KernelTask]:
-    """Return the `count` tasks of a step.
+    """Return the `count` tasks of the step with the number `step`, from 0.
 
     They are the next tasks in repeated passes over all tasks, each in an order that depends only on `seed`.
     """
@@ -74,7 +74,8 @@ class IdleTimes:
     def __init__(self, sampling: BusyMeter, judging: BusyMeter):
         self.sampling, self.judging = sampling, judging
         self.last = time.monotonic()
-        # What the meters showed at the last call of `since_last`, without pauses since then, and at a pause.
+        # Seconds that the meters showed at the last call of `since_last`; `resume` adds what `sampling` has
+        # counted during a pause. `paused_at` is what `sampling` showed when the pause began.
         self.last_sampling = self.last_judging = self.paused_at = 0.0
 
     def pause(self) -> None:
@@ -102,7 +103,7 @@ class TrainedPolicy:
 
     With the backend transformers, the sampler uses the trained weights themselves, and pauses while they are
     trained. Under ZeRO 3, which shards the weights, the sampler of rank 0 has a full copy of them instead.
-    With vLLM, rank 0 sends the weights to the sampler after every update. The other ranks have no sampler and
+    With vLLM, rank 0 sends the weights to the sampler before every step. The other ranks have no sampler and
     only help to gather the weights.
     """
 
@@ -118,11 +119,12 @@ class TrainedPolicy:
     ):
         """Load the checkpoint `stage.actor` as the attribute `model`, and make the sampler of its weights.
 
-        `rollouts` are the parameters of the sampling, and `run_episode` samples one trajectory.
-        `choose(tasks, wave)` returns the tasks of a wave of attempts, one for each attempt, from those of the
-        data set that the judge can measure. A trajectory is dropped once the oldest weights that sampled a
-        token of it are more than `staleness` steps old. Each `group` consecutive attempts of a wave are
-        trained on together or not at all. Raises UserError if too few tasks can be measured.
+        `rollouts` are the parameters of the sampling, and `run_episode` samples one trajectory. An attempt is
+        the sampling of one trajectory. `choose(tasks, wave)` returns the tasks of a wave of attempts, one for
+        each attempt, where `tasks` are those of the data set that the judge can measure, and `wave` is the
+        number of the wave, from 0 (`trajectory_queue`). A trajectory is dropped once the oldest weights that
+        sampled a token of it are more than `staleness` steps old. Each `group` consecutive attempts of a wave
+        are trained on together or not at all. Raises UserError if too few tasks can be measured.
         """
         params = stage.params
         settings, device = params.engine, params.device
@@ -257,17 +259,18 @@ class TrainedPolicy:
         """Return the trajectories of step `step` of `steps`, with metrics; every rank must call this.
 
         If the step's trajectories are not on disk yet, rank 0 waits for `count` of them and stores them.
-        Those that are not trainable are left out of the result. Raises UserError, and stores nothing, if
-        these are all or if the judge failed on too many (`TrajectoryQueue.take`); the next run then samples
-        the step again.
+        Those that are not trainable (`is_trainable`) are left out of the result. Raises UserError, and stores
+        nothing, if no trajectory is trainable or if the judge failed on too many (`TrajectoryQueue.take`);
+        the next run then samples the step again.
 
         The metrics are the number of trajectories that were left out because the judge failed (`dropped`),
         and the mean and the largest age of the own tokens in steps (`age`, `age_max`). If rank 0 waited, it
-        also returns the seconds of this wait (`idle_trainer`), the seconds since the last step in which
-        sampler and judge were idle (`idle_sampler`, `idle_judge`), and the share of trajectories dropped for
-        their age since then (`dropped_for_age`). With vLLM, rank 0 also returns metrics of the health and the
-        load of the servers, in which events such as retries are counted since the last call. A sampler that
-        uses the trained weights themselves computes nothing from the return until the next `publish`.
+        also returns the seconds of this wait (`idle_trainer`) and the seconds in which the sampler and the
+        judge were idle since the end of the wait before (`idle_sampler`, `idle_judge`). `dropped_for_age` is
+        then the number of trajectories that were dropped for their age during this call, divided by this
+        number plus `count`. With vLLM, rank 0 also returns metrics of the health and the load of the servers,
+        in which events such as retries are counted since the last call. A sampler that uses the trained
+        weights themselves computes nothing from the return until the next `publish`.
         """
         folder, figures = step_folder(self.stage.out, step), Figures()
         if self.queue is not None and not folder.is_dir():

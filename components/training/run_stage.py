@@ -31,7 +31,8 @@ def run_stage(stage: Stage, episode: RunEpisode | None = None) -> StageResult:
 
     If the stage is finished already, its stored result is returned. `episode` replaces the agent loop in
     tests. If this rank raises an error, the error is also written to the file that the environment variable
-    TORCHELASTIC_ERROR_FILE names; torchrun and `launcher` set this variable. The states and trajectories in
+    TORCHELASTIC_ERROR_FILE names, which torchrun, `launcher` and `ray_launcher` set. Raises UserError for
+    inputs with which the stage cannot run, and StageFailed if training fails. The states and trajectories in
     `stage.out` are complete even after an error, and the next call continues from them.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -115,8 +116,8 @@ def check_critic_given(stage: Stage) -> None:
 def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     """Raise UserError, which names the parameter, if one of `stages` cannot run with `params`.
 
-    If `stages` is empty, the stages of a pipeline run are checked. Parameters of sampling do not matter to a
-    run of only value pretraining (`critic`), which samples nothing.
+    If `stages` is empty, the stages of a pipeline run are checked. Whether vLLM servers can be started is not
+    checked for the cold start and value pretraining (`critic`), which sample nothing.
     """
     if not stages:
         _check_night(params)
@@ -205,7 +206,10 @@ def _check_night(params: Params) -> None:
 
 
 def _engine_faults(params: Params) -> list[tuple[object, str]]:
-    """Return pairs for `refuse`: why the training engine cannot run with `params`."""
+    """Return the possible faults of the parameters of the training engine.
+
+    Each is a pair of whether the fault is found in `params` and the error message, as `refuse` takes them.
+    """
     engine, trainers = params.engine, params.pool.trainers
     shared = engine.sequence_parallel
     return [

@@ -1,8 +1,9 @@
 """Selection of the trajectories that a policy learns from by supervised fine-tuning.
 
-A trajectory is kept if its reward is above rejection.min_reward and it has no redundant or invalid calls
-(CUDA Agent paper, section 4.2). Only the best rejection.per_task trajectories of each task are kept, because
-easy tasks would dominate otherwise.
+A trajectory is kept if its reward is above rejection.min_reward, it was not cut off at the length limit, it
+has no redundant or invalid tool calls (CUDA Agent paper, section 4.2), and no kept one has the same tokens.
+Only the best rejection.per_task trajectories of each task are kept, because easy tasks would dominate
+otherwise.
 """
 
 from collections import Counter
@@ -42,7 +43,8 @@ def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[li
 def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:
     """Return the reason why a trajectory is rejected, or "" if it may be learned from.
 
-    The reasons are low_reward, length_clipped, invalid_call and redundant_call (`has_loop`).
+    The reasons are low_reward (at most rejection.min_reward), length_clipped (cut off at the length limit),
+    invalid_call (a tool call that is not valid) and redundant_call (`has_loop`).
     """
     if trajectory.earned <= rejection.min_reward:
         return "low_reward"

@@ -11,6 +11,10 @@ state/              resumable states
 stage.json          the StageResult; it is written last, so a stage with this file is finished
 checkpoint-NNNN/    the weights after update NNNN, at which a time budget ended the stage
 unfinished.json     the StageResult of such a stage; it continues from its states
+corpus/             tokenised conversations of a cold start
+published/          the newest weights, if they are sent to vLLM over the disk
+logs/               outputs and errors of the ranks, if there are several
+ray/                files of Ray Train, if the ranks run on a Ray cluster
 """
 
 import math
@@ -30,7 +34,7 @@ from components.judge.pool.local_pool import JudgePool
 from components.policy.checkpoint import Manifest, verify_checkpoint
 from components.training.metrics import Figures
 
-# Name of a stage: the cold start of a language model, or one of the four stages of a night.
+# Name of a stage: the cold start of a language model, or one of the four stages of a pipeline run.
 StageName = Literal["coldstart", TrainingStage]
 STAGES: tuple[TrainingStage, ...] = get_args(TrainingStage)
 RESULT = "stage.json"
@@ -104,9 +108,9 @@ class StageResult(FrozenModel):
     # Path relative to the stage's folder.
     checkpoint: str
     digest: str
-    # Mean reward before training or in its first steps; None for stage 3, which does not train a policy.
+    # Mean reward before training or in its first steps; None for stages that sample nothing.
     reward_before: float | None
-    # Mean reward after training or in its last steps; None for stage 3.
+    # Mean reward after training or in its last steps; None for stages that sample nothing.
     reward_after: float | None
     seconds: float
     # Summary of the stage's metrics; figures that are NaN or infinite are left out.
@@ -121,7 +125,7 @@ def load_result(out: Path, file: str = RESULT) -> StageResult | None:
     """Return the result of the stage with the folder `out`, after verifying its checkpoint.
 
     `file` is RESULT, or UNFINISHED for the result of a run that a time budget ended. Returns None if there is
-    no such file, or if its checkpoint was deleted. Raises UserError if the file is damaged.
+    no such file, or if its checkpoint was deleted. Raises UserError if the file or the checkpoint is damaged.
     """
     if not (out / file).is_file():
         return None
@@ -142,7 +146,7 @@ def finished_result(stage: Stage) -> StageResult | None:
 
     Raises UserError if it is the result of another stage or of other inputs. The comparison includes the
     stage's name, input checkpoint, data set, seed, device, reward, and the parameters of the section with the
-    stage's name, without throughput parameters.
+    stage's name, without throughput parameters (see core/records.py).
     """
     if (result := load_result(stage.out)) is None:
         return None

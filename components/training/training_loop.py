@@ -7,8 +7,8 @@ with bitwise the same weights as one that was never interrupted.
 A state holds the parameters, optimizer states and random state of the stage's engines after a step. It is
 written to a temporary folder that is renamed when it is complete, so a killed process leaves the previous
 state intact. The folder's name contains precision, ZeRO stage and number of ranks, which are its layout.
-DeepSpeed cannot load shards of another layout: a stage that resumes with another one repeats its training on
-its stored trajectories and does not sample them again.
+DeepSpeed cannot load shards of another layout: a stage that resumes with another layout repeats its training
+on its stored trajectories and does not sample them again.
 """
 
 import math
@@ -70,8 +70,9 @@ class StateStore:
     def save(self, steps: int) -> None:
         """Save the engines' present state as the state after `steps` steps.
 
-        If there are then more than `kept` states, the oldest ones are deleted. The states of the stages
-        `stage.earlier` are deleted too, because their checkpoints are all that this stage needs.
+        If there are then more than `kept` states of this layout, the oldest ones are deleted. States of other
+        layouts after at most `steps` steps are deleted too. The states of the stages `stage.earlier` are
+        deleted, because their checkpoints are all that this stage needs.
         """
         folder = self.stage.out / "state" / f"step-{steps:04d}-{self.layout}"
         temporary = folder.with_name(f".{folder.name}.writing")
@@ -218,8 +219,9 @@ def fit(
     expected to end after the stage's deadline; the state is saved then. After each step its metrics are
     written and the figures named in `shown` are sent to the progress display. The state is saved every
     `save_every` steps, or minutes if it is a text such as 20min, and after the last step. If a step raises
-    Collapsed or NotFinite, training ends with older weights if `state.rolls_back` is true, and otherwise the
-    error is raised. After SIGTERM the running step is finished, its state is saved, and Terminated is raised.
+    Collapsed or NotFinite and `state.rolls_back` is true, training ends with the newest saved weights from
+    before the update of the previous step; if it is false, the error is raised. After SIGTERM the running
+    step is finished, its state is saved, and Terminated is raised.
     """
     stage, saved_at = state.stage, time.monotonic()
     with sigterm_deferred() as sigterm_received:
@@ -288,11 +290,11 @@ def finish(
 
     `end` is what `fit` returned, and `stopped` a remark on a stage that ran to its end. If the deadline ended
     the stage, its weights so far and unfinished.json are written instead, and trajectories that no step has
-    taken are kept for the next run. `started` is the time.monotonic()
-    at which this process began the stage. The seconds of steps that earlier processes ran are added to the
-    result. `rewards` are the mean rewards before and after training. `extra` has the tensors of additional
-    checkpoint files, by file name. `figures` must not contain times, because they are part of the
-    checkpoint's manifest, which must be the same after a resume.
+    taken are kept for the next run. `started` is the time.monotonic() at which this process began the stage.
+    The seconds of steps that earlier processes ran are added to the result. `rewards` are the mean rewards
+    before and after training. `extra` has the tensors of additional checkpoint files, by file name. `figures`
+    must not contain times, because they are part of the checkpoint's manifest, which must be the same after a
+    resume.
     """
     stage = state.stage
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}

@@ -1,16 +1,16 @@
 """The trajectories between sampling and training: a thread samples them, and the trainer takes them.
 
-Attempts are numbered by wave and index; a wave is the list of attempts for which one choice of tasks was
-made. A trajectory is a folder `sampling/WWWW-IIIII` of the stage as soon as it ends. The trainer takes the
-oldest complete ones of which every token was sampled with weights that are at most `staleness` steps old, and
-older ones are dropped. The folders of the trajectories that a step takes are moved into the folder of the
-step, which appears atomically. So each is written once, and is trained on by one step or by none, also if the
-process is killed at any moment.
+An attempt is the sampling of one trajectory. Attempts are numbered by wave and index; a wave is the list of
+attempts for which one choice of tasks was made. A trajectory is a folder `sampling/WWWW-IIIII` of the stage
+as soon as it ends. The trainer takes the oldest complete ones of which every token was sampled with weights
+that are at most `staleness` steps old, and older ones are dropped. The folders of the trajectories that a
+step takes are moved into the folder of the step, which appears atomically. So each trajectory is written
+once, and is trained on by one step or by none, also if the process is killed at any moment.
 
 The number of attempts that run or wait to be taken is at most (staleness + 1) times the trajectories of a
 step, as in AReaL (arXiv 2505.24298, section 5.1), so a trajectory that is not slower than the others is never
-too old. It is also at most what the remaining steps take. With a staleness of 0, each step samples its own
-wave with its own weights.
+too old. The number is also at most that of the trajectories that the remaining steps take. With a staleness
+of 0, each step samples its own wave with its own weights.
 """
 
 import asyncio
@@ -105,8 +105,8 @@ class TrajectoryQueue:
         """Let sampling go on for step `step` of `steps` and, as far as `staleness` allows, for later ones.
 
         Each step takes `count` trajectories. Drops the trajectories, finished or running, whose weights are
-        too old for `step`. The weights of `step` must have been published. Raises the error of a trajectory
-        whose sampling failed.
+        too old for `step`, with the other attempts of their groups. The weights of `step` must have been
+        published. Raises the error of a trajectory whose sampling failed.
         """
         with self.condition:
             self.step = step
@@ -136,10 +136,10 @@ class TrajectoryQueue:
         """Wait until `count` trajectories are complete, and move the `count` oldest ones into `folder`.
 
         `folder` appears when all of them are in it. While it waits, `report` is called with the number of
-        trajectories that wait to be taken, or `tend` if none was completed for TEND_SECONDS. Raises the error
-        of a trajectory whose sampling failed, and UserError as soon as the judge has failed on more than
-        MAX_LOST_SHARE of the trajectories of the step, or if none of them is trainable; nothing is moved
-        then.
+        trajectories that wait to be taken, and `tend` is called if none was completed for TEND_SECONDS.
+        Raises the error of a trajectory whose sampling failed, and UserError as soon as the judge has failed
+        on more than MAX_LOST_SHARE of the trajectories of the step, or if none of them is trainable; nothing
+        is moved then.
         """
         with self.condition:
             while True:
@@ -167,7 +167,7 @@ class TrajectoryQueue:
     def _check(self, chosen: Sequence[_Finished], count: int) -> None:
         """Raise UserError if a step of `count` trajectories, of which `chosen` are complete, cannot be used.
 
-        If another attempt may help, the error has an InfrastructureError as its cause.
+        If it may help to run the stage again unchanged, the error has an InfrastructureError as its cause.
         """
         lost = [one.failure for one in chosen if one.failure is not None]
         if len(lost) > MAX_LOST_SHARE * count:
@@ -207,8 +207,9 @@ class TrajectoryQueue:
     def _read_finished(self) -> None:
         """Read the trajectories that an earlier process finished and no step has taken.
 
-        Those that are not trainable are removed, so that they are sampled again. The names of folders that
-        were not written completely begin with a dot.
+        Those in the folder of a step that was not completed are moved back to the folder `sampling`. Those
+        that are not trainable are removed, so that they are sampled again. The names of folders that were not
+        written completely begin with a dot.
         """
         for moving in self.out.glob("trajectories/.step-*"):
             for folder in moving.iterdir():
