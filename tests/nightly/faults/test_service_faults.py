@@ -39,7 +39,7 @@ source.deploy(name="nightly", work_pool_name="cpu", print_next_steps=False)
 """
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_run_whose_process_is_killed_goes_back_to_a_worker(tmp_path: Path) -> None:
     """The pool and the automations are the project's; the flow is a small one of the same name."""
     (tmp_path / "world.py").write_text(FLOW)
@@ -124,7 +124,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
         time.sleep(0.2)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_tracking_server_that_is_killed_leaves_one_run_with_every_figure_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
