@@ -1,7 +1,8 @@
 """Rollouts over a chat server: each episode exchanges messages with the server in a thread of its own.
 
-Native tool calls are used if the server supports them. If the server refuses descriptions of tools, the first
-message describes the tools instead, and calls are parsed from the text of the answers.
+Each request describes the tools, and native tool calls (which the server has parsed) are used if an answer
+has any; otherwise calls are parsed from the text of the answer. If the server refuses requests that describe
+tools, the descriptions are written into the first message, and all calls are parsed from text.
 """
 
 import asyncio
@@ -90,11 +91,11 @@ class ChatEpisode(Episode):
         return ask(tools=())
 
     def _history(self) -> list[dict[str, Any]]:
-        """Return the messages to send to the server, and count in `shortened` the shortened observations.
+        """Return the messages to send to the server, and set `shortened` to the number of shortened ones.
 
-        The oldest observations are shortened until the messages and a turn of `max_new_tokens` fit into the
-        context window, by an estimate from the number of characters. The latest observation is never
-        shortened.
+        The oldest messages with observations are shortened until all messages and a turn of `max_new_tokens`
+        fit into the context window, by an estimate from the number of characters. The latest message with an
+        observation is never shortened.
         """
         capacity = (self.params.policy.context - self.request.max_new_tokens) * CHARACTERS_PER_TOKEN
         size = sum(len(json.dumps(message, ensure_ascii=False)) for message in self.messages)

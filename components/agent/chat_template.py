@@ -43,8 +43,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, described: bool):
         """Use the template of `tokenizer`, which describes the tools to the policy if `described` is set.
 
-        The template has its own form of the descriptions. If it has no place for tools, it never describes
-        them.
+        The template determines the form of the descriptions. If the text of the template does not mention
+        tools, the policy gets no descriptions, whatever `described` is.
         """
         self.tokenizer = tokenizer
         self.tools = descriptions() if described and "tools" in str(tokenizer.chat_template) else None
@@ -117,9 +117,9 @@ class ChatTemplate:
     def _turn_end(self) -> int:
         """Return the id of the special token with which the template ends a turn that calls a tool.
 
-        If the template puts several special tokens between the call and the tool's answer, it is the
-        end-of-sequence token if that is among them, and otherwise the first one. Raises UserError if there is
-        none.
+        If the template puts several special tokens between the call and the tool's answer, the id of the
+        end-of-sequence token is returned if this token is among them, and otherwise the id of the first of
+        them. Raises UserError if there is no special token.
         """
         text = self._after_turn([TOOL_MARK], "Bash").partition(TOOL_MARK)[0]
         ends = [token for token in self._encode(text) if token in self.special]

@@ -1,10 +1,11 @@
-"""Rollouts and their episodes, for a sampler of tokens and for what samples otherwise.
+"""Rollouts, and the episodes of which they consist: attempts of a policy at a task.
 
-A `RolloutRequest` has the arguments of a rollout. An `Episode` has a workspace and tools, runs the tool calls
-of each turn, and ends with a verdict on its files. `TokenEpisode` is sampled as token ids, which are appended
-to its history as they are and never computed from text again; observations are inserted in the form that the
-chat template gives tool messages. Each trajectory is sampled by a coroutine, from its prompt to its final
-verdict, independently of the others. In chat_rollout.py is the episode of a chat server.
+A `RolloutRequest` has the tasks, the judge pool and the limits of a rollout. An `Episode` has a workspace and
+tools, runs the tool calls of each turn, and ends with a verdict on its files. `TokenEpisode` is sampled as
+token ids, which are appended to its history as they are and never computed from text again; observations are
+inserted in the form that the chat template gives tool messages. Each trajectory is sampled by a coroutine,
+from its prompt to its final verdict, independently of the others. The episode of a policy that is a chat
+server, which exchanges messages in place of token ids, is `ChatEpisode` in chat_rollout.py.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class RolloutRequest:
     def session(self, index: int) -> str:
         """Return the unique name of the sampler's session for the trajectory of `tasks[index]`.
 
-        All requests of a trajectory have the same session, so that one replica of the sampler answers them.
+        All requests of a trajectory have the same session, so that one vLLM server, whose cache has the
+        trajectory's prefix, answers them. Other samplers ignore the session.
         """
         return f"{self.epoch}/{self.first + index}"
 
@@ -125,9 +127,9 @@ class RolloutRequest:
 def first_prompt(params: Params, code: str, *, in_turns: bool) -> str:
     """Return the text of the user message for a task with the source `code`.
 
-    If `policy.prompt` is compact, a source that is a chain of known operators is first rewritten in the
-    layout of the tasks that this project composes (one operator in each line of forward()). A policy that
-    was trained from scratch has seen only this layout.
+    If `policy.prompt` is compact (the prompt is the source alone), a source that is a chain of known
+    operators is first rewritten in the layout of the tasks that this project composes (one operator in each
+    line of forward()). A policy that was trained from scratch has seen only this layout.
     """
     if params.policy.prompt == "compact":
         code = canonicalize(code) or code
@@ -158,7 +160,8 @@ class Episode(abc.ABC):
         self.error = ""
         # The verdict of the judge that failed during a tool call, which ended the episode.
         self.failure: Verdict | None = None
-        # Number of observations that are shortened in the history from which the present turn is sampled.
+        # What is shortened in the history from which the present turn is sampled, counted as in
+        # `Turn.shortened`.
         self.shortened = 0
         # The token ids so far, with the mask of those that were sampled and their log-probabilities, and the
         # name of the weights that sampled each of them. They stay empty if the policy is a chat server.
@@ -206,9 +209,9 @@ class Episode(abc.ABC):
     def perform(self, text: str, requests: Sequence[Request], *, cut: bool) -> tuple[ToolCall, ...]:
         """Run the tool calls of a sampled turn, record the turn, and return the calls with observations.
 
-        `text` is the turn as text, and `requests` are the calls in it. Sets `finish_reason` if the turn ends
-        the trajectory, as a failure of the judge does, after which no call is run. `cut` says whether the
-        turn reached its token limit.
+        `text` is the turn as text, and `requests` are the calls in it. `cut` says whether the turn reached
+        its token limit. Sets `finish_reason` if the turn ends the trajectory. If the judge fails in a call,
+        the trajectory ends, and neither this call nor those after it are returned.
         """
         run: list[ToolCall] = []
         try:
@@ -263,8 +266,9 @@ def run_all(
 ) -> list[Trajectory]:
     """Run the coroutine `run(index)` for every task of `request`, and return the trajectories in order.
 
-    At most `capacity()` coroutines run at a time. If a coroutine raises an error, or this call is
-    interrupted, the judge jobs that have not begun are cancelled, and the call ends when the others are done.
+    At most `capacity()` coroutines, but at least one, run at a time. If a coroutine raises an error, or this
+    call is interrupted, the other coroutines and the judge jobs that have not begun are cancelled. The error
+    is raised when the threads of the coroutines have ended, which wait for the judge jobs that have begun.
     """
     found: dict[int, Trajectory] = {}
     indices = iter(range(len(request.tasks)))
@@ -312,9 +316,10 @@ class TokenEpisode(Episode):
     def prompt(self) -> list[int]:
         """Return the token ids of the history from which the next turn is sampled.
 
-        If the request asks to shorten the history, the oldest observations are shortened until an eighth of
-        the context window, or 4096 tokens if that is less, is free for the turn. The observations of the
-        latest turn are never shortened.
+        If `request.shorten_history` is set, the observations of the oldest turns are shortened, those of one
+        turn together, until an eighth of the context window, or 4096 tokens if that is less, is free for the
+        next turn. The observations of the latest turn are never shortened. Sets `shortened` to the number of
+        turns whose observations are shortened.
         """
         ids, self.shortened = self.ids, 0
         capacity = self.params.policy.context - min(self.params.policy.context // 8, 4096)

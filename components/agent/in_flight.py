@@ -59,7 +59,8 @@ async def keep_in_flight(
     function returns when no coroutine runs and `start` returns None. If the event `changed` is given, this
     function never returns by itself and calls `start` again whenever the event is set. If a coroutine raises
     an error, the other coroutines are cancelled and the error is raised. A coroutine that ends because it was
-    cancelled, for instance because the judge cancelled its job, counts as one that raised StageFailed.
+    cancelled, for instance because the judge cancelled its job, counts as one that raised StageFailed. The
+    running event loop gets a default executor of at most `MAX_THREADS` threads.
     """
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="trajectory")

@@ -1,6 +1,6 @@
 """Policies that write kernels: checkpoints sampled on this machine, and models of OpenAI-compatible servers.
 
-Both kinds are sampled through the class `Policy`, by `optimize` and by evaluations.
+Both kinds are sampled through the class `Policy`, by the command `cuda-agent optimize` and by evaluations.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def open_sampler(
 ) -> Sampler:
     """Return a sampler of the model in `folder` by the backend `policy.backend`.
 
-    `version` is the name of its weights in trajectories. vLLM servers get the weights first, and again if
-    they are restarted.
+    `version` is the name of the model's weights in trajectories. With the backend vllm-server, the weights
+    are sent to the vLLM servers before the sampler is returned, and again if a server was restarted.
     """
     from components.policy.transformers_sampler import TransformersSampler  # imports torch
     from components.policy.vllm.sampler import open_vllm_sampler
@@ -111,7 +111,7 @@ def open_sampler(
 
 
 def _require_model(folder: Path, given: str) -> None:
-    """Raise UserError, whose message begins with `given`, if there is no model in a folder."""
+    """Raise UserError, whose message begins with `given`, if there is no model in `folder`."""
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{given}: no model in this folder, config.json is missing; give a checkpoint, a Hugging Face "
@@ -122,7 +122,8 @@ def _require_model(folder: Path, given: str) -> None:
 def checkpoint_policy(folder: Path, params: Params) -> Policy:
     """Return the policy in `folder`, to be sampled with `params` unchanged.
 
-    Raises UserError if the folder holds no model, or if a file differs from the digest in the manifest.
+    Raises UserError if the folder holds no model, or if it has a manifest (manifest.json) with another digest
+    of one of its files.
     """
     _require_model(folder, f"{folder}")
     has_manifest = (folder / MANIFEST).is_file()
@@ -134,8 +135,9 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Polic
     """Return the policy in `folder`, to be sampled with the prompt and context window of its training.
 
     For a policy that this project has not trained, the full prompt and the window in its config.json are
-    used. A GGUF file may be given instead of a folder; it is converted once and kept in the home. `chosen`
-    are the keys of the parameters that the user has set, which keep their values. Raises UserError if the
+    used. `folder` may also be a GGUF file, which is converted once and kept in the folder `adopted` of the
+    home. `chosen` are the dotted keys of the parameters that the user has set, such as policy.context, which
+    keep their values. Raises UserError if the
     folder holds no model, is damaged, or was trained for another device.
     """
     if is_gguf(folder) and folder.is_file():
@@ -158,8 +160,9 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Polic
 def server_policy(chat: ChatClient, params: Params, chosen: frozenset[str]) -> Policy:
     """Return the policy that is sampled through `chat`, with the full prompt and a window of `MAX_CONTEXT`.
 
-    `chosen` are the keys of the parameters that the user has set, which keep their values. The digest is
-    computed from the names of server and model, because the weights of a server are not known.
+    `chosen` are the dotted keys of the parameters that the user has set, such as policy.context, which keep
+    their values. The digest is computed from the names of server and model, because the weights of a server
+    are not known.
     """
     from components.agent.chat_rollout import run_chats  # imports openai
 
@@ -171,9 +174,10 @@ def server_policy(chat: ChatClient, params: Params, chosen: frozenset[str]) -> P
 def with_policy_settings(params: Params, settings: dict[str, object], chosen: frozenset[str]) -> Params:
     """Return `params` with the policy section updated by `settings`.
 
-    If the prompt of the result is the full prompt, the evaluation's limits of turns and of tokens in a turn
-    are also replaced by the defaults for this prompt. `chosen` are the keys of the parameters that the user
-    has set, which keep their values.
+    `settings` has values by their keys in the policy section, such as prompt. If the prompt of the result is
+    the full prompt, the evaluation's limits of turns and of tokens in a turn are also replaced by the
+    defaults for this prompt. `chosen` are the dotted keys of the parameters that the user has set, such as
+    policy.prompt, which keep their values.
     """
     policy = params.policy.model_copy(
         update={key: value for key, value in settings.items() if f"policy.{key}" not in chosen}

@@ -1,8 +1,9 @@
-"""The reward of a trajectory, which training maximises; it is decided here and nowhere else.
+"""The reward of a trajectory, which training maximises.
 
-The parameter `reward` names the function by its import path, such as `components.agent.rewards.milestone`. A
-function of one's own takes a finished trajectory, with all of its turns and verdicts, and returns a number.
-Its value is stored in the trajectory, and PPO, rejection fine-tuning and the critic learn from that.
+The parameter `reward` names the function that computes it by the function's import path. The function
+`components.agent.rewards.milestone` returns the milestone of the final verdict, which judge/verdict.py
+defines. A user's own function takes a finished trajectory, with all of its turns and verdicts, and returns a
+number. This number is stored in the trajectory, and PPO, rejection fine-tuning and the critic learn from it.
 """
 
 import math

@@ -2,8 +2,8 @@
 
 The bash runs from the first command to the end of the trajectory, so the working directory, variables and
 functions persist. Each command writes its output to a file of its own, because the end of a pipe would not be
-reached as long as a background process keeps it open. The shell may write to /workspace, /output and /tmp,
-and it sends requests to the judge through a socket in /control (components/agent/utilities.py).
+reached as long as a background process keeps it open. The isolated shell may write to /workspace, /output and
+/tmp, and it sends requests to the judge through a socket in /control (components/agent/utilities.py).
 """
 
 import contextlib
@@ -125,8 +125,8 @@ class Shell:
     def push(self, files: Mapping[str, str], before: Mapping[str, str]) -> None:
         """Update the candidate's files in the shell's workspace to `files`.
 
-        `before` are the files that the workspace held when it was last written or read. Only the differences
-        between `before` and `files` are written.
+        `before` are the files that the workspace held when it was last written or read. Both arguments have
+        texts by workspace path. Only the differences between `before` and `files` are written.
         """
         untrusted_folder.open_up(self.workspace, "kernels")
         for path in before.keys() - files.keys():
@@ -136,7 +136,11 @@ class Shell:
                 untrusted_folder.write_text(self.workspace, path, text)
 
     def pull(self) -> dict[str, str]:
-        """Return the candidate's files in the shell's workspace: model_new.py and those in kernels/."""
+        """Return the candidate's files in the shell's workspace: model_new.py and those in kernels/.
+
+        The result has texts by workspace path. Files that are too large, and files beyond the largest number
+        in a folder (untrusted_folder.py), are left out.
+        """
         untrusted_folder.open_up(self.workspace, "kernels")
         files = {
             f"kernels/{name}": data
@@ -208,7 +212,7 @@ class Shell:
     # --- the process ---
 
     def _save(self, command: str) -> str:
-        """Write `command` to the file NUMBER.sh in the control folder and return its running number."""
+        """Write `command` to the file NUMBER.sh in the control folder and return NUMBER, counted from 1."""
         self.commands += 1
         path = self.control / f"{self.commands}.sh"
         path.write_text(command.replace("\0", "") + "\n", errors="replace")
@@ -236,7 +240,7 @@ class Shell:
             return self._reply(process, order.split()[1], seconds)
 
     def _reply(self, process: subprocess.Popen[bytes], number: str, seconds: float) -> str:
-        """Wait for the reply of the script `DRIVER` to command `number` and return the exit code in it.
+        """Wait for the reply of the script `DRIVER` to command `number` and return its exit code as text.
 
         If the command exceeds its time limit `seconds` or the limits of disk space, the shell is ended. In
         this case, and if the shell has ended by itself, a sentence that says so is returned instead.
@@ -322,8 +326,8 @@ class Shell:
     def _end(self) -> None:
         """Kill the shell.
 
-        With it, bubblewrap's process namespace ends, so the kernel also kills all processes that commands
-        have started.
+        If the shell is isolated, bubblewrap's process namespace ends with it, so the kernel also kills all
+        processes that commands have started.
         """
         process, self.process = self.process, None
         if process is None:

@@ -113,7 +113,11 @@ def parse_calls(text: str, *, in_thought: bool = False) -> list[Request]:
 
 
 def _calls_between_tags(text: str) -> list[Request]:
-    """Return the calls between the tags or tokens of the form that the first of them in the text has."""
+    """Return the calls that have the form to which the first tag or token of a call in the text belongs.
+
+    The result is empty if the text has no such tag or token. If it has one but no call can be found, the
+    result is one request with an error.
+    """
     if (found := START.search(text)) is None:
         return []
     start, requests = found.group(), list[Request]()
@@ -143,7 +147,7 @@ def _calls_in_json(text: str) -> list[Request]:
 def _blocks(text: str) -> Iterator[Request]:
     """Yield the calls in all blocks `<tool_call>`, of which the last may have no end.
 
-    The end of JSON is found by parsing it, because a string in it may contain the tag.
+    The end of a call in JSON is found by parsing the JSON, because a string in it may contain `</tool_call>`.
     """
     position = 0
     while (start := text.find(BLOCK_START, position)) >= 0:
@@ -164,7 +168,11 @@ def _blocks(text: str) -> Iterator[Request]:
 
 
 def _leading_json(text: str) -> tuple[list[Request], int]:
-    """Return the calls in the JSON values with which a text begins, and where the last of these ends."""
+    """Return the calls in the JSON values with which a text begins, and a position in the text.
+
+    The position is after the last of these values, and before any other text. If the next value cannot be
+    read, the last request has an error.
+    """
     requests, end = list[Request](), 0
     try:
         while text[end : end + 1] in ("{", "[") and len(requests) < MAX_CALLS:
@@ -216,20 +224,23 @@ def _call_with_parts(name: str, body: str, part: re.Pattern[str]) -> Request:
 
 
 def _invoke_call(name: str, body: str, end: str) -> Request:
-    """Return the call in MiniMax's form, which has an error if its last tag `end` is missing."""
+    """Return a request to call the tool `name` with the parameters in `body`, which has MiniMax's form.
+
+    It has an error if `end`, the text of the tag that ends the call, is empty.
+    """
     request = _call_with_parts(name, body, INVOKE_PARAMETER)
     return request if end or request.error else Request(name, {}, f"it has no </invoke>; {FORM}")
 
 
 def _kimi_call(part: str) -> Request:
-    """Return the call at the beginning of a text that follows the token of a call."""
+    """Return the call at the beginning of `part`, the text after a token that begins a call of Kimi-K2."""
     if (name := KIMI_NAME.match(part)) is None:
         return Request("", {}, f"it has no name and arguments; {FORM}")
     return _named_call(name.group(1), KIMI_END.split(part[name.end() :], 1)[0])
 
 
 def _mistral_calls(text: str) -> list[Request]:
-    """Return the calls in a text that follows the first token of Mistral's models."""
+    """Return the calls in `text`, which follows the first token `[TOOL_CALLS]` of a model of Mistral."""
     if text.startswith(("[", "{")):
         return _leading_json(text)[0]
     requests = []

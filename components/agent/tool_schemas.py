@@ -1,6 +1,6 @@
 """Names and arguments of the tools, validated here and described to the policy as JSON schemas.
 
-The docstring of each class is the description that the policy reads.
+The docstring of each class in `TOOLS` is the description of the tool that the policy reads.
 """
 
 import json

@@ -47,8 +47,8 @@ class Tools:
     """Executor of the tool calls of one trajectory on its workspace.
 
     `judge` returns the verdict on the current files of the workspace. `context` is the policy's context
-    window in tokens. An observation has at most a quarter as many characters, which fill about a sixteenth of
-    the window, but this limit is never below `MIN_OBSERVATION` or above `MAX_OBSERVATION`. With `read_first`,
+    window in tokens. An observation has at most `context` / 4 characters, which fill about a sixteenth of the
+    window, but this limit is never below `MIN_OBSERVATION` or above `MAX_OBSERVATION`. With `read_first`,
     a file cannot be overwritten or edited before the policy has seen its current text.
     """
 
@@ -81,7 +81,8 @@ class Tools:
         """Execute one tool call and return its record.
 
         A mistake in the call raises no exception but is described in the observation. Raises JudgeFailed if
-        the judge failed in this call or for a command in the background, so that the policy never sees that.
+        the judge failed in this call or for a command in the background, so that no observation tells the
+        policy of the failure. Raises CancelledError if a shell is needed after `close`.
         """
         arguments = request.error or validated(request.name, request.arguments)
         if isinstance(arguments, str):

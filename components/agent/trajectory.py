@@ -1,7 +1,8 @@
-"""The trajectory, a record of everything that the policy saw and produced, and its files on disk.
+"""The trajectory, a record of one episode with all turns, observations and verdicts, and its files on disk.
 
-`ids` holds the sampled token ids themselves. They are never computed from text again, because encoding a text
-can give other tokens than the policy sampled.
+`Trajectory.ids` holds the token ids of the prompt, of the sampled turns and of the observations. The ids of
+the turns are those that the policy sampled; they are never computed from text again, because encoding a text
+can give other tokens.
 """
 
 import itertools
@@ -45,8 +46,9 @@ class ToolCall:
 class Turn:
     """One message of the policy, decoded as `text`, and its tool calls.
 
-    `shortened` is the number of old observations that were shortened in the history from which the message
-    was sampled.
+    `shortened` counts what was shortened in the history from which the message was sampled: for a policy that
+    is sampled as token ids, the earlier turns whose observations were shortened, and for a chat server, the
+    earlier messages with observations that were shortened.
     """
 
     text: str
@@ -111,13 +113,16 @@ class Trajectory:
 
     @property
     def earned(self) -> float:
-        """The reward of a trajectory on which the judge did not fail."""
+        """The reward of a trajectory on which the judge did not fail; an AssertionError if it failed."""
         assert self.reward is not None, f"the judge failed on a trajectory of task {self.task_id}"
         return self.reward
 
 
 def updates_of(version: str) -> int:
-    """Return the number of steps that the weights named `version` were trained, such as 3 for 0123+3."""
+    """Return the number of steps that the weights named `version` were trained, such as 3 for 0123+3.
+
+    It is 0 if the part after the last plus sign is not a number.
+    """
     number = version.rpartition("+")[2]
     return int(number) if number.isdigit() else 0
 

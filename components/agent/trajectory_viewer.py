@@ -24,8 +24,8 @@ class Action:
     """One tool call as the viewer shows it.
 
     `title` is the call's main argument, such as a path or a command. `diff` has the lines of a diff if the
-    call changed a file with Write, Edit or MultiEdit. `verdicts` are those that the judge gave during the
-    call.
+    call changed a file with Write, Edit or MultiEdit. `verdicts` are those that the judge gave between the
+    end of the previous valid call and the end of this one.
     """
 
     call: ToolCall
@@ -38,7 +38,7 @@ class Action:
 class Step:
     """One turn as the viewer shows it.
 
-    `number` counts from 1, and `text` is the policy's message without its tool calls.
+    `number` counts from 1, and `text` is the policy's message without the calls in `<tool_call>` tags.
     """
 
     number: int

@@ -23,9 +23,10 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def opened(path: str | Path, flags: int, parent: int | None = None) -> Iterator[int]:
-    """Return a context in which `path` is open with the `os.open` flags `flags`; it yields the descriptor.
+    """Return a context in which `path` is open with the `os.open` flags `flags`.
 
-    If `parent`, the descriptor of a folder, is given, `path` is relative to this folder.
+    The value of the context is the file descriptor. If `parent`, the descriptor of a folder, is given, `path`
+    is relative to this folder.
     """
     descriptor = os.open(path, flags, 0o666, dir_fd=parent)
     try:

@@ -4,7 +4,8 @@ A command in the agent's sandboxed shell gets verdicts through a Unix socket. It
 utility and a newline, and the reply is the exit code of the command, a newline, and the text that it prints.
 A request contains no files and no result, because the candidate's files are read from the workspace when the
 request arrives. A person who works outside the sandbox gets the same lines from the same judge by
-`run_utility`. Policies are trained on these exact lines, so their wording must not change.
+`run_utility`, except that a failed compile prints the whole log of the build. Policies are trained on the
+exact lines of `utility_output`, so their wording must not change.
 """
 
 import contextlib
@@ -76,6 +77,7 @@ class JudgeSocket:
     `path` is the file of the socket, which the constructor creates. A request names a utility: compile,
     verification or profiling. `handle` is called with this name, and returns the text that the utility prints
     and its exit code. If `handle` raises an exception, the exit code is 2, and `failure` has the exception.
+    The exit code is also 2 for another request and after `MAX_REQUESTS` requests.
     """
 
     def __init__(self, path: Path, handle: Callable[[Utility], tuple[str, int]]):
@@ -128,8 +130,8 @@ class JudgeSocket:
 def run_utility(utility: Utility) -> None:
     """Run a utility on the current folder, print its output and exit.
 
-    The exit code is 0 after success, 1 if the candidate failed, and 2 or 3 if it was not judged: because of a
-    bad input or of the judge itself, or without isolation.
+    The exit code is 0 after success and 1 if the candidate failed. If the candidate was not judged, it is 3
+    if this machine cannot isolate candidates, and 2 because of a bad input or a failure of the judge itself.
     """
     try:
         params = resolve("", (f"device={default_device()}",)).params

@@ -1,7 +1,8 @@
 """The workspace of one episode: the task, the template's files, and the candidate's files in memory.
 
-The initial `model_new.py` has the constructor of Model and a forward that calls the kernel. The judge
-receives the files from memory. Shell commands work on a copy of the files inside the sandbox.
+If `starter` can derive one from the task, the candidate begins with a `model_new.py` that has the constructor
+of Model and a forward that calls the kernel. The judge receives the files from memory. Shell commands work on
+a copy of the files inside the sandbox.
 """
 
 import ast

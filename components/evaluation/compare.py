@@ -2,7 +2,8 @@
 
 The results of both sides are paired by task. Yes-or-no outcomes are compared using McNemar's exact test.
 Speed-ups are compared using a sign-flip permutation test on the log ratios of the tasks that both sides
-solved. It is exact if there are at most SIGN_FLIPS sign flips. Neither test assumes a normal distribution.
+solved. The permutation test is exact if the ratios have at most SIGN_FLIPS combinations of signs, as those of
+14 tasks have. Neither test assumes a normal distribution.
 """
 
 import glob
@@ -85,10 +86,11 @@ class TaskChange(FrozenModel):
 class Comparison(FrozenModel):
     """Differences between two sides, which are named `first` and `second`.
 
-    `dataset`, `code` (source files), `params` and `changed` (tasks) contain only differences. `unknown` lists
-    parameters, code or data if one of the sides did not record them. `changes` are the paired differences of
-    the figures, second minus first, or second over first for geometric means, with 95 % intervals. `tasks` is
-    the number of tasks that both sides have.
+    `dataset` (versions of both sides), `code` (paths of source files), `params` (values of both sides by
+    dotted key) and `changed` (tasks) contain only differences; `dataset` is None if there is none. `unknown`
+    lists which of "parameters", "code" and "data" were not recorded by both sides, so that they cannot be
+    compared. `changes` has the paired differences of the figures by name, second minus first, or second over
+    first for geometric means, with 95 % intervals. `tasks` is the number of tasks that both sides have.
     """
 
     first: str
@@ -106,8 +108,9 @@ class Comparison(FrozenModel):
 def open_side(home: Path, name: str) -> Side:
     """Load a finished run or evaluation.
 
-    `name` is the folder of an evaluation, or the beginning of the id of a run or evaluation in `home`. Raises
-    UserError if there is none with this name in `home`, or more than one.
+    `name` is the folder of an evaluation, or the beginning of the id of a run or evaluation in `home`.
+    Evaluations are searched only if no run has this beginning. Raises UserError if none is found, if more
+    than one run or more than one evaluation is found, or if the record is damaged.
     """
     if (Path(name) / RESULTS).is_file():
         return _evaluation_side(name, Path(name))
@@ -163,8 +166,9 @@ def _read_if_there(file: Path) -> dict[str, Any]:
 def compare(first: Side, second: Side) -> Comparison:
     """Return how the second of two runs or evaluations differs from the first.
 
-    Results are compared on the tasks that both have, besides parameters, code and data. Raises UserError if
-    they have no task in common, or if they were judged with different labels.
+    Parameters, code and data are compared, and the results on the tasks that both have. Raises UserError if
+    they have no task in common, or if they were judged with different labels (`judge.verdict.Labels`, the
+    rules of the judge).
     """
     require_equal_labels(second.name, second.evaluation, first.name, first.evaluation)
     earlier = {row.task_id: row for row in first.evaluation.tasks}

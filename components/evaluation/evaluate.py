@@ -71,8 +71,9 @@ def evaluate(
     earlier admission, before the policy attempts any. Tasks on which a wrong kernel could pass are marked as
     degenerate but remain included in the figures. Tasks whose own source fails, and tasks that take more
     memory than there is (`refused_tasks`), are left out and listed in `Evaluation.not_measurable`. Raises
-    UserError if there is no task, if less than sandbox.measurable_share of the tasks can be measured, if
-    `out` holds a different evaluation, or if the policy's server does not answer. Raises StageFailed if the
+    UserError if there is no task, if the judge fails in the check of the tasks, if less than
+    sandbox.measurable_share of the tasks can be measured, if `out` holds a different evaluation, or if the
+    policy's server does not answer. Raises StageFailed if the
     judge fails on more than MAX_LOST_SHARE of the attempts of a batch or of the tasks.
     """
     params = policy.params
@@ -191,12 +192,13 @@ def _attempts(
     progress: Progress,
     seed: int,
 ) -> list[list[Trajectory]]:
-    """Return the trajectories of every task, loaded from `out` or sampled.
+    """Return a list of trajectories for each task, in the order of `tasks`, loaded from `out` or sampled.
 
-    They are sampled in batches of `policy.batch`. An interrupted evaluation continues after the last batch
-    that is complete, also with another `policy.batch`, because each trajectory has a seed of its own. Raises
-    UserError if the policy's server answers no turn of a batch, and StageFailed if the judge ended more than
-    MAX_LOST_SHARE of its trajectories; the batch is not stored then.
+    They are sampled in batches of as many trajectories as the parameter `policy.batch` says. An interrupted
+    evaluation continues after the last batch that is complete, also with another `policy.batch`, because each
+    trajectory has a seed of its own. Raises UserError if the policy's server answers no turn of a batch, and
+    StageFailed if a failure of the judge ended more than MAX_LOST_SHARE of the trajectories of a batch. In
+    both cases the batch is not stored.
     """
     settings = policy.params.evaluation
     requested = [task for task in tasks for _ in range(settings.attempts)]
@@ -245,8 +247,8 @@ def _attempts(
 def _check_lost(out: Path, lost: Sequence[Verdict], count: int, things: str) -> None:
     """Raise StageFailed if the judge failed on more than MAX_LOST_SHARE of `count` attempts or tasks.
 
-    `lost` are its verdicts on those on which it failed. If another try may help, the error has an
-    InfrastructureError as its cause.
+    `lost` are the verdicts on the attempts or tasks on which the judge failed, and `things` is the word for
+    these in the message. If another try may help, the error has an InfrastructureError as its cause.
     """
     if len(lost) > MAX_LOST_SHARE * count:
         said = judge_failures([(verdict.reason or verdict.status, verdict.log) for verdict in lost])
@@ -278,7 +280,8 @@ def _measure(
     The result is the verdict of a final measurement of the first attempt's files, which is made here unless
     the result is on disk already. If the judge fails, the measurement is repeated after pauses of
     `RETRY_SECONDS`. A task that is listed several times is measured only once. Raises StageFailed if the
-    judge failed on more than MAX_LOST_SHARE of the tasks; they are measured again by the next call.
+    judge failed on more than MAX_LOST_SHARE of the tasks; no result of these tasks is stored then, so the
+    next call measures them again.
     """
     first = {task.task_id: (task, own) for task, own in reversed(list(zip(tasks, attempts, strict=True)))}
     files = {task_id: out / "tasks" / f"{task_id}.json" for task_id in first}

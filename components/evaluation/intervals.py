@@ -1,6 +1,6 @@
 """Bootstrap intervals of figures that are ratios of two sums over tasks.
 
-The values of such a figure for all bootstrap samples are one matrix product.
+The numerators of such a figure for all bootstrap samples are one matrix product, and so are the denominators.
 """
 
 import math

@@ -1,11 +1,12 @@
 """This module holds the record of an evaluation, and computes its figures, each with an interval.
 
-The figures are rates, geometric means of speed-ups, fast_p and rewards. Their definitions are those of
-KernelBench with three corrections. Every task is included in the denominator of every rate, the geometric
-mean is the exponential of the mean log, and a speed-up is used only if it is positive and finite.
+The figures include rates, geometric means of speed-ups, fast_p and rewards. Where KernelBench has the same
+figure, its definition is used with three corrections. Every task is included in the denominator of every rate
+of tasks, the geometric mean is the exponential of the mean log, and a speed-up is used only if it is positive
+and finite.
 
-Every figure is computed as a ratio of two sums over tasks, because its values for all bootstrap samples are
-then one matrix product.
+Every figure but pass@k is computed as a ratio of two sums over tasks, because each of these sums, for all
+bootstrap samples together, is then one matrix product.
 """
 
 import math
@@ -52,16 +53,17 @@ class Measurement(FrozenModel):
 
     @property
     def error(self) -> bool:
-        """Whether the judge itself failed, so that the kernel is neither correct nor wrong."""
+        """Whether the judge or the policy's server failed, so that there is no result on the kernel."""
         return self.status == "infrastructure"
 
 
 class Attempt(FrozenModel):
     """One trajectory on a task.
 
-    `status` and `reward` are those of the verdict on the final answer at the end of the episode; there is no
-    reward if the judge failed. `first` is the verdict within the episode on the first kernel that was judged,
-    or None in records without it.
+    `status` is that of the verdict on the final answer at the end of the episode, or `infrastructure` if the
+    policy's server ended the episode. `reward` is that of the trajectory, or None if the judge failed.
+    `finish_reason` is that of the trajectory. `first` is the status and speed-up of the first kernel that was
+    judged within the episode, or None in records without it.
     """
 
     status: Status
@@ -107,7 +109,7 @@ class TaskResult(FrozenModel):
 
     @property
     def error(self) -> bool:
-        """Whether the judge itself failed, so that the task was neither solved nor failed."""
+        """Whether the judge or the policy's server failed, so that the task was neither solved nor failed."""
         return self.status == "infrastructure"
 
     def ratio(self, baseline: Baseline) -> float | None:
@@ -123,13 +125,17 @@ class TaskResult(FrozenModel):
 
     @property
     def attained(self) -> float | None:
-        """The limit's share of the solution's time, which is 1 at the limit, or None if it is not known."""
+        """The limit divided by the time of the solution, which is 1 at the limit.
+
+        The limit is a lower bound for the time of every kernel of the task (`Seconds.limit`). The value is
+        None if the limit or the time is not known, or if the solution is not correct.
+        """
         limit, seconds = self.seconds.limit, self.seconds.candidate
         return limit / seconds if self.correct and limit and seconds else None
 
     @property
     def baseline_attained(self) -> float | None:
-        """The limit's share of the faster baseline's time, or None if it is not known."""
+        """The limit (`attained`) divided by the time of the faster baseline, or None if one is not known."""
         limit, times = self.seconds.limit, (self.seconds.eager, self.seconds.compile)
         return max((limit / seconds for seconds in times if seconds), default=None) if limit else None
 
@@ -137,8 +143,10 @@ class TaskResult(FrozenModel):
     def limit_score(self) -> float | None:
         """Return 1 / (1 + (t - limit) / (baseline - limit)), as in SOL-ExecBench.
 
-        It is 0.5 for a solution that takes as long as the faster baseline, 1 at the limit, and 0 without a
-        solution. It is None if the limit is not known, or if it leaves no room below the baseline.
+        t is the time of the solution, limit the lower bound for it (`attained`), and baseline the time of the
+        faster baseline. The score is 0.5 for a solution that takes as long as this baseline, 1 at the limit,
+        and 0 without a correct solution. It is None if the limit is not known, or if it leaves no room below
+        the baseline.
         """
         if not self.correct:
             return 0.0
@@ -168,7 +176,8 @@ class Counts(FrozenModel):
 class FastP(FrozenModel):
     """Shares of tasks that are solved and more than p times as fast as each baseline, for each p in `p`.
 
-    For p = 0, the share is that of the solved tasks.
+    `eager` and `compile` have one share for each p, in the order of `p`. For p = 0, the share is that of the
+    solved tasks.
     """
 
     p: tuple[float, ...]
@@ -179,15 +188,17 @@ class FastP(FrozenModel):
 class Summary(FrozenModel):
     """Figures over one set of tasks.
 
-    The denominator of all rates is `tasks`, the number of tasks, which includes those on which the judge
-    failed; `errors` is the number of the latter. `faster_rate` is the share of tasks whose solution is
-    correct and faster than the baseline. `beyond_margin` is the share of tasks whose solution is more than 5
-    % faster. `geomean` is computed on the correct solutions whose ratio was measured, whose number is
-    `geomean_over`. `mean_reward` leaves out the errors. `milestones` gives the number of tasks for each
-    milestone, without the errors.
+    The denominator of all rates of tasks is `tasks`, the number of tasks, which includes errors, that is,
+    tasks on which the judge or the policy's server failed; `errors` is their number. `faster_rate` is the
+    share of tasks whose solution is correct and faster than the baseline. `beyond_margin` is the share of
+    tasks whose solution is correct and more than 5 % faster. `geomean` is computed on the correct solutions
+    whose ratio was measured, whose number is `geomean_over`. `mean_reward` is the mean milestone of the tasks
+    without the errors, whatever function the parameter `reward` names. `milestones` gives the number of tasks
+    for each milestone, without the errors.
 
-    `attempts_mean_reward`, `attempts_pass_rate` and `pass_at` (unbiased pass@k, by k) are computed on all
-    attempts with the verdicts at the end of their episodes. All other figures are computed on the final
+    `attempts_mean_reward` (of the rewards of the trajectories), `attempts_pass_rate` and `pass_at` (unbiased
+    pass@k, by k) are computed on all attempts on which neither the judge nor the policy's server failed, with
+    the verdicts at the end of their episodes. All other figures are computed on the final
     measurement of each task, which is made after the episodes (`TaskResult`). `intervals` has one entry for
     each figure but `pass_at`, by its dotted name, such as `fast_p.eager.1.5`.
     """
@@ -238,7 +249,8 @@ class Evaluation(FrozenModel):
     tasks: tuple[TaskResult, ...]
     overall: Summary
     levels: dict[str, Summary]
-    # Number of tasks on which the judge itself failed, so that they were neither solved nor failed.
+    # Number of tasks on which the judge or the policy's server failed, so that they were neither solved nor
+    # failed.
     errors: int
     # Tasks of the suite that are not among `tasks`, because they do not run or take too much memory.
     not_measurable: tuple[NotMeasurable, ...] = ()
@@ -262,7 +274,8 @@ def load_evaluation(path: Path) -> Evaluation:
 def require_equal_labels(name: str, one: Evaluation, other_name: str, other: Evaluation) -> None:
     """Raise UserError unless the judge's labels of two evaluations are equal.
 
-    The message calls the evaluations `name` and `other_name`.
+    The labels are the rules by which verdicts were reached (`judge.verdict.Labels`). The message calls the
+    evaluations `name` and `other_name`.
     """
     if one.labels != other.labels:
         raise UserError(
@@ -274,7 +287,8 @@ def require_equal_labels(name: str, one: Evaluation, other_name: str, other: Eva
 def summarise(rows: Sequence[TaskResult]) -> Summary:
     """Return the figures over the results of tasks, with bootstrap intervals.
 
-    If there are no results, rates, means and intervals are None.
+    If there are no results, rates and means are None, both ends of each interval are None, the shares in
+    `fast_p` and all counts are 0, and `pass_at` is empty.
     """
     samples = _all_and_samples(len(rows))
     values: dict[str, float | None] = {}
@@ -317,17 +331,17 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
 
 
 def by_level(results: Sequence[TaskResult]) -> dict[str, Summary]:
-    """Return one summary for each level. The result is empty if no task has a level."""
+    """Return one summary for each level, by the level as text. It is empty if no task has a level."""
     levels = sorted({row.level for row in results if row.level is not None})
     return {str(level): summarise([row for row in results if row.level == level]) for level in levels}
 
 
 def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[str, Estimate]:
-    """Return the change of every figure, by name, over the tasks that `before` and `after` have in common.
+    """Return the change of each figure, by name, over the tasks that `before` and `after` have in common.
 
-    A change is the figure after minus the figure before. For geometric means it is their ratio, over the
-    tasks whose speed-up was measured on both sides. For the intervals, each bootstrap sample draws the same
-    tasks before and after.
+    The figures are those of `Summary.intervals`. A change is the figure after minus the figure before. For
+    geometric means it is their ratio, over the tasks whose speed-up was measured on both sides. For the
+    intervals, each bootstrap sample draws the same tasks before and after.
     """
     earlier = {row.task_id: row for row in before}
     pairs = [(earlier[row.task_id], row) for row in after if row.task_id in earlier]
@@ -342,12 +356,19 @@ def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[s
 
 
 def _all_and_samples(tasks: int) -> Array:
-    """Return the counts of all tasks, which are 1, followed by those of `bootstrap_counts`."""
+    """Return a row of ones, in which each task occurs once, followed by the rows of `bootstrap_counts`.
+
+    The shape is [1 + RESAMPLES, tasks].
+    """
     return np.vstack([np.ones(tasks), bootstrap_counts(tasks)])
 
 
 def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
-    """Return the summands of each task in the numerator and in the denominator of every figure, by name."""
+    """Return the summands of each task in the numerator and in the denominator of each figure, by name.
+
+    Both arrays have the shape [tasks]. For geometric means, the summands are those of the mean log. Pass@k is
+    not among the figures.
+    """
     every = np.ones(len(rows))
     judged = np.array([not row.error for row in rows], dtype=float)
     attempts = [[one for one in row.attempts if one.status != "infrastructure"] for row in rows]
@@ -397,8 +418,8 @@ def _estimate(name: str, values: Array) -> Estimate:
 def _pass_at(rows: Sequence[TaskResult]) -> dict[str, float]:
     """Return pass@k by k: the mean over tasks of 1 - C(n - c, k) / C(n, k).
 
-    n is the number of attempts on a task and c the number of correct attempts. The largest k is the smallest
-    n of all tasks.
+    n is the number of attempts on a task on which neither the judge nor the policy's server failed, and c the
+    number of correct ones among them. k begins at 1, and the largest k is the smallest n of all tasks.
     """
     outcomes = [
         [attempt.status == "correct" for attempt in row.attempts if attempt.status != "infrastructure"]

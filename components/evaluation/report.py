@@ -58,7 +58,8 @@ BASELINE_TITLES: dict[Baseline, str] = {"eager": "against eager", "compile": "ag
 class StageFigures(FrozenModel):
     """Figures of one training stage.
 
-    `steps` has the metrics of each step in order, from metrics.jsonl. `result` is the contents of stage.json.
+    `steps` has the metrics of each step in order, from metrics.jsonl. `result` is the contents of stage.json,
+    or of unfinished.json if the stage was not finished. Both are empty if the files are missing.
     """
 
     name: str
@@ -71,9 +72,9 @@ class ReportData(FrozenModel):
 
     `meta` has the optional keys run_id, profile, device, created (text), verdict (promoted, refused, waiting
     or nothing_learned), reasons (texts), model (name and version), title and environment. `dataset` is the
-    contents of the data set's metrics.json. Each of `gates` has the keys name, value, low, high, threshold
-    and passed. `cost` gives the device-seconds of each part of the run. `before` and `after` are the
-    evaluations before and after training.
+    contents of the data set's metrics.json. Each of `gates` (conditions for the new policy) has the keys of
+    `registry.gates.Gate`: name, value, low, high, threshold, passed and note. `cost` gives the device-seconds
+    of each part of the run. `before` and `after` are the evaluations before and after training.
     """
 
     meta: dict[str, Any]
@@ -97,9 +98,9 @@ def load_report_data(
 
     `dataset` is the folder of the data set, `stages` are the folders of the stages by name, and `before` and
     `after` are the evaluations' files results.json or the folders that contain them. `gates` and `meta`
-    become the fields of `ReportData` with these names. The charts of a data set or stage are left
-    out of the report if its figures are missing. Raises UserError if an evaluation is missing or if figures
-    are damaged.
+    become the fields of `ReportData` with these names. The charts of a data set or stage are left out of the
+    report if its figures are missing. Raises UserError if an evaluation is missing or damaged, or if the
+    figures of a stage are damaged.
     """
     metrics = dataset / "metrics.json"
     loaded = tuple(_load_stage(name, folder) for name, folder in stages.items())
@@ -138,9 +139,9 @@ def _load_stage(name: str, folder: Path) -> StageFigures:
 
 
 def write_evaluation_report(folder: Path, evaluation: Evaluation) -> Path:
-    """Write the report of a single evaluation to report.html in `folder` and return the path.
+    """Write the report of a single evaluation to report.html in `folder` and return the path of this file.
 
-    `folder` is the folder with the results of the evaluation.
+    `folder` is the folder with the results of the evaluation. The figures are also written to report.json.
     """
     data = ReportData(
         meta={"title": "evaluation", "device": evaluation.device},
@@ -230,8 +231,9 @@ def _gate(gate: dict[str, Any]) -> dict[str, Any]:
 def _funnel(dataset: dict[str, Any]) -> list[tuple[str, float, str]]:
     """Return label, length and colour of a bar for each group of tasks that the making of a data set counted.
 
-    The groups are the tasks that were composed, those rejected for each reason, those admitted, and those in
-    each split. The length is their number. `dataset` is the contents of the data set's metrics.json.
+    The groups are the tasks that were composed, those rejected for each reason, those no longer needed, those
+    admitted, and those in each split. The length is the number of tasks. `dataset` is the contents of the
+    data set's metrics.json.
     """
     rejected = sorted((dataset.get("rejected") or {}).items(), key=lambda item: -item[1])
     rows = [
@@ -256,8 +258,8 @@ CURVES = {
 def _curves(stage: StageFigures) -> dict[str, Any] | None:
     """Return a stage's name with charts of its first metric in `CURVES` and of its milestones, by step.
 
-    The keys are `name`, `curve` and `shares`. The last is empty markup if the stage logged no milestones.
-    Returns None if the stage logged none of the metrics in `CURVES`.
+    The keys are `name` and, with markup, `curve` and `shares`. `shares` is empty if the stage logged no
+    milestones. Returns None if the stage logged none of the metrics in `CURVES`.
     """
     key = next((key for key in CURVES if any(_is_finite(step.get(key)) for step in stage.steps)), None)
     if key is None:
@@ -322,7 +324,9 @@ def _distributions(before: Evaluation | None, after: Evaluation) -> list[tuple[s
 def _limit(before: Evaluation | None, after: Evaluation) -> Markup:
     """Draw the share of the limit that solutions and the faster baseline attain on each task.
 
-    The tasks are in the order of what the baseline attains. The markup is empty if no limit is known.
+    The share is `TaskResult.attained` or `TaskResult.baseline_attained`: the lower bound for a kernel's time,
+    divided by the measured time. The tasks are sorted by the share of the baseline. The markup is empty if no
+    limit is known.
     """
     shares = sorted(
         (share, row.task_id) for row in after.tasks if (share := row.baseline_attained) is not None

@@ -3,8 +3,9 @@
 The suite `held-out` is the held-out split of the run's data set. `shipped` is the small suite in
 components/evaluation/shipped, whose tasks have the size `evaluation.numel`. Any other suite is the path of a
 task file, a folder of task files, a KernelBench checkout (`KernelBench/level1` to `level4`), or a parquet
-file. A parquet file may be a data set of this project, the paper's public data set, or a file of KernelBench
-on Hugging Face (with the columns `code, level, name, problem_id`).
+file. A parquet file may be a data set of this project, the public data set of the CUDA Agent paper
+(CUDA-Agent-Ops-6K), or a file of KernelBench on Hugging Face (with the columns `code, level, name,
+problem_id`).
 """
 
 import re

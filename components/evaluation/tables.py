@@ -64,8 +64,10 @@ PAPER_TASKS = {"overall": 250, "1": 100, "2": 100, "3": 50}
 class Row(FrozenModel):
     """One row of Table 1: the figures of one model on one set of tasks.
 
-    `set` is `overall` for the whole suite, or a level. `note` says that the figures come from the paper, and
-    is empty for figures of this run.
+    `set` is `overall` for the whole suite, or a level. `figures` and `intervals` are by the names in
+    `FIGURES`. `errors` is the number of tasks on which the judge or the policy's server failed, or None for
+    figures of the paper. `note` says that the figures come from the paper, and is empty for figures of this
+    run.
     """
 
     set: str
@@ -78,7 +80,7 @@ class Row(FrozenModel):
 
 
 def figure_of(summary: Summary, name: str) -> float | None:
-    """Return the figure with the dotted name `name`, such as faster_rate.compile."""
+    """Return the figure of `summary` with the dotted name `name`, such as faster_rate.compile."""
     value = functools.reduce(getattr, name.split("."), summary)
     return None if value is None else float(cast(float, value))
 
@@ -154,7 +156,8 @@ def cost(results: Path) -> dict[str, float]:
 def environment(rows: Sequence[TaskResult]) -> dict[str, str]:
     """Return the properties of the measuring machines that the verdicts recorded, such as device and torch.
 
-    If the verdicts recorded several values of a property, the values are joined by commas.
+    If the verdicts recorded several values of a property, the values are joined by commas. `torch.compile`
+    has the modes of torch.compile, each with the number of tasks on which it was the fastest.
     """
     values = {
         name: sorted({str(row.evidence[name]) for row in rows if name in row.evidence})
@@ -228,8 +231,8 @@ def pretty(value: Any) -> str:
 def figure(value: float | None, name: str) -> str:
     """Return the text of a value of the figure `name`, such as `pass_rate` or `geomean.eager`.
 
-    Rates are written as per cent, geometric means with a times sign, and rewards as plain numbers. A missing
-    value becomes a dash.
+    Rates and `attained` are written as per cent, geometric means with a times sign, and other figures as
+    plain numbers. The prefix `change.` of a name has no effect. A missing value becomes a dash.
     """
     if value is None or not math.isfinite(value):
         return "–"
@@ -251,8 +254,8 @@ def interval(bounds: Interval | None, name: str) -> str:
 def signed(value: float | None, name: str) -> str:
     """Return the text of `value`, which is a change of the figure `name`.
 
-    It is a signed number of percentage points for rates, a signed number for rewards, and a factor for
-    geometric means.
+    It is a factor for geometric means, a signed number for `mean_reward`, and a signed number of percentage
+    points for other figures, which must be shares. A missing value becomes a dash.
     """
     if value is None:
         return "–"

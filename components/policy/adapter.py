@@ -24,11 +24,12 @@ EXPERT_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2
 def add_adapter(model: PreTrainedModel, settings: Adapter) -> None:
     """Add trainable adapters to linear layers of `model` and freeze all its other parameters.
 
-    Does nothing if `settings.rank` is 0. Otherwise it must be called before a DeepSpeed engine is made for
-    the model. `settings.targets` has the names of the layers, or the ends of their dotted names; if it is
-    empty, every linear layer that can have an adapter gets one. A new adapter does not change what the model
-    computes. Its values are equal in every call, so also on all ranks. peft gives them the dtype of their
-    layer, as DeepSpeed requires, which keeps the trained values in float32 itself.
+    Does nothing if `settings.rank` is 0. With another rank, this function must be called before a DeepSpeed
+    engine is made for the model. `settings.targets` has the names of the layers, or the ends of their dotted
+    names; if it is empty, every linear layer that can have an adapter gets one, which is every linear layer
+    but the output head. A new adapter does not change what the model computes. Its values are equal in every
+    call, so also on all ranks. peft gives them the dtype of their layer, as DeepSpeed requires; DeepSpeed
+    itself keeps the trained values in float32.
 
     In a mixture of experts, only the linear layers of the attention get an adapter. transformers 5 fuses the
     experts of a layer into two parameters, which are no linear layers, and neither is the router. Raises
@@ -83,7 +84,10 @@ def _matches(layer: str, target: str) -> bool:
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers of `model` that can have an adapter."""
+    """Return the dotted names of the linear layers of `model` that can have an adapter.
+
+    The output head is left out, and in a mixture of experts the layers with a name in `EXPERT_NAMES`.
+    """
     head = model.get_output_embeddings()
     names = [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head

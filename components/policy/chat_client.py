@@ -1,10 +1,10 @@
 """A client of an OpenAI-compatible server, with the openai package: chat completions and the list of models.
 
-A request is repeated with growing pauses and another seed if the server answers with status 429 or 5xx or
-cannot be reached. The repetitions of the openai package are not used, because they keep the seed. A request
-is not repeated after another error status, after an answer that is not valid, or if a connected server sends
-nothing for `REQUEST_SECONDS`. The API key is read from the environment variable OPENAI_API_KEY and not
-written to any file.
+A request is repeated with growing pauses, and a chat completion with another seed, if the server answers with
+status 429 or 5xx or cannot be reached. The repetitions of the openai package are not used, because they keep
+the seed. A request is not repeated after another error status, after an answer that is not valid, or if a
+connected server sends nothing for `REQUEST_SECONDS`. The API key is read from the environment variable
+OPENAI_API_KEY and not written to any file.
 """
 
 import os
@@ -166,8 +166,8 @@ class ChatClient:
         """Sample the assistant's next turn after `messages`.
 
         `tools` are the descriptions of the tools that the model may call, in the form of the server's
-        interface. Raises ServerFailed if no attempt returned a usable turn, and ToolsUnsupported if the
-        server refuses `tools`.
+        interface. Raises ServerFailed if no attempt returned a usable turn, ToolsUnsupported if the server
+        refuses `tools`, and UserError if the name of the model cannot be found out (`choose_model`).
         """
         body: dict[str, Any] = {
             "model": self.choose_model(),

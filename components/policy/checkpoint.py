@@ -171,8 +171,9 @@ def _write_adapter(folder: Path, model: PreTrainedModel, bucket_bytes: int) -> N
 def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
     """Return the manifest of a checkpoint after checking its files.
 
-    Raises UserError, which names the file, if a file does not match the manifest. If `device` is not empty,
-    also raises UserError if the policy was trained to write kernels for another device.
+    Raises UserError if the manifest is missing or damaged, or if a file does not match it, which the message
+    names. If `device` is not empty, also raises UserError if the policy was trained to write kernels for
+    another device.
     """
     try:
         manifest = Manifest.model_validate(read_json(folder / MANIFEST))

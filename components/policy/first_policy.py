@@ -47,10 +47,10 @@ def adopt(
     """Make the checkpoint `folder` from `source`, a Hugging Face folder or a GGUF file.
 
     The files of a folder are copied. The weights of a GGUF file are dequantised to float32. `dataset`, `code`
-    and `origin`, for instance the licence, are recorded in the manifest; the origin of a source that is a
-    checkpoint itself is kept. `notices` are files, such as the text of a licence, that are added to the
-    checkpoint. Raises UserError if transformers cannot read the
-    source, or if it has no chat template.
+    and `origin`, for instance the licence, are recorded in the manifest. If `origin` is empty and the source
+    is itself a checkpoint, the origin in its manifest is kept. `notices` are files, such as the text of a
+    licence, that are added to the checkpoint. Raises UserError if transformers cannot read the source, or if
+    the source has no chat template.
     """
     load_tokenizer(source)
     with atomic_folder(folder) as temporary:
@@ -110,7 +110,8 @@ def _convert(source: Path, folder: Path) -> None:
 def adopted(source: Path, parent: Path) -> Path:
     """Return a checkpoint of `source` below `parent`, which is made unless an earlier call made it.
 
-    Of several processes that call this at once, one makes it, and the others wait.
+    The name of its folder is the beginning of `source_digest`, and errors are those of `adopt`. Of several
+    processes that call this at once, one makes it, and the others wait.
     """
     folder = parent / source_digest(source)[:12]
     parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ KERNELS = {"cpu": "cpu: C++ in kernels/*.cpp, one thread", "cuda": "cuda: CUDA i
 
 
 def skill() -> str:
-    """Return SKILL.md, which says how a kernel is written, without its frontmatter."""
+    """Return agent_workdir/SKILL.md, which says how a kernel is written, without its YAML frontmatter."""
     text = (PROJECT / "agent_workdir" / "SKILL.md").read_text()
     return re.sub(r"\A---\n.*?\n---\n+", "", text, flags=re.DOTALL)
 
@@ -22,9 +22,9 @@ def skill() -> str:
 def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -> str:
     """Return the content of the user message for a task with the source `code`.
 
-    If `policy.prompt` is `compact`, the message is the source itself. Otherwise it is SKILL.md, the device
-    and the source. If `in_turns` is true, the message ends with IN_TURNS. If it is false, a message that is
-    not compact ends with the instruction to answer in one turn.
+    If `policy.prompt` is `compact`, the message is the source itself. Otherwise the message has the text of
+    SKILL.md, the device and the source. If `in_turns` is true, the message ends with IN_TURNS. If it is
+    false, a message that is not compact ends with the instruction to answer in one turn.
     """
     if policy.prompt == "compact":
         return code + IN_TURNS if in_turns else code
@@ -33,7 +33,7 @@ def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -
 
 
 def task_message(code: str, device: Device) -> str:
-    """Return SKILL.md, the device and the source of a task."""
+    """Return a text of SKILL.md (`skill`), the device and the source `code` of a task."""
     return (
         f"{skill()}\n\nThe device is {KERNELS[device]}. "
         f"The task, model.py:\n```python\n{code.rstrip()}\n```\n"

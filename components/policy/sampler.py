@@ -1,4 +1,4 @@
-"""The interface of the backends that sample token ids and their log-probabilities for given token ids."""
+"""The interface of the backends that sample token ids, with log-probabilities, after given token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Completion:
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    # Reason of the end: `stop` after an end-of-turn token, or `length` if a limit was reached.
+    # Reason of the end: `stop` after an end-of-turn token, or `length` if a limit was reached. Within
+    # components/policy/vllm, also `abort` if a vLLM server ended the completion early.
     finish_reason: str
     # Name of the weights that sampled each token.
     versions: tuple[str, ...]

@@ -77,7 +77,8 @@ class TransformersSampler:
     ):
         """Sample from `model`, which is on `device`, at most `batch` sequences at a time.
 
-        `version` is the name of the weights. Raises UserError if the model has other layers than attention.
+        `version` is the name of the weights. Raises UserError if a layer of the model has another state than
+        keys and values, such as a state space layer has.
         """
         self.model = model
         self.version = version
@@ -178,7 +179,7 @@ class TransformersSampler:
         return max(LEAST_ROWS, 1 << (running - 1).bit_length())
 
     def _evaluate_prompt(self, sequence: _Sequence, cache: RowCache, row: int) -> None:
-        """Write the keys and values of all tokens of a new sequence but the last to the row of the cache."""
+        """Write the keys and values of all prompt tokens but the last one to row `row` of the cache."""
         if len(sequence.ids) == 1:
             return
         ids = torch.tensor([sequence.ids[:-1]], device=self.device)
@@ -225,9 +226,10 @@ def draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor) -> tuple[Tensor
     """Sample one token for each row, and return the tokens and their log-probabilities.
 
     `logits` has the shape [batch, vocabulary], and all other tensors have the shape [batch]. `uniforms` has a
-    random number in [0, 1) for each row, at which the cumulative distribution is inverted. The computation is
-    in float64, because in float32 the cumulative sum would lose rare tokens. In a row of temperature 0, the
-    most probable token is returned.
+    random number in [0, 1) for each row, at which the cumulative distribution is inverted. The
+    log-probabilities are in nats, under the distribution after temperature. The computation is in float64,
+    because in float32 the cumulative sum would lose rare tokens. In a row of temperature 0, the most probable
+    token is returned, with its log-probability at temperature 1.
     """
     scale = torch.where(temperatures == 0, 1.0, temperatures).double()
     logprobs = torch.log_softmax(logits.double() / scale[:, None], dim=-1)
@@ -239,9 +241,11 @@ def draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor) -> tuple[Tensor
 
 
 class _RowLayer(DynamicLayer):
-    """The keys and values of one layer of a model, each of shape [rows, heads, width, head_dim].
+    """The keys and values of one layer of a model, each of shape [rows, heads, tokens, head_dim].
 
-    The rows in use are those of the sequences in a forward pass; they are the first rows.
+    Memory is allocated for more rows and tokens than a forward pass uses. The rows in use, which are the
+    first ones, are those of the present forward pass, including its empty ones. `width` is the number of
+    tokens in each of them that the pass uses.
     """
 
     def __init__(self) -> None:
@@ -252,7 +256,7 @@ class _RowLayer(DynamicLayer):
         self.width = 0
 
     def reserve(self, keys: Tensor, values: Tensor, rows: int, width: int) -> None:
-        """Allocate memory for at least `rows` rows of `width` tokens, without changing what there is.
+        """Allocate memory for at least `rows` rows of `width` tokens, and keep the stored keys and values.
 
         `keys` and `values` [rows, heads, tokens, head_dim] determine the heads, head_dim, dtype and device.
         """
@@ -316,9 +320,10 @@ class RowCache(DynamicCache):
         self.layers = list(self.row_layers)
 
     def insert(self, row: int, prefix: DynamicCache, *, rows: int) -> None:
-        """Copy the keys and values of `prefix`, which holds one sequence, to a row of at least `rows` rows.
+        """Copy the keys and values of `prefix`, which holds one sequence, to the row with the index `row`.
 
-        In each layer of `prefix` they have the shape [1, heads, tokens, head_dim].
+        Memory for at least `rows` rows is allocated first. In each layer of `prefix`, the keys and the values
+        have the shape [1, heads, tokens, head_dim].
         """
         for layer, computed in zip(self.row_layers, prefix.layers, strict=True):
             assert isinstance(computed, DynamicLayer)

@@ -56,13 +56,13 @@ class _Weight:
 
 
 def weight_buckets(model: PreTrainedModel, limit_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Yield all weights of `model` by name, in buckets of complete tensors.
+    """Yield all weights of `model` by their names in the public format, in buckets of complete tensors.
 
     The buckets are in the order of the model's modules. Each has at most `limit_bytes` of the model's
-    parameters, or a single parameter that is larger. If ZeRO 3 has sharded the model, every rank must iterate
-    over the whole stream, and only the parameters of the present bucket are gathered. The tensors may be the
-    model's own memory, so they are valid until the next bucket is requested, and the caller must not write to
-    them.
+    parameters, or one larger parameter, or one larger group of parameters that the public format stores as
+    one tensor. If ZeRO 3 has sharded the model, every rank must iterate over the whole stream, and only the
+    parameters of the present bucket are gathered. The tensors may be the model's own memory, so they are
+    valid until the next bucket is requested, and the caller must not write to them.
     """
     for bucket in _split(_conversion_groups(model, _weights(model)), limit_bytes):
         with _gathered([part for weight in bucket for part in weight.parts()]):

@@ -6,7 +6,8 @@ model_new.py       ModelNew for the user's code, which loads the library in work
 workspace/         the workspace template with the candidate's files and its built library
 trajectories/      all trajectories of the optimisation
 
-If no faster kernel was found, model.py takes the place of model_new.py and workspace/.
+If no faster kernel was found, model.py, which is the user's code, takes the place of model_new.py and
+workspace/.
 """
 
 import ast

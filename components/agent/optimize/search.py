@@ -81,12 +81,13 @@ class Outcome:
 
 
 def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[KernelTask, list[str]]:
-    """Admit a user's task and return it with the evidence of its admission, and notes for the user.
+    """Admit a user's task and return it with the evidence of its admission, and sentences for the user.
 
     `origin` names the module in messages. `pool` is expected to have parameters from
-    `judge.pool.with_any_duration`, with which a task is admitted whatever its duration is. Raises UserError
-    if the judge fails, if the module does not run or takes too much memory to be judged, or if the judge
-    could not distinguish a wrong kernel from a correct one.
+    `judge.pool.local_pool.with_any_duration`, with which a task is admitted whatever its duration is. A task
+    with an input or a parameter that has no effect on the output is accepted, and a sentence says so. Raises
+    UserError if the judge fails, if the module does not run or takes too much memory to be judged, or if the
+    judge could not distinguish a wrong kernel from a correct one for another reason.
     """
     admission = pool.check(task.code).result()
     if admission.admitted:
@@ -134,13 +135,14 @@ def find_kernel(
     origin: str,
     progress: Progress,
 ) -> Outcome:
-    """Sample `policy` for kernels for `task`, and return the fastest correct one found.
+    """Sample `policy` for kernels for `task`, and return the outcome with the fastest correct kernel.
 
     `attempts` trajectories are sampled, each with at most `turns` turns, none of which begins later than
-    `seconds` after the start of the search. The defaults of `attempts` and `turns` depend on `policy.prompt`
-    (compact or full), and without `seconds` there is no limit of time. `origin` names the module in messages.
-    If an interrupted search is repeated, the judge takes the verdicts that it has already reached from its
-    journal. Raises UserError if the task cannot be judged, or if the policy's server never answers.
+    `seconds` after the start of the search. If `attempts` or `turns` is 0, a default is used that depends on
+    the parameter `policy.prompt` (compact or full). If `seconds` is 0, there is no limit of time. `origin`
+    names the module in messages. If an interrupted search is repeated, the judge takes the verdicts that it
+    has already reached from its journal. Raises UserError if the task cannot be judged, if the judge fails on
+    every candidate, or if the policy's server never answers.
     """
     begun, params = time.monotonic(), policy.params
     task, notes = admitted_task(task, origin, pool)

@@ -1,7 +1,8 @@
 """A fleet of vLLM servers with the same model, among which the sessions of a sampler are divided.
 
 A session is the requests of one trajectory. It stays with one server, whose cache has its prefix, until this
-server fails. A request that fails is repeated for at most PATIENCE_SECONDS. All requests run in a thread of
+server fails or has refused its requests for LOYAL_SECONDS. A request that fails is repeated for at most
+PATIENCE_SECONDS. All requests run in a thread of
 the fleet with an event loop of its own, so that one set of connections serves every caller.
 """
 
@@ -54,7 +55,8 @@ class Fleet:
         `context` is the largest number of tokens of a sequence, and `version` the name of the weights that
         the servers have. `patience` and `loyal` are described at `PATIENCE_SECONDS` and `LOYAL_SECONDS`. A
         server that does not answer is contacted again while other servers are used. It is used after the
-        first push of weights in which it takes part. Raises UserError if no server answers.
+        first push of weights in which it takes part. Raises UserError if no server answers, or if a server
+        runs a version of vLLM that is too old.
         """
         if not urls:
             raise UserError(
@@ -113,7 +115,10 @@ class Fleet:
         return max(1, int(sum(replica.limit for replica in self.replicas if replica.is_usable())))
 
     def has_lost_weights(self) -> bool:
-        """Return whether no server can be used and one waits for a push, for instance after its restart."""
+        """Return whether no server can be used and one that answers lacks the newest weights.
+
+        This is so if all servers were restarted, for instance.
+        """
         return not any(replica.is_usable() for replica in self.replicas) and any(
             replica.outdated and not replica.doubted for replica in self.replicas
         )
@@ -145,7 +150,7 @@ class Fleet:
         return found
 
     async def _open(self, replica: Replica) -> ServerUnavailable | None:
-        """Prepare a server for sampling, and return the error if it does not answer, or None.
+        """Prepare a server for sampling, and return None, or the error if the server does not answer.
 
         A server that does not answer is not used until the next push of weights.
         """
@@ -212,7 +217,7 @@ class Fleet:
     async def _try(
         self, replica: Replica, request: Request, found: Completion, session: str
     ) -> Completion | None:
-        """Return the tokens after `found`, sampled by a server, or None if it sampled none.
+        """Return the completion of the rest of a request by the server of `replica`, or None if it failed.
 
         `request` is the whole request, of which `found` has been completed so far. The result is None if the
         request fails, or if it is not sent because the server failed shortly before (`Replica.is_resting`).

@@ -32,7 +32,11 @@ LOG = logging.getLogger(__name__)
 
 
 def check_own_servers(params: Params) -> None:
-    """Raise UserError if `policy.servers` is empty and this process cannot start servers of its own."""
+    """Raise UserError if this process needs vLLM servers of its own and cannot start them.
+
+    It needs them if `policy.backend` is vllm-server and `policy.servers` is empty. It cannot start them if
+    `pool.trainers` is not 0, if there are too few GPUs, or if vLLM is not found.
+    """
     policy, pool = params.policy, params.pool
     if policy.backend != "vllm-server" or policy.servers:
         return
@@ -52,7 +56,11 @@ def check_own_servers(params: Params) -> None:
 
 
 def _gpus(params: Params) -> list[str]:
-    """Return the GPUs of the servers: `pool.samplers` after the trainer's, or the trainer's if it is 0."""
+    """Return the names of the GPUs of the servers, as in CUDA_VISIBLE_DEVICES.
+
+    They are the `pool.samplers` GPUs after the first one, which is the trainer's. If `pool.samplers` is 0,
+    the servers share the trainer's GPU. There are fewer names if CUDA_VISIBLE_DEVICES names fewer GPUs.
+    """
     count = params.pool.samplers
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     names = [name.strip() for name in visible if name.strip()] or [str(gpu) for gpu in range(count + 1)]
@@ -129,7 +137,11 @@ class OwnServers:
             self.fault = error
 
     def check(self) -> None:
-        """Raise StageFailed if a server has ended so often that it is not started again."""
+        """Raise the error after which the servers are not started again any more, if there was one.
+
+        It is StageFailed if a server has ended too often in a row, and UserError if its executable could not
+        be started.
+        """
         if self.fault is not None:
             raise self.fault
 

@@ -47,7 +47,7 @@ class VllmSampler:
         self.lock = threading.Lock()
 
     def capacity(self) -> int:
-        """Return how many sequences the servers can hold together, by the figures that they report."""
+        """Return how many sequences the usable servers can hold together, by the figures that they report."""
         return self.fleet.capacity()
 
     async def complete(
@@ -56,7 +56,8 @@ class VllmSampler:
         """Sample one completion of `prompt`, as specified by `Sampler.complete`.
 
         While it waits, servers that have lost their weights by a restart get them again, if `push_again` is
-        set. Raises StageFailed if a server of this process is not started again any more.
+        set. Raises the error of `OwnServers.check` if a server of this process is not started again any more,
+        and UserError if no server completes the request in time (`Fleet.complete`).
         """
         limit = min(max_new_tokens, self.settings.context - len(prompt))
         if limit <= 0:
@@ -85,11 +86,12 @@ class VllmSampler:
     def push(
         self, buckets: Iterable[Mapping[str, Tensor]], *, version: str, folder: Path | None = None
     ) -> None:
-        """Replace the weights of vLLM, and check that all of its workers have the new ones.
+        """Replace the weights of the servers that answer, and check that all of their workers have them.
 
-        `buckets` are those of `components.policy.weight_stream`, which are consumed completely. If the
-        weights are transferred by disk, `folder` is a checkpoint with the same weights. Running completions
-        are treated as `policy.push_pause` says. Raises UserError if a worker does not have the new weights.
+        `buckets` are those of `components.policy.weight_stream`, which are consumed completely. `version` is
+        the name of the new weights. If the weights are transferred by disk, `folder` is a checkpoint with the
+        same weights. Running completions are treated as `policy.push_pause` says. Raises UserError if a
+        worker does not have the new weights, or if no server answers.
         """
         self.wake_up()
         is_ipc = self.settings.weight_transfer == "ipc"

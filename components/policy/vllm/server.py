@@ -112,7 +112,8 @@ class VllmServer:
     async def open(self) -> None:
         """Ask the server for its version, and end a sleep or pause that a killed training process has left.
 
-        Raises ServerUnavailable if the server does not answer.
+        Raises ServerUnavailable if the server does not answer, and UserError if its version is older than
+        OLDEST.
         """
         await self.probe()
         if await self.is_asleep():
@@ -127,7 +128,9 @@ class VllmServer:
     async def complete(self, request: Request, version: str) -> Completion:
         """Return the completion of a request; `version` is the name of the weights that the server has.
 
-        If the coroutine is cancelled, its connection is closed, and the server aborts the request.
+        If the coroutine is cancelled, its connection is closed, and the server aborts the request. Raises
+        ServerUnavailable if the request may succeed later, and UserError if the server refuses it for good or
+        its answer is not complete.
         """
         route, body = self._completion_request(request, version)
         return self._completion(await self.call("POST", route, body), version)
@@ -141,7 +144,11 @@ class VllmServer:
         arguments: dict[str, Any] | None = None,
         seconds: float = TIMEOUT_SECONDS,
     ) -> list[Any]:
-        """Call the method `method` of every worker of the server, and return one result for each worker."""
+        """Call the method `method` of every worker of the server, and return one result for each worker.
+
+        A worker is the process of vLLM that computes on one GPU. `arguments` are the keyword arguments of the
+        method, and `seconds` and the errors are those of `call`.
+        """
         body = {"method": method, "kwargs": arguments or {}}
         return list((await self.call("POST", "/collective_rpc", body, seconds)).get("results", []))
 

@@ -43,9 +43,10 @@ class Launch:
 class _Server:
     """A server with its process, which is started by the constructor.
 
-    `ends` is the number of its ends in a row. `started`, `reported` and `healthy` are the time.monotonic() of
-    the start, of the last report on it, and from which on the server was healthy, or None. `offset` is the
-    size of the log at the start, in bytes.
+    `ends` is the number of times in a row that the process has ended, each without having been healthy for
+    STEADY_SECONDS before. `started` is the time.monotonic() of the last start, `reported` that of the last
+    report on the server, and `healthy` that at which the server was first found healthy since the last start,
+    or None. `offset` is the size of the log at the last start, in bytes.
     """
 
     def __init__(self, launch: Launch):
@@ -60,7 +61,11 @@ class _Server:
         self.healthy: float | None = None
 
     def attend(self, report: Callable[[str], None]) -> None:
-        """Find out whether a server that starts is healthy, and report it, or what it does for how long."""
+        """Find out whether the server, which is starting, is healthy, and set `healthy` if it is.
+
+        `report` is called when it is healthy, and otherwise every REPORT_SECONDS with a sentence that says
+        for how long the server has been starting.
+        """
         now = time.monotonic()
         name, seconds = f"The vLLM server at {self.launch.url}", f"{now - self.started:.0f} s"
         if is_healthy(self.launch.url):
@@ -71,7 +76,10 @@ class _Server:
             report(f"{name} has been starting for {seconds}; its log is {self.launch.log}.")
 
     def last_line(self) -> str:
-        """Return the last line that the process has written to its log."""
+        """Return the last line, of at most 300 characters, that the process has written to its log.
+
+        If the process has written nothing, the text "it is empty" is returned.
+        """
         lines = self.launch.log.read_bytes()[self.offset :].decode(errors="replace").split("\n")
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "it is empty")
 
@@ -145,8 +153,9 @@ def running(
 ) -> Iterator[Callable[[], None]]:
     """Start the servers, yield when all of them are healthy, and end them all after the block.
 
-    A function is yielded that starts each server again that has ended, and returns after the block. It raises
-    StageFailed when a server has ended `max_ends` times in a row. `report` is called with one sentence every
+    A function is yielded, for a thread of the caller, that starts each server again that has ended, and
+    returns after the block. It raises StageFailed when a server has ended `max_ends` times in a row, without
+    having been healthy for STEADY_SECONDS before an end. `report` is called with one sentence every
     REPORT_SECONDS while a server starts, when it is ready, and when it has ended. Raises UserError if a
     server ends before it is healthy, or is not healthy within START_SECONDS.
     """

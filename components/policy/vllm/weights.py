@@ -1,8 +1,10 @@
 """The weights of all servers of a fleet, which are replaced together.
 
-A push calls vLLM's routes in this order: pause, start, one update for each bucket, finish, resume. A server
-that fails during a push is left out of the rest of it, and no request is sent to it until a later push
-succeeds.
+A push from memory calls vLLM's routes in this order: pause, start, one update for each bucket, finish,
+resume. In a push by disk, the servers load a checkpoint between pause and resume. A server that fails during
+a push is left out of the rest of the push, and no prompt is sent to this server until a later push to it
+succeeds. Servers that are known not to answer (`Replica.doubted`) are left out from the beginning, unless
+this is so of all servers.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ class FleetWeights:
     def push(
         self, buckets: Iterable[Mapping[str, Tensor]], *, version: str, folder: Path | None, pause: str
     ) -> None:
-        """Replace the weights of all servers by those of `buckets`, and check that every worker has them.
+        """Replace the weights of the servers by those of `buckets`, and check that every worker has them.
 
-        If `folder` is None, the weights are sent from memory to memory of the same device. Otherwise the
-        servers load the checkpoint `folder`, which has the same weights. `version` is the name of the new
-        weights, and `pause` the parameter `policy.push_pause`, which says whether running requests are kept,
-        aborted or awaited. Raises UserError if a server answers but has other weights, or if no server
-        answers.
+        Servers that do not answer are left out. `buckets` have tensors by name. If `folder` is None, the
+        weights are sent from memory to memory of the same device. Otherwise the servers load the checkpoint
+        `folder`, which has the same weights. `version` is the name of the new weights, and `pause` the
+        parameter `policy.push_pause`, which says whether running requests are kept, aborted or awaited.
+        Raises UserError if a server answers but has other weights, or if no server answers.
         """
         try:
             workers = self._begin(pause)
@@ -76,10 +78,12 @@ class FleetWeights:
             self._post(targets, "/resume")
 
     def _begin(self, pause: str) -> list[dict[str, Any]]:
-        """Pause all servers that answer, and return what `expect_weights` of each of their workers returned.
+        """Pause the servers and return what `expect_weights` of each of their workers returned.
 
-        Raises UserError if a server's workers lack the extension `worker.Fingerprint`, or if a
-        server divides its requests among several engines.
+        Servers whose `Replica.doubted` is set are not asked, unless this is so of all servers. They, and
+        servers that fail, do not take part in the push. Raises UserError if a server's workers lack the
+        extension `worker.Fingerprint`, if a server divides its requests among several engines, or if no
+        server answers.
         """
         # The fleet asks doubted servers again and again, so they are left out here unless all are doubted.
         answering = [replica for replica in self.fleet.replicas if not replica.doubted]
@@ -170,7 +174,7 @@ class FleetWeights:
         self._each(load)
 
     def _end(self, version: str, sent: Sent) -> None:
-        """Check that every server in the push has the weights `sent`, and sample from it from now on.
+        """Check that every server in the push has the weights `sent`, and mark such a server as usable.
 
         `version` is the name of the new weights, which trajectories record. Raises UserError if a server
         answers but has other weights, or if no server answers.
@@ -193,14 +197,14 @@ class FleetWeights:
         self._each(end)
 
     def set_asleep(self, asleep: bool) -> None:
-        """Release the GPU memory of all usable servers, or allocate it again."""
+        """Release the GPU memory of all usable servers if `asleep` is true, or else allocate it again."""
         usable = [replica for replica in self.fleet.replicas if replica.is_usable()]
         self._post(usable, "/sleep?level=1" if asleep else "/wake_up")
 
     def _post(self, replicas: Sequence[Replica], route: str) -> None:
-        """Make a POST request to the route of each server at the same time.
+        """Make a POST request to `route` of each server at the same time.
 
-        If a server fails, its `Replica.doubted` is set.
+        If a server fails, no error is raised, but its `Replica.doubted` is set.
         """
 
         async def post(replica: Replica) -> None:
@@ -215,7 +219,8 @@ class FleetWeights:
         """Make a call for each of `targets` at the same time, and return the results of those that succeed.
 
         A call that a server refuses because it is busy (status 429 or 503) is repeated for REFUSED_SECONDS.
-        Servers that fail are removed from `targets`. Raises UserError if none is left.
+        Servers whose call raises ServerUnavailable otherwise are removed from `targets`. Raises UserError if
+        no server is left, or if a call raises it.
         """
         failed: dict[Replica, ServerUnavailable] = {}
 

@@ -21,15 +21,16 @@ MODULUS = 2**62
 class Fingerprint:
     """A base class that gives each vLLM worker methods that identify its weights.
 
-    vLLM adds this class to the bases of its worker class. `VllmSampler` calls `expect_weights` before it
-    sends weights, and `weight_report` to check that all of them have arrived.
+    vLLM adds this class to the bases of its worker class. `weights.FleetWeights` calls `expect_weights`
+    before it sends weights, and `weight_report` to check that all of them have arrived.
     """
 
     def expect_weights(self: Any) -> dict[str, str]:
         """Observe the weights that this worker loads from now on; return its dtype and its device.
 
-        The dtype is that of the largest parameter. Every transfer of vLLM, and loading from disk, gives the
-        complete tensors to the method `load_weights` of the model, where they are observed.
+        The result has the keys `dtype`, such as bfloat16, which is that of the largest parameter, and
+        `device` (`device_name`). Every transfer of vLLM, and loading from disk, gives the complete tensors to
+        the method `load_weights` of the model, where they are observed.
         """
         model = self.get_model()
         dtype = max(model.parameters(), key=lambda parameter: parameter.numel()).dtype
