@@ -55,7 +55,7 @@ def check(
 
     `must_share` tells whether a placement without shared buffers is wrong.
     """
-    memory_plan.PLACEMENTS = placements  # type: ignore[attr-defined]
+    vars(memory_plan)["PLACEMENTS"] = placements
     sets = (
         f"device={device}",
         f"sandbox.device_bytes={device_bytes}",
