@@ -23,8 +23,9 @@ from components.core import records, stage_params
 from components.core.errors import UserError
 from components.training import document_attention
 from components.training.batches import Batch, Microbatch, Packed, Streams, pack, plan, stream
+from components.training.deepspeed_config import deepspeed_config, discarded_prints, import_deepspeed
 from components.training.output_head import TokenScores
-from components.training.ranks import World, deepspeed_config, import_deepspeed, join_world
+from components.training.ranks import World, join_world
 
 # Betas of AdamW.
 BETAS = (0.9, 0.95)
@@ -139,9 +140,10 @@ class DeepSpeedEngine:
         optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=BETAS, weight_decay=0.0)
         elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in parameters)
         config = deepspeed_config(engine, gradient_clip=gradient_clip, bucket=min(elements, 500_000_000))
-        self.engine, *_ = self.deepspeed.initialize(
-            model=module, optimizer=optimizer, config=config, mpu=sequence_groups(module, engine)
-        )
+        with discarded_prints():
+            self.engine, *_ = self.deepspeed.initialize(
+                model=module, optimizer=optimizer, config=config, mpu=sequence_groups(module, engine)
+            )
 
     def forward(self, packed: Packed) -> tuple[Tensor, ...]:
         """Return the network's outputs for the own tokens of `packed`, each [n], without gradients.
@@ -241,7 +243,8 @@ class DeepSpeedEngine:
 
         Raises UserError if DeepSpeed finds no state in `folder`.
         """
-        path, client = self.engine.load_checkpoint(str(folder), tag=SHARDS)
+        with discarded_prints():
+            path, client = self.engine.load_checkpoint(str(folder), tag=SHARDS)
         if path is None:
             raise UserError(f"{folder}: the resumable state is damaged; delete the folder and run again.")
         torch.set_rng_state(client["rng"])
@@ -267,9 +270,9 @@ class FrozenNetwork:
                 config["zero_optimization"]["offload_param"] = {"device": "cpu"}
             config["zero_optimization"].pop("offload_optimizer", None)
             _move(module, self.world.device)
-            self.network, *_ = import_deepspeed(device).initialize(
-                model=module, config=config, mpu=sequence_groups(module, engine)
-            )
+            groups, deepspeed = sequence_groups(module, engine), import_deepspeed(device)
+            with discarded_prints():
+                self.network, *_ = deepspeed.initialize(model=module, config=config, mpu=groups)
         elif not self.is_moved:
             _move(module, self.world.device)
 

@@ -30,7 +30,7 @@ from components.synthesis.compose import compose_training_tasks
 from components.training.batches import Packed, Streams, make_batch
 from components.training.engine import DeepSpeedEngine, MetricSums, train_step
 from components.training.networks import Actor, load_policy
-from components.training.selection import select
+from components.training.rejection_filter import select
 from components.training.stage import Stage, StageResult
 from components.training.training_loop import FitEnd, StepRecord, TrainState, finish, fit, resume
 

@@ -23,10 +23,10 @@ from components.policy.adapter import add_adapter
 from components.policy.checkpoint import explain_load_errors
 from components.training import document_attention
 from components.training.batches import Packed, Streams
+from components.training.deepspeed_config import sharded_loading
 from components.training.engine import DTYPES
 from components.training.losses import value_loss_sum
 from components.training.output_head import TokenScores
-from components.training.ranks import sharded_loading
 
 VALUE_HEAD = "value_head.safetensors"
 

@@ -21,8 +21,8 @@ from components.training.engine import DeepSpeedEngine
 from components.training.fine_tuning import Row, demonstrations, fine_tune
 from components.training.metrics import reward_figures
 from components.training.networks import Actor
+from components.training.rejection_filter import select
 from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks
-from components.training.selection import select
 from components.training.stage import Stage, StageResult, derived_seed
 from components.training.training_loop import finish
 

@@ -34,9 +34,9 @@ from components.planning.model_shapes import shapes_of
 from components.policy.adapter import add_adapter
 from components.training import document_attention
 from components.training.batches import Microbatch, make_batch, pack
+from components.training.deepspeed_config import sharded_loading
 from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.networks import Actor, Critic, tile_mlps
-from components.training.ranks import sharded_loading
 
 
 def network(factory: Any, config: dict[str, Any], params: Params) -> PreTrainedModel:

@@ -26,10 +26,10 @@ from components.core import config
 from components.core.config import resolve
 from components.training import output_head
 from components.training.batches import Microbatch, Streams, pack
+from components.training.deepspeed_config import drop_unsearchable_folders
 from components.training.engine import DeepSpeedEngine, MetricSums, evaluate, train_step
 from components.training.fine_tuning import likelihood_loss
 from components.training.networks import Actor, load_policy, tile_mlps
-from components.training.ranks import drop_unsearchable_folders
 
 
 def test_micro_batches_of_any_size_make_the_same_step() -> None:

@@ -9,8 +9,8 @@ from components.agent.trajectory import ToolCall, Trajectory, Turn
 from components.judge.verdict import Verdict
 from components.training.critic import StoredRow, split_by_task
 from components.training.rejection import schedule
+from components.training.rejection_filter import has_loop, select
 from components.training.rollouts import choose_tasks
-from components.training.selection import has_loop, select
 
 
 def call(text: str, valid: bool = True) -> ToolCall:

@@ -21,9 +21,9 @@ from components.planning.model_shapes import policy_shapes, shapes_of
 from components.policy import checkpoint
 from components.policy.adapter import add_adapter
 from components.training import document_attention, output_head
+from components.training.deepspeed_config import deepspeed_config
 from components.training.engine import DTYPES
 from components.training.networks import tile_mlps
-from components.training.ranks import deepspeed_config
 
 
 # DeepSpeed's ZeRO divides states as in the first figure of its paper (arXiv 1910.02054), there for 2 bytes a
