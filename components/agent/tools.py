@@ -242,7 +242,8 @@ class Tools:
 
         A command that consists only of calls of the workspace's utilities (compile, verification, profiling)
         is answered with the judge's verdict, without a shell, unless it is to run in the background. The
-        observation of a command in the background names it.
+        observation of a command that was started in the background has the name by which BashOutput and
+        KillBash find it.
         """
         if arguments.run_in_background:
             return f"Started {self._started().start(arguments.command)} in the background."

@@ -54,9 +54,10 @@ def utility_output(utility: Utility, verdict: Verdict) -> tuple[str, int]:
 
 
 def _times(verdict: Verdict) -> str:
-    """Return two lines: the times of baselines and candidate, and the speed-ups with the milestone (-1 to 3).
+    """Return two lines: the times of baselines and candidate, and the speed-ups with the milestone.
 
-    The first line has the format that the workspace of the CUDA Agent paper prints.
+    The milestone of a correct candidate is 1, or 2 if it is faster than eager mode, or 3 if it is also faster
+    than torch.compile. The first line has the format that the workspace of the CUDA Agent paper prints.
     """
     seconds = verdict.seconds
     ratios = [f"{ratio.estimate:.2f}x {name}" for name, ratio in verdict.speedup if ratio is not None]

@@ -86,7 +86,7 @@ class Mistake:
 
 
 def _change_constant(line: str, rng: random.Random) -> list[str]:
-    """Return the line with another value of its first constant."""
+    """Return a list of one line: `line` with another of `WRONG_CONSTANTS` as its first constant."""
 
     def other(match: re.Match[str]) -> str:
         return rng.choice([constant for constant in WRONG_CONSTANTS if constant != match.group()])

@@ -160,7 +160,8 @@ def write_report(path: Path, data: ReportData) -> None:
     """Write the report to `path` as one self-contained HTML file.
 
     The figures are also written as JSON, to the same path with the suffix .json. Raises UserError if the
-    evaluations before and after training were judged with different labels.
+    evaluations before and after training were judged with different labels (`verdict.Labels`: the rules, the
+    weights and the tolerance).
     """
     script = SCRIPT.read_text()
     before, after = data.before, data.after

@@ -254,8 +254,10 @@ def interval(bounds: Interval | None, name: str) -> str:
 def signed(value: float | None, name: str) -> str:
     """Return the text of `value`, which is a change of the figure `name`.
 
-    It is a factor for geometric means, a signed number for `mean_reward`, and a signed number of percentage
-    points for other figures, which must be shares. A missing value becomes a dash.
+    For a geometric mean, `value` is the figure after training divided by that before, and the text is a
+    factor such as ×1.20. For other figures it is the difference: the text is a signed number for
+    `mean_reward`, and percentage points for shares (0.05 becomes +5.0 points). A missing value becomes a
+    dash.
     """
     if value is None:
         return "–"

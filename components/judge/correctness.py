@@ -285,10 +285,11 @@ class _Part:
     """Elements of a reference output, prepared so that comparing an output with them takes little time.
 
     `single` has the elements at the task's precision, and `expected` has them in float64. If all values are
-    finite and not too large (`LARGEST_SCALE`), each float64 value is stored as its float32 part and the
-    float32 part of the remainder, or unchanged if `single` is float64 too. The difference between an output
-    and the value is then exact if both are close to each other. If they are far apart, the difference is
-    rounded, but the output is wrong in any case.
+    finite and not too large (`LARGEST_SCALE`), an output is compared with the sum of `high` and `low`: `high`
+    has the values of `expected` rounded to float32, and `low` the remainders, also in float32. If `single` is
+    float64, `high` is `expected` and `low` is 0. The difference between an output and this sum is exact if
+    both are close to each other. If they are far apart, the difference is rounded, but the output is wrong in
+    any case. Otherwise `high` and `low` do not exist, and the errors are computed in float64 from `rounded`.
     """
 
     def __init__(self, single: torch.Tensor, expected: torch.Tensor):
@@ -418,18 +419,19 @@ def first_mismatch(
 
     `outputs` are the output tensors of the call, each with one dimension, and `references` has the reference
     output of each, in the same order. The reason ends with `distribution`, the name of the input
-    distribution. The limits of errors are multiplied by `multiple`. `loose`, which is meant for baselines,
-    allows errors up to the absolute tolerance.
+    distribution. The largest errors that `ReferenceOutput.mismatch` allows are multiplied by `multiple`.
+    `loose` allows errors up to the absolute tolerance; it is meant for outputs of the task's own source, such
+    as those of its baselines.
 
     `repeats` says that the task's own source has computed `outputs` once more. With KernelBench's tolerances,
     which do not compare the reference output with float64, `outputs` must then equal the reference outputs up
     to the absolute tolerance, because otherwise the task is not deterministic.
 
     If the error of a reference output against float64 is above the absolute tolerance
-    (`ReferenceOutput.exceeds_tolerance`), the criterion cannot decide on every output. With `loose`,
-    TaskError is then raised if the output equals the reference output up to the absolute tolerance; otherwise
-    the output is wrong, because the task is not deterministic. Without `loose`, TaskError is then raised if
-    the output is wrong by the usual limits but right by those of `loose`.
+    (`ReferenceOutput.exceeds_tolerance`), it is not known of some outputs whether they are right. With
+    `loose`, TaskError is then raised if the output equals the reference output up to the absolute tolerance;
+    otherwise two runs of the same source differ, so the task is not deterministic, and the output is called
+    wrong. Without `loose`, TaskError is then raised if the output is wrong but would be right with `loose`.
     """
     for output, reference in zip(outputs, references, strict=True):
         shaped = output.view(reference.shape)

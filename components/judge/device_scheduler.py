@@ -219,9 +219,10 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def charged(self, runner: Runner, seconds: float) -> Iterator[None]:
-        """Give `runner` a deadline for its work inside the context, and charge this thread for the work.
+        """Give `runner` a deadline for its work in the context, and take its time from the thread's limit.
 
-        The deadline is in `seconds`, or sooner if the limit of the thread (`limiting`) is used up before.
+        The deadline is `seconds` seconds from now, or earlier if less is left of the limit that `limiting`
+        set for this thread.
         """
         limit = min(seconds, self.left.seconds)
         runner.deadline = time.monotonic() + limit

@@ -96,9 +96,11 @@ class Float64Check:
         """Return the reason why a call of a timed round is wrong, or None if no call was found to be wrong.
 
         `mixes` describes each call's inputs. The other arguments are tensors of bytes, which hold the inputs,
-        the candidate's results and eager's results, one call after another. If the task's baselines share
-        buffers, suspicious calls are only kept for `wrong_deferred_call`, and None is returned. The reason
-        ends with the name of the input distribution. Raises TaskError if eager is too inexact to tell, and
+        the candidate's results and eager's results, one call after another. Only calls whose results differ
+        from eager's more than usual (`suspicious_calls`) are computed again in float64. If the task's
+        baselines use one set of buffers in turns, computing now would overwrite the results of the round:
+        these calls are then kept for `wrong_deferred_call`, and None is returned. The reason ends with the
+        name of the input distribution. Raises TaskError if eager is too inexact to tell, and
         InfrastructureError if the float64 outputs cannot be computed.
         """
         figures = round_departures(self.reference, results, eager_results, len(mixes))

@@ -53,10 +53,11 @@ def _secret_generator(device: torch.device) -> torch.Generator:
 
 
 class StagedInputs:
-    """Inputs of one round, mixed in memory that no runner can read and then copied to each timed runner.
+    """Inputs of one round, made in memory that no runner can read and then copied to each timed runner.
 
-    The memory holds the inputs of `capacity` calls. The inputs are mixed in advance, because on cuda the
-    clock runs while a runner gets its inputs, and mixing takes as many kernel launches as a small task.
+    The memory holds the inputs of `capacity` calls. Those of a call are a combination of input sets, as its
+    `InputMix` says. They are made in advance, because on cuda the clock runs while a runner gets its inputs,
+    and combining the sets takes as many kernel launches as a small task.
     """
 
     def __init__(self, reference: TaskReference, capacity: int):

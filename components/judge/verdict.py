@@ -75,7 +75,10 @@ def protocol_digest(params: JudgeParams) -> str:
 
 
 def with_standard_labels(params: AnyParams) -> AnyParams:
-    """Return a copy of `params` whose labels have the values that training and promotion require."""
+    """Return a copy of `params` with the labels of training and promotion, the defaults of `Labels`.
+
+    The labels are sandbox.rules, sandbox.weights and sandbox.tolerance.
+    """
     sandbox = params.sandbox.model_copy(update=Labels().model_dump())
     return params.model_copy(update={"sandbox": sandbox})
 

@@ -172,7 +172,11 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
 
 
 def _check_night(params: Params) -> None:
-    """Raise UserError, which names the parameter, if a pipeline run cannot have the stages night.stages."""
+    """Raise UserError unless a pipeline run can train the stages that the parameter night.stages lists.
+
+    They must be in the order of `STAGES` and one of them must train the policy. A stage must not need what
+    neither a listed stage nor the first policy provides. The error names the parameter to change.
+    """
     chosen, policy = params.night.stages, params.policy
     first, demonstrations = (
         policy.base if policy.source == "champion" else policy.source,
