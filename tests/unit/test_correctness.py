@@ -256,6 +256,11 @@ def scaled_output(quiet: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     return exact, (gain < 1e-8).expand(512, 256)
 
 
+def departure(output: torch.Tensor, single: torch.Tensor) -> float:
+    """Return the largest departure in eight calls, because each samples other blocks and may miss one."""
+    return max(departures(output[None], single[None]).item() for _ in range(8))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("quiet", ["rows", "columns", "elements"])
 def test_small_values_that_are_left_out_are_wrong(quiet: str, dtype: torch.dtype, ci_params: Params) -> None:
@@ -265,7 +270,7 @@ def test_small_values_that_are_left_out_are_wrong(quiet: str, dtype: torch.dtype
     assert reference.mismatch(single) is None
     without = single.masked_fill(mask, 0.0)
     assert reference.mismatch(without, multiple=TIMED_MULTIPLE) is not None
-    assert departures(without[None], single[None]).item() > 1
+    assert departure(without, single) > 1
 
 
 @pytest.mark.parametrize(
@@ -279,7 +284,7 @@ def test_quiet_rows_in_lower_precision_are_wrong(
     rounded = torch.where(mask, (single / size).to(coarse).to(dtype) * size, single)
     reference = ReferenceOutput(single, exact, ci_params.sandbox, ci_params.precision)
     assert reference.mismatch(rounded, multiple=TIMED_MULTIPLE) == "block_error"
-    assert departures(rounded[None], single[None]).item() > 1
+    assert departure(rounded, single) > 1
 
 
 def test_another_order_of_a_sum_is_right_where_much_cancels(ci_params: Params) -> None:
