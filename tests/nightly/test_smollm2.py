@@ -36,9 +36,6 @@ SETS = REDUCED | {
     "agentic.minibatches": 1,
     "evaluation.max_new_tokens": 24,
 }
-for part in ("warmup", "rejection", "agentic"):
-    for name in ("tasks", "samples", "max_new_tokens"):
-        SETS.pop(f"{part}.rollouts.{name}", None)
 
 
 @pytest.fixture(scope="module")

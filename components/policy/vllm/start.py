@@ -230,7 +230,7 @@ def _wait_until_healthy(servers: Sequence[_Server], report: Callable[[str], None
         for server in waiting:
             launch, code = server.launch, server.process.poll()
             if code is not None or time.monotonic() - server.started > START_SECONDS:
-                end = f"ended with code {code}" if code is not None else "is not healthy after half an hour"
+                end = f"ended with code {code}" if code is not None else f"took over {START_SECONDS:.0f} s"
                 raise UserError(
                     f"{launch.log}: the server at {launch.url} {end} ({server.last_line()}); mend what the "
                     "log says and start again."
