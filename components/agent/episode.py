@@ -127,9 +127,10 @@ class RolloutRequest:
 def first_prompt(params: Params, code: str, *, in_turns: bool) -> str:
     """Return the text of the user message for a task with the source `code`.
 
-    If `policy.prompt` is compact (the prompt is the source alone), a source that is a chain of known
-    operators is first rewritten in the layout of the tasks that this project composes (one operator in each
-    line of forward()). A policy that was trained from scratch has seen only this layout.
+    If `policy.prompt` is compact, the message is the task's source alone. If forward() then applies only
+    operators that the demonstrations know, one after the other, the source is first rewritten so that each
+    line of forward() has one operator, as in composed tasks (`bootstrap.canonicalize`). A policy that was
+    trained from scratch has seen only this layout.
     """
     if params.policy.prompt == "compact":
         code = canonicalize(code) or code

@@ -92,9 +92,10 @@ def coldstart(
     """Train a policy from scratch on demonstrations of `sources` and save it as the checkpoint `out`.
 
     `sources` are tasks. `dataset` and `code` are versions that the checkpoint's manifest, which is returned,
-    records. The training state is in the folder `state` beside `out`. If an interrupted call with the same
-    parameters of device, policy and cold start, `dataset` and `code` left this folder, the training continues
-    from it. The folder is removed at the end. On a cpu with several cores, a second process that this
+    records. While the training runs, its corpus, weights and optimizer state are stored in the folder `state`
+    in the parent folder of `out`. If a call that was interrupted left this folder, the next call continues
+    from it, provided that the parameters of device, policy and cold start, `dataset` and `code` are the same.
+    The folder is removed at the end. On a cpu with several cores, a second process that this
     function starts computes half of every step. Raises StageFailed if that process ends too early, and
     UserError if `sources` has too few tasks or no demonstration fits into the context window.
     """

@@ -44,7 +44,7 @@ def import_deepspeed(device: records.Device) -> Any:
     # this table says that it cannot be built.
     vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     logger = logging.getLogger("DeepSpeed")
-    logger.setLevel(logging.WARNING)  # below it, each engine prints the memory in use several times
+    logger.setLevel(logging.WARNING)  # below it, each engine logs its whole configuration
     for handler in logger.handlers:
         if type(handler) is logging.StreamHandler:
             handler.setStream(sys.stderr)

@@ -230,7 +230,8 @@ def _wait_until_healthy(servers: Sequence[_Server], report: Callable[[str], None
         for server in waiting:
             launch, code = server.launch, server.process.poll()
             if code is not None or time.monotonic() - server.started > START_SECONDS:
-                end = f"ended with code {code}" if code is not None else f"took over {START_SECONDS:.0f} s"
+                slow = f"is not healthy after {START_SECONDS:.0f} s"
+                end = f"ended with code {code}" if code is not None else slow
                 raise UserError(
                     f"{launch.log}: the server at {launch.url} {end} ({server.last_line()}); mend what the "
                     "log says and start again."
