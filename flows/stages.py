@@ -10,6 +10,7 @@ from components.evaluation.evaluate import evaluate
 from components.evaluation.metrics import RESULTS, Evaluation, Summary, TaskResult, load_evaluation
 from components.evaluation.suites import load_suite
 from components.judge.pool.local_pool import LocalPool
+from components.judge.verdict import workload_line
 from components.policy import first_policy
 from components.policy.checkpoint import verify_checkpoint
 from components.registry.promotion import Promotion
@@ -256,6 +257,7 @@ def table(results: tuple[TaskResult, ...]) -> list[dict[str, Any]]:
             "speedup_eager": row.ratio("eager"),
             "speedup_compile": row.ratio("compile"),
             "compile_mode": row.evidence.get("compile_mode", ""),
+            "workloads": "; ".join(map(workload_line, row.workloads)),
             "reason": row.reason,
             "degenerate": row.degenerate,
             "level": row.level,

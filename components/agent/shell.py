@@ -21,7 +21,7 @@ from pathlib import Path
 
 from components.agent import untrusted_folder
 from components.agent.utilities import JudgeSocket, Utility
-from components.agent.workspace import TEMPLATE, TEMPLATE_FILES
+from components.agent.workspace import TEMPLATE
 from components.core.files import remove_tree, scratch_folder
 from components.core.params import Sandbox
 from components.sandbox import isolation
@@ -86,15 +86,19 @@ class Shell:
     """
 
     def __init__(
-        self, sandbox: Sandbox, task_source: str, serve_utility: Callable[[Utility], tuple[str, int]]
+        self,
+        sandbox: Sandbox,
+        texts: Mapping[str, str],
+        serve_utility: Callable[[Utility], tuple[str, int]],
     ):
         """Create the shell's folders and the socket through which its commands call the utilities.
 
-        `task_source` becomes the contents of model.py. `serve_utility` is called with the name of a utility
-        (compile, verification or profiling) and returns its text and exit code. The duration of such a call
-        does not count towards the time limit of the command that uses the utility.
+        `texts` are the contents of the read-only files of the workspace that are not in utils/, by name, such
+        as model.py. `serve_utility` is called with the name of a utility (compile, verification or profiling)
+        and returns its text and exit code. The duration of such a call does not count towards the time limit
+        of the command that uses the utility.
         """
-        self.sandbox = sandbox
+        self.sandbox, self.texts = sandbox, texts
         self.base = Path(tempfile.mkdtemp(prefix="agent-", dir=scratch_folder()))
         self.workspace, self.control, self.output = (
             self.base / name for name in ("workspace", "control", "output")
@@ -107,12 +111,13 @@ class Shell:
         ):
             path.mkdir()
             path.chmod(mode)
-        (self.base / "model.py").write_text(task_source)
-        (self.base / "model.py").chmod(0o644)
+        for name, text in texts.items():
+            (self.base / name).write_text(text)
+            (self.base / name).chmod(0o644)
         if sandbox.isolation == "none":  # without mounts, the template's files must be copied
             shutil.copytree(TEMPLATE / "utils", self.workspace / "utils")
-            for path in (self.base / "model.py", *(TEMPLATE / name for name in TEMPLATE_FILES)):
-                shutil.copy(path, self.workspace)
+            for name in texts:
+                shutil.copy(self.base / name, self.workspace)
         self.socket = JudgeSocket(self.control / "judge.sock", serve_utility)
         self.process: subprocess.Popen[bytes] | None = None
         self.commands = 0
@@ -289,9 +294,8 @@ class Shell:
             if is_isolated:
                 folders = {
                     self.control: "/control",
-                    self.base / "model.py": "/workspace/model.py",
                     TEMPLATE / "utils": "/workspace/utils",
-                } | {TEMPLATE / name: f"/workspace/{name}" for name in TEMPLATE_FILES}
+                } | {self.base / name: f"/workspace/{name}" for name in self.texts}
                 interpreter = Path(sys.base_prefix).resolve() / "bin"
                 search_path = f"/usr/local/bin:/usr/bin:/bin:{interpreter}"
                 command, filter_fd = stack.enter_context(

@@ -284,7 +284,8 @@ class Tools:
         if self.is_closed:
             raise CancelledError
         if self._shell is None:
-            self._shell = Shell(self.sandbox, self.workspace.task.code, self._serve_utility)
+            texts = {name: self.workspace.read(name) or "" for name in ("model.py", *TEMPLATE_FILES)}
+            self._shell = Shell(self.sandbox, texts, self._serve_utility)
         with self.lock:
             self._shell.push(self.workspace.files, self._pushed)
             self._pushed = dict(self.workspace.files)

@@ -7,11 +7,14 @@ a copy of the files inside the sandbox.
 
 import ast
 import fnmatch
+from typing import Any
 
 from components.core.config import PROJECT
 from components.core.task import KernelTask
 from components.core.text import parse_python
+from components.core.workloads import assigns_workloads
 from components.judge.screen import FILE_NAME
+from components.policy.prompts import workloads_section
 
 TEMPLATE = PROJECT / "agent_workdir"
 # Files of the template, which the policy may read but not write; the first are those outside utils/.
@@ -84,6 +87,8 @@ class Workspace:
         """Return the text of the file at a normalised path, or None if there is no such file."""
         if path == "model.py":
             return self.task.code
+        if path == "SKILL.md":
+            return (TEMPLATE / path).read_text() + workloads_section(self.task.code, self.task.evidence)
         if path in READ_ONLY:
             return (TEMPLATE / path).read_text()
         return self.files.get(path)
@@ -97,15 +102,22 @@ def starter(task: KernelTask) -> str | None:
     """Return a `model_new.py` whose forward calls `cuda_extension.forward(inputs…, parameters…, outputs…)`.
 
     The output shapes are taken from the evidence of the task's admission. Returns None if the task has no
-    evidence, if a parameter belongs to a numbered submodule, or if the arguments of forward() do not
-    correspond to the inputs. In these cases the policy has to write the whole file.
+    evidence, if a parameter belongs to a numbered submodule, if the arguments of forward() do not correspond
+    to the inputs, or if one expression cannot allocate an output for all workloads of the task. In these
+    cases the policy has to write the whole file.
     """
-    evidence = task.evidence
+    shapes = task.evidence.get("workloads", [task.evidence])
+    found = {_starter(task.code, task.evidence | one) for one in shapes}
+    return found.pop() if len(found) == 1 else None
+
+
+def _starter(code: str, evidence: dict[str, Any]) -> str | None:
+    """Return the `model_new.py` of `starter` for the shapes in `evidence`, or None."""
     if "outputs" not in evidence or any(
         part.isdigit() for name in evidence["parameters"] for part in name.split(".")
     ):
         return None
-    tree = parse_python(task.code)
+    tree = parse_python(code)
     model = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model")
     forward = next(
         (node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "forward"), None
@@ -148,13 +160,14 @@ def _allocation(shape: list[int], input_shape: list[int], name: str) -> str:
 
 
 def _module(tree: ast.Module) -> ast.Module:
-    """Return the task's module with an import of cuda_extension, without docstring and input functions."""
+    """Return the task's module with an import of cuda_extension, without docstring, inputs and workloads."""
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     rest = [
         node
         for node in body
         if node not in imports
+        and not assigns_workloads(node)
         and not (isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"))
     ]
     return ast.Module([*imports, *parse_python("import cuda_extension").body, *rest], [])

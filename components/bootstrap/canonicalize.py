@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from components.bootstrap.operator_chain import CORE_OPERATORS, PATTERNS, TASK_LAYOUT, read_chain
 from components.core.text import parse_python
+from components.core.workloads import assigns_workloads
 
 # Names of torch functions as they are written in composed tasks, such as F.relu for relu.
 QUALIFIED_NAMES = {
@@ -60,14 +61,15 @@ def _rewrite(tree: ast.Module) -> str:
     """Return the source of a module in the layout of composed tasks, for a module with a class Model.
 
     Raises _NotAChain if `forward` of the class or get_inputs is missing, if `forward` has not one or two
-    inputs, or if it is not a chain of known operators.
+    inputs, if it is not a chain of known operators, or if the module names workloads, which this layout has
+    no place for.
     """
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     model = next(
         (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"), None
     )
     methods = {node.name: node for node in model.body if isinstance(node, ast.FunctionDef)} if model else {}
-    if "forward" not in methods or "get_inputs" not in functions:
+    if "forward" not in methods or "get_inputs" not in functions or any(map(assigns_workloads, tree.body)):
         raise _NotAChain
     constants = {
         name: value

@@ -1,8 +1,9 @@
 """The kernel task: a self-contained PyTorch module that a policy has to make faster.
 
 A task has the form of KernelBench (`Model`, `get_inputs`, `get_init_inputs`) and of the public data set
-CUDA-Agent-Ops-6K, whose columns `ops`, `data_source` and `code` are kept. The source of a task is untrusted:
-this module only parses it, and only a sandboxed runner executes it.
+CUDA-Agent-Ops-6K, whose columns `ops`, `data_source` and `code` are kept. It may also name workloads, several
+calls of `get_inputs` (`workloads.py`). The source of a task is untrusted: this module only parses it, and
+only a sandboxed runner executes it.
 """
 
 import ast
@@ -18,7 +19,8 @@ from pydantic import Field
 from components.core.errors import UserError
 from components.core.files import atomic_write, digest_bytes, digest_json
 from components.core.records import FrozenModel
-from components.core.text import parse_python, parse_without_docstrings
+from components.core.text import parse_without_docstrings
+from components.core.workloads import parse_task, workloads_of
 
 KERNELBENCH = "https://github.com/ScalingIntelligence/KernelBench"
 REQUIRED_PARTS = ("Model", "get_inputs()", "get_init_inputs()")
@@ -67,12 +69,10 @@ class KernelTask(FrozenModel):
 def check_contract(code: str, origin: str) -> None:
     """Raise UserError, which names `origin`, unless the source has the parts of a kernel task.
 
-    The parts are a class `Model` and the functions `get_inputs` and `get_init_inputs`.
+    The parts are a class `Model` and the functions `get_inputs` and `get_init_inputs`. If the source names
+    workloads, they are checked too (`workloads.workloads_of`).
     """
-    try:
-        tree = parse_python(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"{origin}: not valid Python ({error}); fix the syntax.") from error
+    tree = parse_task(code, origin)
     parts = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     parts |= {f"{node.name}()" for node in tree.body if isinstance(node, ast.FunctionDef)}
     missing = [part for part in REQUIRED_PARTS if part not in parts]
@@ -81,6 +81,7 @@ def check_contract(code: str, origin: str) -> None:
             f"{origin}: a task needs class Model(nn.Module), get_inputs() and get_init_inputs(); "
             f"add {', '.join(missing)}."
         )
+    workloads_of(code, origin)
 
 
 def missing_kernelbench(path: Path) -> str:

@@ -365,6 +365,7 @@ def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, dege
         milestone=verdict.milestone,
         seconds=verdict.seconds,
         speedup=verdict.speedup,
+        workloads=verdict.workloads,
         attempts=tuple(
             Attempt(
                 status="infrastructure" if attempt.finish_reason == "server" else attempt.final.status,

@@ -29,7 +29,17 @@ from components.evaluation.intervals import (
     percentile_interval,
     quotients,
 )
-from components.judge.verdict import MARGIN, Labels, Ratio, Seconds, Speedup, Status, Verdict, milestone
+from components.judge.verdict import (
+    MARGIN,
+    Labels,
+    Ratio,
+    Seconds,
+    Speedup,
+    Status,
+    Verdict,
+    WorkloadFigures,
+    milestone,
+)
 
 Baseline = Literal["eager", "compile"]
 BASELINES: tuple[Baseline, ...] = ("eager", "compile")
@@ -74,18 +84,20 @@ class Attempt(FrozenModel):
 
 
 def _milestone(fields: dict[str, Any]) -> Literal[-1, 1, 2, 3]:
-    return milestone(Verdict(status=fields["status"], speedup=fields["speedup"]))
+    return milestone(
+        Verdict(status=fields["status"], speedup=fields["speedup"], workloads=fields["workloads"])
+    )
 
 
 class TaskResult(FrozenModel):
     """Result of one task in an evaluation.
 
     After the episodes, the evaluation measures the final files of the first attempt again. `status`,
-    `reason`, `milestone`, `seconds`, `speedup` and `evidence` are from the verdict of this final measurement.
-    If `milestone` is not given, it is computed from `status` and `speedup`. `attempts` are all attempts, with
-    the verdicts from the end of their episodes. `source` is the source of the task, and `files` are the final
-    files of the first attempt by workspace path. `degenerate` is the reason why a wrong kernel could pass on
-    this task, or empty if there is no such reason.
+    `reason`, `milestone`, `seconds`, `speedup`, `workloads` and `evidence` are from the verdict of this final
+    measurement. If `milestone` is not given, it is computed from `status`, `speedup` and `workloads`.
+    `attempts` are all attempts, with the verdicts from the end of their episodes. `source` is the source of
+    the task, and `files` are the final files of the first attempt by workspace path. `degenerate` is the
+    reason why a wrong kernel could pass on this task, or empty if there is no such reason.
     """
 
     task_id: str
@@ -96,6 +108,7 @@ class TaskResult(FrozenModel):
     reason: str = ""
     seconds: Seconds = Seconds()
     speedup: Speedup = Speedup()
+    workloads: tuple[WorkloadFigures, ...] = ()
     milestone: Literal[-1, 1, 2, 3] = Field(default_factory=_milestone)
     attempts: tuple[Attempt, ...] = ()
     source: str = ""

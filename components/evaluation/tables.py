@@ -184,7 +184,8 @@ def as_json(
     are left out, because results.json has them.
     """
     sound = without_degenerate(after.tasks)
-    short = {"task_id", "name", "level", "status", "reason", "milestone", "speedup", "degenerate"}
+    short = {"task_id", "name", "level", "status", "reason", "milestone", "degenerate"}
+    short |= {"speedup", "workloads"}
     return {
         "suite": after.suite,
         "suite_digest": after.suite_digest,

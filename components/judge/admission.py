@@ -16,13 +16,14 @@ import torch
 from components.core.errors import TaskError, TaskTooLarge, UserError
 from components.core.params import JudgeParams
 from components.core.task import check_contract
+from components.core.workloads import Workload, workloads_of
 from components.judge.baselines import COMPILE, EAGER, NOOP, Baseline, start_baseline
 from components.judge.correctness import FLOAT32_FLOOR, PART_NUMEL, ReferenceOutput
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.float64_check import round_departures
 from components.judge.limit import limit_of
 from components.judge.memory_plan import MemoryBudget, plan_layout
-from components.judge.statistics import net
+from components.judge.statistics import geometric_mean, net
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import OneProcess, TaskReference, task_errors
 from components.judge.timed_runner import StagedInputs
@@ -40,9 +41,50 @@ ROUND_SHARE = 0.25
 RUNNER_SHARE = 0.125
 # Largest share of a GPU's memory for one task of a data set; a larger task would delay all other tasks.
 TASK_SHARE = 0.25
+# Figures of an admission's evidence of which a task with workloads has the geometric means.
+MEANS = ("eager_seconds", "compile_seconds", "headroom", "spread")
 TINY = 1e-30  # smallest divisor
 # Change of an order to the reference runner, with which it uses the initial values of the parameters.
 UNTOUCHED: dict[str, Any] = {"parameters": None}
+
+
+def named_workloads(code: str) -> list[Workload]:
+    """Return the workloads of the task with source `code`; raise TaskError if they are faulty."""
+    try:
+        return workloads_of(code, "task")
+    except UserError as error:
+        raise TaskError(str(error)) from error
+
+
+def admit_workloads(code: str, admit_one: Callable[[str], Admission]) -> Admission:
+    """Return the admission of a task, which names workloads or not.
+
+    `admit_one` admits the source of one workload. The first refusal is returned, and its detail names the
+    workload. For an admitted task, the evidence has the parameters, geometric means of the measured figures,
+    the shapes of the first workload, and under `workloads` the call and the shapes of each workload.
+    """
+    try:
+        workloads = named_workloads(code)
+    except TaskError as error:
+        return _does_not_run(error)
+    found = []
+    for workload in workloads:
+        admission = admit_one(workload.code)
+        if not workload.call:
+            return admission
+        if not admission.admitted:
+            detail = f"{workload.call}: {admission.evidence.get('detail', admission.reason)}"
+            return Admission(False, admission.reason, admission.evidence | {"detail": detail})
+        found.append(admission.evidence)
+    if not found[0]:
+        return Admission(True, "", {})
+    means = {name: geometric_mean([one[name] for one in found]) for name in MEANS if name in found[0]}
+    shapes = [
+        {"call": workload.call, "inputs": one["inputs"], "outputs": one["outputs"]}
+        for workload, one in zip(workloads, found, strict=True)
+    ]
+    kept = {name: found[0][name] for name in ("inputs", "outputs", "parameters")}
+    return Admission(True, "", kept | means | {"workloads": shapes})
 
 
 def admit(

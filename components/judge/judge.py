@@ -9,6 +9,7 @@ import contextlib
 import functools
 import platform
 import resource
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from components.core.params import JudgeParams
 from components.core.progress import Report, ignore
 from components.core.task import KernelTask
 from components.core.text import readable
-from components.judge.admission import admit
+from components.judge.admission import admit, admit_workloads, named_workloads
 from components.judge.candidate import BuiltCandidate, build_candidate, screen_candidate
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.measurement import blaming_the_other, measure_candidate
+from components.judge.statistics import geometric_mean, mean_ratio
 from components.judge.task_bench import BenchCache, TaskBench, make_reference
 from components.judge.verdict import (
     LOAD_ERRORS,
@@ -35,9 +37,11 @@ from components.judge.verdict import (
     Speedup,
     Status,
     Verdict,
+    WorkloadFigures,
     milestone,
     rejecting,
     with_standard_labels,
+    workload_line,
 )
 from components.sandbox.build import Builder, open_factory
 from components.sandbox.inside.runner_protocol import RoleHeader
@@ -110,37 +114,71 @@ class Judge:
         always, with the fastest mode of torch.compile on the task; False only if the candidate is faster than
         eager, with the default mode; None never. If `against` is given, the files of another candidate, the
         candidate is compared with eager and with this other one in the same rounds, and never with
-        torch.compile. `report` is called with the name of each step when it begins. Raises
+        torch.compile. If the task names workloads, the candidate is built once, and measured on one workload
+        after the other until it fails. `report` is called with the name of each step when it begins. Raises
         InfrastructureError if the judge itself fails.
         """
+        call = ""  # that makes the inputs of the present workload
+
+        def failed(status: Status, reason: str, log: str) -> Verdict:
+            failing = (WorkloadFigures(call=call),) if call else ()
+            log = f"with the inputs of {call}: {log}" if call else log
+            return make_verdict(self.params, status, reason, log, workloads=failing)
+
         try:
+            workloads = named_workloads(task.code)
+            parts = [KernelTask(code=workload.code) for workload in workloads]
             report("building the candidate")
-            built = self._build(task, files)
+            built = self._build(parts[0], files)
             with blaming_the_other():
-                other = self._build(task, against) if against is not None else None
-            report("preparing inputs, reference outputs and baselines")
-            with self.bench(task) as bench:
-                measured = measure_candidate(self.params, bench, built, compare_compile, report, other)
-                speedups, seconds, evidence = measured
-                candidate = {"candidate": built.digest, "extensions_not_built": sorted(built.failures)}
-                return make_verdict(
-                    self.params,
-                    "correct",
-                    speedup=speedups,
-                    seconds=seconds,
-                    log=TRIVIAL_ANSWER.format(bench.trivial_answer) if bench.trivial_answer else "",
-                    evidence=self._evidence(bench) | candidate | evidence,
+                other = self._build(parts[0], against) if against is not None else None
+            verdicts = []
+            for workload, part in zip(workloads, parts, strict=True):
+                call = workload.call
+                verdicts.append(
+                    self._measured(part, built, other, compare_compile, report, is_workload=bool(call))
                 )
+            calls = [workload.call for workload in workloads]
+            return verdict_over_workloads(task, calls, verdicts) if call else verdicts[0]
         except Rejected as error:
-            return make_verdict(self.params, error.status, error.reason, error.log)
+            return failed(error.status, error.reason, error.log)
         except TaskTooLarge as error:
-            return make_verdict(self.params, "infrastructure", "too_large", f"the task is too large: {error}")
+            return failed("infrastructure", "too_large", f"the task is too large: {error}")
         except TaskError as error:
-            return make_verdict(self.params, "infrastructure", "task", f"the task itself fails: {error}")
+            return failed("infrastructure", "task", f"the task itself fails: {error}")
         except torch.OutOfMemoryError as error:
             raise InfrastructureError(
                 f"the judge's own work does not fit the device's memory: {error}"
             ) from error
+
+    def _measured(
+        self,
+        task: KernelTask,
+        built: BuiltCandidate,
+        other: BuiltCandidate | None,
+        compare_compile: bool | None,
+        report: Report,
+        *,
+        is_workload: bool,
+    ) -> Verdict:
+        """Return the verdict on the correct candidate `built`, on a task without workloads.
+
+        The arguments are those of `measure_candidate`, which raises Rejected if the candidate fails.
+        """
+        report("preparing inputs, reference outputs and baselines")
+        with self.bench(task) as bench:
+            speedups, seconds, evidence = measure_candidate(
+                self.params, bench, built, compare_compile, report, other, is_workload=is_workload
+            )
+            candidate = {"candidate": built.digest, "extensions_not_built": sorted(built.failures)}
+            return make_verdict(
+                self.params,
+                "correct",
+                speedup=speedups,
+                seconds=seconds,
+                log=TRIVIAL_ANSWER.format(bench.trivial_answer) if bench.trivial_answer else "",
+                evidence=self._evidence(bench) | candidate | evidence,
+            )
 
     def _build(self, task: KernelTask, files: dict[str, str]) -> BuiltCandidate:
         """Screen and build a candidate; raise Rejected if a file is refused or does not compile."""
@@ -207,13 +245,20 @@ class Judge:
         `eager_seconds` has the smallest and the largest time that one eager call may take. With `headroom`,
         the task must also compile and leave device memory for other tasks, and its time under torch.compile
         is measured too. With `memory_only`, nothing is measured, `eager_seconds` and `headroom` are ignored,
-        and the task is admitted if its source runs and the memory suffices to judge its candidates.
+        and the task is admitted if its source runs and the memory suffices to judge its candidates. A task
+        that names workloads is admitted if each of them is (`admission.admit_workloads`).
         """
-        if memory_only:
-            return self._admit_memory(code)
         # An admission shows that a task is sound, whatever the rules of the candidates.
         params = with_standard_labels(self.params)
-        return admit(params, self.runner_factory, self.scheduler, code, eager_seconds, headroom=headroom)
+
+        def admit_one(source: str) -> Admission:
+            if memory_only:
+                return self._admit_memory(source)
+            return admit(
+                params, self.runner_factory, self.scheduler, source, eager_seconds, headroom=headroom
+            )
+
+        return admit_workloads(code, admit_one)
 
     def _admit_memory(self, code: str) -> Admission:
         """Return whether candidates of the task can be judged: its source runs, and the memory suffices."""
@@ -235,6 +280,42 @@ class Judge:
         self.runner_factory.close()
 
 
+def verdict_over_workloads(task: KernelTask, calls: Sequence[str], verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the verdict on a candidate that is correct on all workloads of a task.
+
+    `verdicts` are those on the single workloads, and `calls` are the calls that make their inputs. Speed-ups
+    and seconds are geometric means. The log has a line for each workload. Entries of the evidence that are
+    not equal on all workloads are in a list under `workloads`.
+    """
+    figures = [
+        WorkloadFigures(call=call, seconds=verdict.seconds, speedup=verdict.speedup)
+        for call, verdict in zip(calls, verdicts, strict=True)
+    ]
+    found = [verdict.evidence | {"task": task.code_digest} for verdict in verdicts]
+    shared = {name: value for name, value in found[0].items() if all(one.get(name) == value for one in found)}
+    single = [{name: value for name, value in one.items() if name not in shared} for one in found]
+    logs = dict.fromkeys(verdict.log for verdict in verdicts if verdict.log)
+    verdict = verdicts[0].model_copy(
+        update={
+            "speedup": Speedup(
+                eager=mean_ratio([one.speedup.eager for one in figures]),
+                compile=mean_ratio([one.speedup.compile for one in figures]),
+                against=mean_ratio([one.speedup.against for one in figures]),
+            ),
+            "seconds": Seconds.model_validate(
+                {
+                    name: geometric_mean([getattr(one.seconds, name) for one in figures])
+                    for name in Seconds.model_fields
+                }
+            ),
+            "evidence": shared | {"workloads": single},
+            "log": readable("\n".join([*map(workload_line, figures), *logs]), LOG_CHARACTERS),
+            "workloads": tuple(figures),
+        }
+    )
+    return verdict.model_copy(update={"milestone": milestone(verdict)})
+
+
 def make_verdict(
     params: JudgeParams,
     status: Status,
@@ -244,6 +325,7 @@ def make_verdict(
     speedup: Speedup | None = None,
     seconds: Seconds | None = None,
     evidence: dict[str, Any] | None = None,
+    workloads: tuple[WorkloadFigures, ...] = (),
 ) -> Verdict:
     """Return a verdict with the given fields, and with the milestone that follows from them.
 
@@ -266,5 +348,6 @@ def make_verdict(
             **(evidence or {}),
         },
         log=readable(log, LOG_CHARACTERS),
+        workloads=workloads,
     )
     return verdict.model_copy(update={"milestone": milestone(verdict)})

@@ -25,6 +25,7 @@ from components.judge.verdict import (
     LOAD_ERRORS,
     MARGIN,
     RUN_ERRORS,
+    WORKLOAD_MARGIN,
     Ratio,
     Rejected,
     Seconds,
@@ -57,17 +58,21 @@ def measure_candidate(
     compare_compile: bool | None,
     report: Report,
     against: BuiltCandidate | None = None,
+    *,
+    is_workload: bool = False,
 ) -> Measurement:
     """Load a candidate, verify its outputs before and after timing it, and return the measured figures.
 
     `built` is the candidate, and `bench` has the reference data and baselines of its task. `compare_compile`
     determines when a correct candidate is also compared with torch.compile: True always, with the fastest
     mode of torch.compile on the task; False only if the candidate is faster than eager, with the default
-    mode; None never. If `against` is given, another candidate, `built` is compared with eager and with
-    `against` in the same rounds, and not with torch.compile, because memory is planned for at most
-    `memory_plan.TIMED_RUNNERS` timed runners. `report` is called with the name of each step when it begins.
-    On a GPU nothing else uses the device meanwhile. Returns the speed-ups, the median seconds per call, and
-    entries for the verdict's evidence. Raises Rejected if a candidate fails.
+    mode; None never. `is_workload` is set if the task is one workload of several. The ratio above which a
+    candidate is called faster than eager is then lower, because the mean over the workloads decides. If
+    `against` is given, another candidate, `built` is compared with eager and with `against` in the same
+    rounds, and not with torch.compile, because memory is planned for at most `memory_plan.TIMED_RUNNERS`
+    timed runners. `report` is called with the name of each step when it begins. On a GPU nothing else uses
+    the device meanwhile. Returns the speed-ups, the median seconds per call, and entries for the verdict's
+    evidence. Raises Rejected if a candidate fails.
     """
     if against is not None:
         compare_compile = None
@@ -91,7 +96,12 @@ def measure_candidate(
                 _verify(candidate, detailed=True)
             with rejecting(RUN_ERRORS, hide_text=True):
                 measurement = _compare(
-                    params, bench, {"candidate": candidate, **runners}, compare_compile, report
+                    params,
+                    bench,
+                    {"candidate": candidate, **runners},
+                    compare_compile,
+                    report,
+                    is_workload=is_workload,
                 )
                 # A candidate that counts its calls could be right only until it is timed. It has seen timed
                 # inputs, so numbers that depend on its outputs are not told.
@@ -249,15 +259,17 @@ def _compare(
     runners: dict[Timed, TimedRunner],
     compare_compile: bool | None,
     report: Report,
+    *,
+    is_workload: bool,
 ) -> Measurement:
     """Time the candidate beside the baselines, and return its speed-ups, median times and the evidence.
 
     The baselines are eager, the other candidate if `runners` has one, and torch.compile in the cases that
-    `compare_compile` determines (`measure_candidate`). `runners` has the running candidate, eager, the no-op
-    and, if there is one, the other candidate (`against`); torch.compile is added to it. Times are in seconds
-    per call. The evidence has the times of all rounds by runner, the limit of the task (`limit.Limit`), what
-    the inputs were, and, if torch.compile was measured, its mode. Raises Rejected if an output is wrong or
-    the times are not possible.
+    `compare_compile` and `is_workload` determine (`measure_candidate`). `runners` has the running candidate,
+    eager, the no-op and, if there is one, the other candidate (`against`); torch.compile is added to it.
+    Times are in seconds per call. The evidence has the times of all rounds by runner, the limit of the task
+    (`limit.Limit`), what the inputs were, and, if torch.compile was measured, its mode. Raises Rejected if an
+    output is wrong or the times are not possible.
     """
     candidate, spread = runners["candidate"], params.sandbox.process_spread
     speedups, medians = dict[str, Ratio](), dict[str, float]()
@@ -284,7 +296,8 @@ def _compare(
         add_compile(every_mode=True)
     report("timing")
     time_beside([name for name in ("eager", "compile", "against") if name in runners])
-    if compare_compile is False and speedups["eager"].estimate > MARGIN:
+    margin = WORKLOAD_MARGIN if is_workload else MARGIN
+    if compare_compile is False and speedups["eager"].estimate > margin:
         add_compile(every_mode=False)
         time_beside(["compile"], suffix="_2")
     if candidate.prepares_results:

@@ -1,6 +1,7 @@
 """Statistics of timed rounds: speed-up ratios with a 95 % interval, and the number of rounds needed."""
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -55,6 +56,32 @@ def paired_ratio(
     between = Z95 * process_spread
     low, high = middle - math.hypot(middle - low, between), middle + math.hypot(high - middle, between)
     return Ratio(estimate=math.exp(middle), low=math.exp(low), high=math.exp(high))
+
+
+def geometric_mean(values: Sequence[float | None]) -> float | None:
+    """Return the geometric mean of positive values, or None if a value is missing."""
+    present = [value for value in values if value is not None]
+    return float(np.exp(np.mean(np.log(present)))) if len(present) == len(values) else None
+
+
+def mean_ratio(ratios: Sequence[Ratio | None]) -> Ratio | None:
+    """Return the geometric mean of ratios with a 95 % interval, or None if a ratio is missing.
+
+    The measurements are treated as independent: on the log scale, the distances of the interval's ends from
+    the mean are those of the single intervals, added in quadrature and divided by the number of ratios.
+    """
+    present = [ratio for ratio in ratios if ratio is not None]
+    if len(present) < len(ratios):
+        return None
+    middle, low, high = (
+        np.log([getattr(ratio, name) for ratio in present]) for name in ("estimate", "low", "high")
+    )
+    mean, below, above = np.mean(middle), math.hypot(*(middle - low)), math.hypot(*(high - middle))
+    return Ratio(
+        estimate=float(np.exp(mean)),
+        low=float(np.exp(mean - below / len(present))),
+        high=float(np.exp(mean + above / len(present))),
+    )
 
 
 def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:

@@ -6,6 +6,7 @@ digest of the sources of the packages `judge` and `sandbox`.
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
 # Ratio of baseline time to candidate time above which a candidate is called faster.
 MARGIN = 1.05
 AnyParams = TypeVar("AnyParams", bound=JudgeParams)
+# Smallest ratio over a baseline on each workload of a task with which a candidate is called faster.
+WORKLOAD_MARGIN = 0.9
 # Results of judging a candidate; `infrastructure` is a fault of the judge or the task.
 Status = Literal[
     "correct",
@@ -132,6 +135,17 @@ class Speedup(FrozenModel):
     against: Ratio | None = None
 
 
+class WorkloadFigures(FrozenModel):
+    """Median seconds and speed-ups of a candidate on one workload, which `call` names: `get_inputs(32, 128)`.
+
+    All figures are None if the candidate failed on this workload.
+    """
+
+    call: str
+    seconds: Seconds = Seconds()
+    speedup: Speedup = Speedup()
+
+
 class Verdict(FrozenModel):
     """The judge's verdict on one candidate.
 
@@ -140,6 +154,10 @@ class Verdict(FrozenModel):
     each round. `milestone` is the reward that the function of the same name computes: 1 for a correct
     candidate, 2 if it is faster than eager, 3 if it is faster than torch.compile too, and -1 if it is not
     correct.
+
+    `workloads` is empty unless the task names workloads (core/workloads.py). It then has the figures on each
+    of them, in their order, and `seconds` and `speedup` are geometric means over them. If the candidate
+    failed on a workload, `workloads` has only that one.
     """
 
     status: Status
@@ -151,6 +169,13 @@ class Verdict(FrozenModel):
     speedup: Speedup = Speedup()
     evidence: dict[str, Any] = Field(default_factory=dict)
     log: str = ""
+    workloads: tuple[WorkloadFigures, ...] = ()
+
+
+def workload_line(figures: WorkloadFigures) -> str:
+    """Return the speed-ups on one workload as text: `get_inputs(32, 128): 1.20x eager, 1.10x compile`."""
+    ratios = [f"{ratio.estimate:.2f}x {name}" for name, ratio in figures.speedup if ratio is not None]
+    return f"{figures.call}: {', '.join(ratios)}"
 
 
 def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
@@ -158,14 +183,24 @@ def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
 
     It is -1 for a candidate that is not correct, 1 for a correct one, 2 if it is also faster than eager, and
     3 if it is also faster than both eager and torch.compile. Faster means that the estimated speed-up is
-    above `MARGIN`. The field `milestone` of the verdict is not read.
+    above `MARGIN`, and that none on a workload of the task is below `WORKLOAD_MARGIN`. The field `milestone`
+    of the verdict is not read.
     """
     if verdict.status != "correct":
         return -1
-    eager, compiled = verdict.speedup.eager, verdict.speedup.compile
-    if eager is None or not eager.estimate > MARGIN:  # `not … > …` is also True for NaN
+    if not _is_faster(verdict, "eager"):
         return 1
-    return 3 if compiled is not None and compiled.estimate > MARGIN else 2
+    return 3 if _is_faster(verdict, "compile") else 2
+
+
+def _is_faster(verdict: Verdict, baseline: Literal["eager", "compile"]) -> bool:
+    def estimate(speedup: Speedup) -> float:
+        ratio: Ratio | None = getattr(speedup, baseline)
+        return math.nan if ratio is None else ratio.estimate  # no comparison with NaN is true
+
+    return estimate(verdict.speedup) > MARGIN and all(
+        estimate(one.speedup) >= WORKLOAD_MARGIN for one in verdict.workloads
+    )
 
 
 @dataclass(frozen=True)

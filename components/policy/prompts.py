@@ -1,10 +1,14 @@
 """The prompt of a policy, which is one user message for each task."""
 
 import re
+from collections.abc import Mapping
+from itertools import zip_longest
+from typing import Any
 
 from components.core.config import PROJECT
 from components.core.params import Policy
 from components.core.records import Device
+from components.core.workloads import workloads_of
 
 # End of the prompt of an episode with several turns. A compact prompt without this end is that of an episode
 # with one turn.
@@ -32,9 +36,30 @@ def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -
     return task_message(code, device) + ending
 
 
-def task_message(code: str, device: Device) -> str:
-    """Return a text of SKILL.md (`skill`), the device and the source `code` of a task."""
+def workloads_section(code: str, evidence: Mapping[str, Any]) -> str:
+    """Return the last section of SKILL.md for a task with the source `code`: the calls that make its inputs.
+
+    The shapes are added if `evidence`, that of the task's admission, has them. The result is empty if the
+    task names no workloads.
+    """
+    calls = [workload.call for workload in workloads_of(code, "model.py")]
+    if calls == [""]:
+        return ""
+    shapes = [
+        ": " + ", ".join(f"{form['dtype']} {form['shape']}" for form in one["inputs"])
+        for one in evidence.get("workloads", ())
+    ]
+    lines = [f"- `{call}`{shape}\n" for call, shape in zip_longest(calls, shapes, fillvalue="")]
     return (
-        f"{skill()}\n\nThe device is {KERNELS[device]}. "
+        "\n## The workloads of this task\n\n"
+        "These calls make the inputs, and the kernel is checked and timed on each of them:\n\n"
+        + "".join(lines)
+    )
+
+
+def task_message(code: str, device: Device) -> str:
+    """Return SKILL.md (`skill`) with the task's workloads, the device and the source `code` of a task."""
+    return (
+        f"{skill()}{workloads_section(code, {})}\n\nThe device is {KERNELS[device]}. "
         f"The task, model.py:\n```python\n{code.rstrip()}\n```\n"
     )

@@ -253,7 +253,7 @@ sys.path.insert(0, fixtures)
 from agent_fixtures import TASK, params
 from components.agent.shell import Shell
 keep = "import ctypes, time; print(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)); time.sleep(%s)" % marker
-shell = Shell(params().sandbox, TASK.code, lambda utility: ("", 0))
+shell = Shell(params().sandbox, {"model.py": TASK.code}, lambda utility: ("", 0))
 shell.start(f"setsid python3 -c '{keep}'")
 said = shell.run(f"(setsid sleep {marker} &) ; echo begun", 60)
 print(said.output, flush=True)

@@ -1,0 +1,110 @@
+"""The workloads of a kernel task: the calls of its `get_inputs` on which every candidate is judged.
+
+A task's source may assign a list of tuples to `WORKLOADS`. Each tuple has the arguments of one call of
+`get_inputs`. The judge handles each workload as a task of its own, with the source in `Workload.code`.
+"""
+
+import ast
+import math
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from components.core.errors import UserError, refuse
+from components.core.text import parse_python, readable
+
+# Name that a task's source assigns its workloads to, and the largest number of them.
+WORKLOADS = "WORKLOADS"
+MAX_WORKLOADS = 16
+# Largest number of characters of a call in a message.
+CALL_CHARACTERS = 200
+# Errors of Python's parser and of functions on syntax trees; deep nesting raises the last two.
+SYNTAX_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One workload of a task.
+
+    `call` is the call that makes its inputs, such as `get_inputs(32, 128)`, or "" if the task names no
+    workloads. `code` is the source of a task without workloads, whose `get_inputs` takes no arguments and
+    makes these inputs.
+    """
+
+    call: str
+    code: str
+
+
+def parse_task(code: str, origin: str) -> ast.Module:
+    """Return the syntax tree of a task's source; raise UserError, which names `origin`, if it has none."""
+    try:
+        return parse_python(code)
+    except SYNTAX_ERRORS as error:
+        raise UserError(f"{origin}: not valid Python ({error}); fix the syntax.") from error
+
+
+def workloads_of(code: str, origin: str) -> list[Workload]:
+    """Return the workloads that the source of a task names, in their order.
+
+    Without an assignment to `WORKLOADS`, the result is one workload with the source itself. Raises UserError,
+    which names `origin`, if the source is not valid Python, if there is more than one assignment, or if the
+    value is not a list of 1 to `MAX_WORKLOADS` tuples of literals that `get_inputs` takes as arguments.
+    """
+    whole = [Workload("", code)]
+    if WORKLOADS not in code:
+        return whole
+    tree = parse_task(code, origin)
+    assignments = [node for node in tree.body if assigns_workloads(node)]
+    if not assignments:
+        return whole
+    refuse((len(assignments) > 1, f"{origin}: {WORKLOADS} is assigned twice; assign it once."))
+    value = assignments[0].value
+    items = value.elts if isinstance(value, ast.List | ast.Tuple) else []
+    tuples = [item for item in items if isinstance(item, ast.Tuple | ast.List)]
+    if not 1 <= len(items) <= MAX_WORKLOADS or len(tuples) < len(items):
+        raise UserError(
+            f"{origin}: {WORKLOADS} is not a list of 1 to {MAX_WORKLOADS} tuples; write the arguments of "
+            f"each call of get_inputs as a tuple, such as {WORKLOADS} = [(32, 128), (64, 512)]."
+        )
+    least, most = _argument_counts(tree, origin)
+    rest = [node for node in tree.body if node is not assignments[0]]
+    found = []
+    for index, item in enumerate(tuples):
+        place, count = f"{origin}: {WORKLOADS}[{index}]", len(item.elts)
+        try:
+            ast.literal_eval(item)
+            arguments = ", ".join(map(ast.unparse, item.elts))
+            # The argument's default value is the function with arguments, which this one then replaces.
+            last = parse_python(f"def get_inputs(draw=get_inputs):\n    return draw({arguments})").body
+            source = ast.unparse(ast.Module([*rest, *last], []))
+        except (*SYNTAX_ERRORS, TypeError) as error:
+            raise UserError(
+                f"{place} is not a tuple of literals ({error}); write its numbers out, without names and "
+                "calls."
+            ) from error
+        refuse(
+            (
+                not least <= count <= most,
+                f"{place} has {count} values, and get_inputs takes {least} to {most:g} arguments; give a "
+                "value for each argument.",
+            )
+        )
+        found.append(Workload(readable(f"get_inputs({arguments})", CALL_CHARACTERS), source))
+    return found
+
+
+def assigns_workloads(node: ast.stmt) -> TypeGuard[ast.Assign | ast.AnnAssign]:
+    """Return whether a statement assigns a value to `WORKLOADS`."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
+    return any(isinstance(target, ast.Name) and target.id == WORKLOADS for target in targets)
+
+
+def _argument_counts(tree: ast.Module, origin: str) -> tuple[int, float]:
+    """Return the smallest and the largest number of positional arguments of the function `get_inputs`."""
+    functions = [
+        node.args for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "get_inputs"
+    ]
+    refuse((not functions, f"{origin}: get_inputs is missing; define get_inputs(…) for {WORKLOADS}."))
+    taken = functions[-1]
+    count = len(taken.posonlyargs) + len(taken.args)
+    return count - len(taken.defaults), math.inf if taken.vararg else count
