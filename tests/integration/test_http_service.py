@@ -49,6 +49,17 @@ def test_an_honest_candidate_is_measured_once_and_anew_only_if_asked(client: htt
     assert second["verdict"]["evidence"]["raw_seconds"] != first["verdict"]["evidence"]["raw_seconds"]
 
 
+def test_a_task_with_workloads_is_judged_on_each_and_faulty_ones_are_refused(client: httpx.Client) -> None:
+    code = corpus.changed_code(inputs="[torch.randn(rows, 1024)]").replace("get_inputs()", "get_inputs(rows)")
+    verdict = judged(client, SIMD, code + "\nWORKLOADS = [(64,), (256,)]\n", compare_compile=None)["verdict"]
+    assert [one["call"] for one in verdict["workloads"]] == ["get_inputs(64)", "get_inputs(256)"]
+    assert all(one["speedup"]["eager"]["estimate"] > 0 for one in verdict["workloads"])
+    assert "workloads" not in verdict["evidence"], "it has the seeds"
+    faulty = {"code": code + "\nWORKLOADS = []\n", "files": SIMD}
+    answer = client.post("/v1/judgements", json=faulty)
+    assert answer.status_code == 422 and "code: WORKLOADS is not a list of 1 to 16 tuples" in answer.text
+
+
 @pytest.mark.parametrize("name", SAMPLE)
 def test_an_exploit_gets_the_verdict_that_it_gets_locally(client: httpx.Client, name: str) -> None:
     expected = corpus.expected(name)

@@ -1,0 +1,163 @@
+"""A task with four shapes, from the text that the policy reads to the report of an evaluation, on cpu."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agent_fixtures import MEASURE, ScriptedSampler, call, params, tokenizer
+
+from components.agent.episode import RolloutRequest, run_episodes
+from components.agent.trajectory import Trajectory
+from components.core.config import PROJECT
+from components.core.progress import Quiet
+from components.core.task import KernelTask, load_task
+from components.evaluation.evaluate import evaluate
+from components.evaluation.report import write_evaluation_report
+from components.judge.candidate import read_workspace
+from components.judge.judge import Judge
+from components.judge.pool.local_pool import Candidate, Job, LocalPool
+from components.judge.verdict import WORKLOAD_MARGIN, milestone
+from flows.stages import table
+
+FOLDER = PROJECT / "docs" / "examples" / "several_shapes"
+EXAMPLE, FILES = load_task(FOLDER / "model.py"), read_workspace(FOLDER)
+KERNEL = "kernels/forward.cpp"
+CALLS = ["get_inputs(4, 2048)", "get_inputs(16, 512)", "get_inputs(64, 128)", "get_inputs(128, 64)"]
+CODE = EXAMPLE.code.replace(
+    "[(16, 8192), (64, 2048), (256, 512), (2048, 64)]", "[(4, 2048), (16, 512), (64, 128), (128, 64)]"
+)
+TASK = KernelTask(code=CODE, name="four shapes", split="held_out")
+
+
+def test_a_candidate_is_built_once_and_measured_on_each_workload(
+    cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builds, build = [], cold_judge._build
+    monkeypatch.setattr(cold_judge, "_build", lambda *given: builds.append(given) or build(*given))
+    verdict = cold_judge.verdict(TASK, FILES, compare_compile=None)
+    assert (verdict.status, len(builds)) == ("correct", 1), verdict.log
+    assert [one.call for one in verdict.workloads] == CALLS
+    ratios = [one.speedup.eager.estimate for one in verdict.workloads if one.speedup.eager is not None]
+    product = ratios[0] * ratios[1] * ratios[2] * ratios[3]
+    assert verdict.speedup.eager is not None
+    assert verdict.speedup.eager.estimate == pytest.approx(product**0.25)
+    assert verdict.log.splitlines()[3].startswith("get_inputs(128, 64): ")
+    seeds = [one["seeds"] for one in verdict.evidence["workloads"]]
+    assert len({tuple(one) for one in seeds}) == 4, "each workload has secret inputs of its own"
+    assert verdict.milestone == (
+        2 if verdict.speedup.eager.estimate > 1.05 and min(ratios) >= WORKLOAD_MARGIN else 1
+    )
+
+
+@pytest.mark.usefixtures("no_compile_baseline")
+def test_torch_compile_is_measured_on_a_workload_though_it_alone_is_not_faster_than_eager(
+    judge: Judge,
+) -> None:
+    """The fixture raises the margin above which the only workload of a task is compared."""
+    two = KernelTask(code=CODE.replace(", (64, 128), (128, 64)", ""))
+    verdict = judge.verdict(two, FILES)
+    assert verdict.status == "correct" and verdict.speedup.compile is not None, verdict.log
+    assert all(one.speedup.compile is not None for one in verdict.workloads)
+
+
+def test_the_first_workload_on_which_a_candidate_is_wrong_decides_and_is_named(judge: Judge) -> None:
+    text = FILES[KERNEL].replace("sum / columns", "sum / (columns == 512 ? 500 : columns)")
+    verdict = judge.verdict(TASK, FILES | {KERNEL: text}, compare_compile=None)
+    assert (verdict.status, verdict.milestone) == ("wrong_output", -1)
+    assert verdict.reason.startswith("max_error:")
+    assert verdict.log.startswith("with the inputs of get_inputs(16, 512): the output is wrong")
+    assert [one.call for one in verdict.workloads] == ["get_inputs(16, 512)"]
+
+
+def test_a_fault_of_the_task_on_one_workload_is_no_fault_of_the_candidate(judge: Judge) -> None:
+    broken = KernelTask(code=CODE.replace("(16, 512)", "(-16, 512)"))
+    verdict = judge.verdict(broken, FILES, compare_compile=None)
+    assert (verdict.status, verdict.reason) == ("infrastructure", "task")
+    assert "get_inputs(-16, 512): the task itself fails" in verdict.log
+    nonsense = judge.verdict(KernelTask(code=CODE.replace("(16, 512)", "(512,)")), FILES)
+    assert (nonsense.status, nonsense.reason, nonsense.workloads) == ("infrastructure", "task", ())
+    assert "WORKLOADS[1] has 1 values, and get_inputs takes 2 to 2 arguments" in nonsense.log
+
+
+def test_a_task_is_admitted_if_each_of_its_workloads_is(judge: Judge) -> None:
+    admission = judge.admit(CODE, (1e-9, 1e9))
+    assert admission.admitted, admission
+    assert [(one["call"], one["inputs"][0]["shape"]) for one in admission.evidence["workloads"]] == [
+        (CALLS[0], [4, 2048]),
+        (CALLS[1], [16, 512]),
+        (CALLS[2], [64, 128]),
+        (CALLS[3], [128, 64]),
+    ]
+    assert 0 < admission.evidence["eager_seconds"] < 1
+    assert judge.admit(CODE, (1e-9, 1e9), memory_only=True).admitted
+    broken = judge.admit(CODE.replace("(64, 128)", "(64, -1)"), (1e-9, 1e9))
+    assert broken.reason == "does_not_run" and broken.evidence["detail"].startswith("get_inputs(64, -1): ")
+    faulty = judge.admit(CODE.replace("(64, 128)", "64"), (1e-9, 1e9))
+    assert faulty.reason == "does_not_run" and "tuples" in faulty.evidence["detail"]
+
+
+class Writer:
+    """A policy that reads SKILL.md, writes the kernel of the example and measures it."""
+
+    name = version = digest = "writer"
+
+    def __init__(self) -> None:
+        found = params(context=16384)
+        evaluation = found.evaluation.model_copy(update={"attempts": 1, "max_new_tokens": 4096})
+        self.params = found.model_copy(update={"evaluation": evaluation})
+        self.tokenizer = tokenizer(16384)
+        self.trajectories: list[Trajectory] = []
+
+    def sample(self, request: RolloutRequest) -> list[Trajectory]:
+        write = [call("Write", file_path=name, content=text) for name, text in FILES.items()]
+        turns = [
+            call("Bash", command="tail -n 5 SKILL.md"),
+            "\n".join([*write, call("Bash", command=MEASURE)]),
+            "Done.",
+        ]
+        sampler = ScriptedSampler(self.tokenizer, lambda index, turn: turns[turn])
+        found = run_episodes(request, sampler, self.tokenizer)
+        self.trajectories += found
+        return found
+
+
+@pytest.fixture
+def pool(judge: Judge, tmp_path: Path) -> Iterator[LocalPool]:
+    made = LocalPool(judge.params, tmp_path / "verdicts")
+    made._judge = judge
+    yield made
+    made.executor.shutdown()
+
+
+def test_a_task_with_four_shapes_goes_from_the_skill_to_the_report(pool: LocalPool, tmp_path: Path) -> None:
+    policy, out = Writer(), tmp_path / "evaluation"
+    found = evaluate(policy, [TASK], pool, out, epoch="night", progress=Quiet(), seed=0)
+    (trajectory,) = policy.trajectories
+    read, *_, measured = [made for turn in trajectory.turns for made in turn.calls]
+    assert read.observation.splitlines()[-4:] == [f"- `{one}`" for one in CALLS]
+    assert [line.partition(": ")[0] for line in measured.observation.splitlines()[-4:]] == CALLS
+    assert trajectory.reward == trajectory.final.milestone >= 1
+    slow = trajectory.final.workloads[0].model_copy(
+        update={"speedup": trajectory.final.speedup.model_copy(update={"eager": None})}
+    )
+    assert milestone(trajectory.final.model_copy(update={"workloads": (slow,)})) == 1
+
+    (row,) = found.tasks
+    assert row.status == "correct" and [one.call for one in row.workloads] == CALLS
+    assert all(one.speedup.compile is not None for one in row.workloads)
+    text = write_evaluation_report(out, found).read_text()
+    report = json.loads((out / "report.json").read_text())
+    assert [one["call"] for one in report["tasks"][0]["workloads"]] == CALLS
+    for one in row.workloads:
+        assert one.speedup.eager is not None
+        assert f"<code>{one.call}</code>" in text and f"{one.speedup.eager.estimate:.2f}×<small>" in text
+    assert all(one in table(found.tasks)[0]["workloads"] for one in CALLS)
+
+
+def test_the_journal_gives_the_verdict_with_its_workloads_again(pool: LocalPool) -> None:
+    job = Job(TASK, Candidate.of(FILES), "journal", compare_compile=None)
+    first = pool.submit(job).result()
+    assert first.status == "correct" and pool.submit(job).result() == first
+    assert pool.submit(replace(job, task=KernelTask(code=CODE.replace("(4, 2048), ", "")))).result() != first
