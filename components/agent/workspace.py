@@ -12,7 +12,7 @@ from typing import Any
 from components.core.config import PROJECT
 from components.core.task import KernelTask
 from components.core.text import parse_python
-from components.core.workloads import assigns_workloads
+from components.core.workloads import assigns_workloads, workloads_of
 from components.judge.screen import FILE_NAME
 from components.policy.prompts import workloads_section
 
@@ -107,6 +107,8 @@ def starter(task: KernelTask) -> str | None:
     cases the policy has to write the whole file.
     """
     shapes = task.evidence.get("workloads", [task.evidence])
+    if len(shapes) != len(workloads_of(task.code, task.name)):
+        return None  # an admission that ended at one of the workloads has the shapes of that one
     found = {_starter(task.code, task.evidence | one) for one in shapes}
     return found.pop() if len(found) == 1 else None
 

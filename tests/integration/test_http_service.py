@@ -50,7 +50,7 @@ def test_an_honest_candidate_is_measured_once_and_anew_only_if_asked(client: htt
 
 
 def test_a_task_with_workloads_is_judged_on_each_and_faulty_ones_are_refused(client: httpx.Client) -> None:
-    code = corpus.changed_code(inputs="[torch.randn(rows, 1024)]").replace("get_inputs()", "get_inputs(rows)")
+    code = corpus.CODE.replace("get_inputs()", "get_inputs(rows)").replace("256, 1024", "rows, 1024")
     verdict = judged(client, SIMD, code + "\nWORKLOADS = [(64,), (256,)]\n", compare_compile=None)["verdict"]
     assert [one["call"] for one in verdict["workloads"]] == ["get_inputs(64)", "get_inputs(256)"]
     assert all(one["speedup"]["eager"]["estimate"] > 0 for one in verdict["workloads"])

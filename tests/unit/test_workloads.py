@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from agent_fixtures import params
 
+from components.agent.optimize.export import report
+from components.agent.optimize.search import Outcome
 from components.agent.utilities import utility_output
 from components.agent.workspace import Workspace
 from components.core.config import PROJECT
@@ -170,6 +172,15 @@ def test_the_utilities_name_the_workloads() -> None:
     )
 
 
+def test_the_report_of_an_optimisation_has_the_figures_and_the_shapes_of_each_workload() -> None:
+    task = admitted([form(16, 8192), form(64, 2048)])
+    verdict = over(part(1.5), part(3)).model_copy(update={"milestone": 2})
+    outcome = Outcome(task, True, verdict, {}, (), (verdict,), (), 1.0)
+    text = report(outcome, params(), "script")
+    assert "| `get_inputs(64, 2048)` | 100.0 | 3.000 (2.727 to 3.300) | not measured |\n" in text
+    assert "inputs [16, 8192] float32; [64, 2048] float32: other" in text
+
+
 def form(*shape: int) -> dict[str, object]:
     return {"shape": list(shape), "dtype": "float32"}
 
@@ -177,10 +188,10 @@ def form(*shape: int) -> dict[str, object]:
 def admitted(outputs: list[dict[str, object]]) -> KernelTask:
     shapes = [
         {"call": call, "inputs": [size], "outputs": [output]}
-        for call, size, output in zip(CALLS, [form(16, 8192), form(64, 2048)], outputs, strict=False)
+        for call, size, output in zip(CALLS[:2], [form(16, 8192), form(64, 2048)], outputs, strict=True)
     ]
     evidence = {"inputs": [form(16, 8192)], "outputs": [outputs[0]], "parameters": [], "workloads": shapes}
-    return TASK.model_copy(update={"evidence": evidence})
+    return with_list("[(16, 8192), (64, 2048)]").model_copy(update={"evidence": evidence})
 
 
 def test_a_starter_allocates_the_outputs_of_every_workload_or_is_left_out() -> None:
@@ -188,6 +199,9 @@ def test_a_starter_allocates_the_outputs_of_every_workload_or_is_left_out() -> N
     assert "torch.empty_like(x)" in starter and "WORKLOADS" not in starter
     assert "new_empty((x.size(0),))" in Workspace(admitted([form(16), form(64)])).files["model_new.py"]
     assert not Workspace(admitted([form(16, 3), form(64, 5)])).files
+    task = admitted([form(16, 8192), form(64, 2048)])
+    ended = {name: value for name, value in task.evidence.items() if name != "workloads"}
+    assert not Workspace(task.model_copy(update={"evidence": ended})).files
 
 
 def test_the_skill_says_which_shapes_are_coming() -> None:
