@@ -78,8 +78,7 @@ def workloads_of(code: str, origin: str) -> list[Workload]:
             source = ast.unparse(ast.Module([*rest, *last], []))
         except (*SYNTAX_ERRORS, TypeError) as error:
             raise UserError(
-                f"{place} is not a tuple of literals ({error}); write its numbers out, without names and "
-                "calls."
+                f"{place} is not a tuple of literals; write its values out, without names and calls."
             ) from error
         refuse(
             (
