@@ -23,9 +23,10 @@ from components.judge.device_scheduler import DeviceScheduler
 from components.judge.float64_check import round_departures
 from components.judge.limit import limit_of
 from components.judge.memory_plan import MemoryBudget, plan_layout
+from components.judge.role_processes import OneProcess, task_errors
 from components.judge.statistics import geometric_mean, net
 from components.judge.task_layout import Sizing
-from components.judge.task_reference import OneProcess, TaskReference, task_errors
+from components.judge.task_reference import TaskReference
 from components.judge.timed_runner import StagedInputs
 from components.judge.verdict import Admission
 from components.sandbox.runner_factory import RunnerFactory

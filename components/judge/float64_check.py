@@ -81,7 +81,7 @@ class Float64Check:
 
     def __init__(self, reference: TaskReference):
         self.reference = reference
-        self.source = SourceRunner(reference, computes=True)
+        self.source = SourceRunner(reference.data, computes=True)
         self.deferred: list[DeferredCall] = []
         # Number of calls that could have been deferred since the last comparison of deferred calls.
         self.deferrable = 0

@@ -3,26 +3,56 @@
 A runner is a sandboxed process (sandbox/runner_process.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from components.core.errors import InfrastructureError, TaskError
+from components.core.params import JudgeParams
 from components.core.records import Device
+from components.judge.device_scheduler import DeviceScheduler
+from components.judge.role_processes import OneProcess, ProcessPerRole
+from components.judge.task_layout import TaskLayout
 from components.sandbox.inside import shared_memory
-from components.sandbox.inside.runner_protocol import RegionName
+from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
 from components.sandbox.inside.shared_memory import Buffer
 from components.sandbox.runner_process import Runner, RunnerError
 
-if TYPE_CHECKING:
-    from components.judge.task_reference import TaskReference
-
 # End of a sentence about work of the task's own source that held the device for too long.
 TOO_LONG = "longer in the timed rounds of one candidate than sandbox.run_seconds; make the task smaller."
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """A task's source and layout, and the buffers of its parameters and of all its input sets.
+
+    `processes` starts the processes of the task, and `construction_seed` is the seed under which runners
+    construct the model, or None if the constructor's parameters are overwritten.
+    """
+
+    params: JudgeParams
+    scheduler: DeviceScheduler
+    processes: ProcessPerRole | OneProcess
+    code: str
+    layout: TaskLayout
+    construction_seed: int | None
+    parameters: Buffer
+    inputs: Buffer
+
+    def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> RoleHeader:
+        """Return the header of the role `reference`, whose `buffers` have space for `sets` input sets."""
+        return {
+            "role": "reference",
+            "code": self.code,
+            "precision": self.params.precision,
+            "device": self.params.device,
+            "init_inputs": self.layout.description.init_inputs,
+            "layout": self.layout.header(sets, buffers),
+            "construction_seed": self.construction_seed,
+        }
 
 
 class SourceRunner:
@@ -36,8 +66,8 @@ class SourceRunner:
     candidate computes.
     """
 
-    def __init__(self, reference: TaskReference, *, computes: bool):
-        self.reference = reference
+    def __init__(self, data: TaskData, *, computes: bool):
+        self.data = data
         self.computes = computes
         self.runner: Runner | None = None
         # Buffers of this runner alone.
@@ -49,8 +79,8 @@ class SourceRunner:
         The runner is started first if it does not run.
         """
         with self._working():
-            buffer = self.buffers.get("inputs", self.reference.input_buffer)
-            return self.reference.layout.inputs.views(buffer.raw(), self._set)
+            buffer = self.buffers.get("inputs", self.data.inputs)
+            return self.data.layout.inputs.views(buffer.raw(), self._set)
 
     def draw(self, seed: int, distribution: str, changed: list[int]) -> list[torch.Tensor]:
         """Return flat views of inputs that the task's `get_inputs` draws under `seed`.
@@ -81,22 +111,22 @@ class SourceRunner:
         The method may be called only if `computes` is set.
         """
         self._request({"op": "exact"})
-        return self.reference.layout.expected.tensors(self.buffers["expected"], 0)
+        return self.data.layout.expected.tensors(self.buffers["expected"], 0)
 
     @property
     def _uses_last_set(self) -> bool:
-        return self.reference.layout.placement.shares_buffers and not self.computes
+        return self.data.layout.placement.shares_buffers and not self.computes
 
     @property
     def _set(self) -> int:
-        return self.reference.layout.input_sets - 1 if self._uses_last_set else 0
+        return self.data.layout.input_sets - 1 if self._uses_last_set else 0
 
     def _request(self, order: dict[str, Any]) -> bytes:
         """Have the runner carry out an order (sandbox/inside/runner_protocol.py), and return its answer."""
         with self._working() as runner:
-            if self.reference.params.device == "cuda":
+            if self.data.params.device == "cuda":
                 torch.cuda.synchronize()
-            scheduler, seconds = self.reference.scheduler, self.reference.params.sandbox.run_seconds
+            scheduler, seconds = self.data.scheduler, self.data.params.sandbox.run_seconds
             with scheduler.charged(runner, seconds), scheduler.background_work(runner):
                 answer = runner.request(order)
             runner.stop()
@@ -110,7 +140,7 @@ class SourceRunner:
         next use then starts another one.
         """
         try:
-            with self.reference.scheduler.measuring():
+            with self.data.scheduler.measuring():
                 yield self._started()
         except (RunnerError, torch.OutOfMemoryError) as error:
             self.close()
@@ -121,7 +151,7 @@ class SourceRunner:
     def _started(self) -> Runner:
         if self.runner is not None:
             return self.runner
-        reference, layout = self.reference, self.reference.layout
+        data, layout = self.data, self.data.layout
         # In the order in which the runner expects the descriptors.
         wanted: dict[RegionName, tuple[Device, int]] = {}
         if self.computes:
@@ -133,23 +163,23 @@ class SourceRunner:
         for name, (device, size) in wanted.items():
             self.buffers[name] = shared_memory.make_buffer(device, size)
         if self.computes:
-            self.buffers["parameters"].raw().copy_(reference.parameters.raw())
+            self.buffers["parameters"].raw().copy_(data.parameters.raw())
         buffers: dict[RegionName, Buffer]
-        buffers = {"inputs": reference.input_buffer} if self._uses_last_set else self.buffers
-        header = reference.header(self._set + 1, buffers)
+        buffers = {"inputs": data.inputs} if self._uses_last_set else self.buffers
+        header = data.header(self._set + 1, buffers)
         descriptors = tuple(buffer.fd for buffer in buffers.values())
-        seconds = reference.params.sandbox.run_seconds
-        self.runner = reference.processes.start(header, descriptors, seconds=seconds)
-        with reference.scheduler.charged(self.runner, seconds):
+        seconds = data.params.sandbox.run_seconds
+        self.runner = data.processes.start(header, descriptors, seconds=seconds)
+        with data.scheduler.charged(self.runner, seconds):
             self.runner.receive()
         self.runner.stop()
         return self.runner
 
     def close(self) -> None:
         """End the runner and free its memory."""
-        with self.reference.scheduler.preparing():  # freeing device memory blocks the whole device
+        with self.data.scheduler.preparing():  # freeing device memory blocks the whole device
             if self.runner is not None:
-                self.runner.close(wait=self.reference.layout.placement.shares_buffers)
+                self.runner.close(wait=self.data.layout.placement.shares_buffers)
                 self.runner = None
             for buffer in self.buffers.values():
                 buffer.close()

@@ -15,8 +15,9 @@ from components.judge.baselines import BaselineCache
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.float64_check import Float64Check
 from components.judge.input_mixing import as_bits
+from components.judge.role_processes import ProcessPerRole
 from components.judge.task_layout import Sizing
-from components.judge.task_reference import ProcessPerRole, TaskReference
+from components.judge.task_reference import TaskReference
 from components.sandbox.runner_factory import RunnerFactory
 
 

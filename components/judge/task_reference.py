@@ -2,165 +2,31 @@
 
 A runner is a sandboxed process (sandbox/runner_process.py). All candidates of the task are judged with the
 same inputs, parameters and reference outputs. Each candidate runs in a new process, in which no data of an
-earlier judgement are left (`ProcessPerRole`). A role determines what a runner does, for example make the
-reference data or run eager.
+earlier judgement are left (`role_processes.ProcessPerRole`).
 """
 
 import contextlib
-import re
 import secrets
 import time
-import weakref
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Generator
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
-from components.core.errors import TaskError, TaskTooLarge
+from components.core.errors import TaskTooLarge
 from components.core.params import JudgeParams
-from components.core.records import Device
 from components.judge.correctness import Mismatch, ReferenceOutput, first_mismatch
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.input_structure import is_finite
 from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
-from components.judge.source_runner import SourceRunner
-from components.judge.task_layout import (
-    Description,
-    RunnerMemory,
-    Sizing,
-    TaskLayout,
-    input_distributions,
-)
+from components.judge.role_processes import OneProcess, ProcessPerRole, switch_role, task_errors
+from components.judge.source_runner import SourceRunner, TaskData
+from components.judge.task_layout import Description, Sizing, input_distributions
 from components.sandbox.inside import shared_memory
-from components.sandbox.inside.runner_protocol import RegionName, Role, RoleHeader, ZygoteKind
+from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
 from components.sandbox.inside.shared_memory import Buffer
-from components.sandbox.runner_factory import RunnerFactory
-from components.sandbox.runner_process import Runner, RunnerError
-
-# What torch says where there is no GPU, and the addition to it.
-NEEDS_GPU = re.compile("not compiled with CUDA|No CUDA GPUs are available|Found no NVIDIA driver")
-NO_GPU = (
-    "; the task puts tensors on a GPU, which this judge's device cpu does not have: leave out .cuda() and "
-    "device='cuda', because the judge moves the tensors itself, or judge with --device cuda"
-)
-
-
-@contextlib.contextmanager
-def task_errors() -> Iterator[None]:
-    """Convert errors inside the context that are caused by the task's own source into TaskError.
-
-    These are RunnerError, and the errors of an invalid description of the task: pydantic's ValidationError,
-    ValueError and AttributeError.
-    """
-    try:
-        yield
-    except RunnerError as error:
-        last_line = "".join(error.text.strip().splitlines()[-1:])
-        text = f"{error.kind}: {last_line}"[:300] + (NO_GPU if NEEDS_GPU.search(last_line) else "")
-        raise TaskError(text, out_of_memory=error.kind == "out_of_memory") from error
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, fault["loc"]))
-        raise TaskError(f"description: {place}: {fault['msg']}"[:300]) from error
-    except (ValueError, AttributeError) as error:
-        raise TaskError(f"description: {error}"[:300]) from error
-
-
-@dataclass
-class ProcessPerRole:
-    """Factory of a separate process for every role, and of the memory of timed runners.
-
-    A candidate's memory is separate, because it could otherwise change the memory that other runners read.
-    The baselines of a task use the memory `shared` in common if device memory is scarce
-    (`Placement.shares_buffers`).
-    """
-
-    device: Device
-    factory: RunnerFactory
-    shared: RunnerMemory | None = None
-
-    def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Start a process for the role that `header` names.
-
-        `descriptors` are the file descriptors that it gets. `seconds` limits the wall time of everything that
-        the process does.
-        """
-        return self.factory.spawn(header, descriptors, seconds=seconds)
-
-    def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
-        """Return memory for a timed runner of this role: its own, or the memory that the baselines share."""
-        if role == "candidate" or not layout.placement.shares_buffers:
-            return RunnerMemory.allocate(self.device, layout)
-        self.shared = self.shared or RunnerMemory.allocate(self.device, layout)
-        return self.shared
-
-    def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
-        """End a timed runner's process, and close its memory if no other runner uses it.
-
-        If the baselines share memory, the GPU memory of the process is free when the method returns.
-        """
-        if runner is not None:
-            runner.close(wait=self.shared is not None)
-        if memory is not self.shared:
-            memory.close()
-
-    def close(self) -> None:
-        """Close the memory that baselines share, after their runners have ended."""
-        if self.shared is not None:
-            self.shared.close()
-            self.shared = None
-
-
-@dataclass
-class OneProcess:
-    """Single process, with a single set of buffers, that takes all roles of a task one after another.
-
-    It is used only for admissions, in which no candidate runs. One process saves most of the time of an
-    admission, because a CUDA context does not have to be created for each role.
-    """
-
-    device: Device
-    factory: RunnerFactory
-    zygote: ZygoteKind
-    # Share of the GPU's memory that the process may allocate.
-    memory_share: float
-    runner: Runner | None = None
-    shared: RunnerMemory | None = None
-
-    def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Start the process if it does not run, or else switch it to the role that `header` names.
-
-        `descriptors` are the file descriptors that it gets. `seconds` limits the wall time of the role.
-        """
-        if self.runner is None:
-            header = header | {"zygote": self.zygote, "share": self.memory_share}
-            self.runner = self.factory.spawn(header, descriptors, seconds=seconds)
-        else:
-            self.runner.deadline = time.monotonic() + seconds
-            switch_role(self.runner, header | {"device": self.device}, descriptors)
-        return self.runner
-
-    def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
-        """Return the memory that all roles of the task share, which is allocated at the first call."""
-        self.shared = self.shared or RunnerMemory.allocate(self.device, layout)
-        return self.shared
-
-    def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
-        """Do nothing at the end of a role, because the next role uses the same process and memory."""
-
-    def close(self) -> None:
-        if self.shared is not None:
-            self.shared.close()
-            self.shared = None
-
-
-def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:
-    """Have a runner leave its role and take the role that `header` names, with new file descriptors."""
-    runner.send({"op": "leave"})
-    runner.send(header, descriptors)
+from components.sandbox.runner_process import Runner
 
 
 class TaskReference:
@@ -200,8 +66,6 @@ class TaskReference:
         self.code = code
         self.processes = processes
         self.runner: Runner | None = None
-        # A weak reference, because a cycle would keep the memory until the garbage collector runs.
-        self.drawing = SourceRunner(weakref.proxy(self), computes=False)
         # Buffers and the memory reserved for them, which `close` releases in reverse order.
         self.resources = contextlib.ExitStack()
         self._outputs: dict[int, list[ReferenceOutput]] = {}
@@ -244,6 +108,7 @@ class TaskReference:
         layout, shares_buffers = self.layout, self.layout.placement.shares_buffers
         correctness_sets = len(layout.distributions)
         self.resources.enter_context(self.scheduler.reserve_memory(self.bytes + extra_bytes))
+        self.resources.callback(self.processes.close)
         with self.scheduler.preparing():
             if shares_buffers:
                 self.scheduler.release_cache()
@@ -252,6 +117,19 @@ class TaskReference:
             self.output_buffer = self._allocate("outputs", layout.outputs.stride * correctness_sets)
             self.expected_buffer = self._allocate("expected", layout.expected.stride * correctness_sets)
         self.parameter_seed = secrets.randbits(62) & ~1
+        self.data = TaskData(
+            params=self.params,
+            scheduler=self.scheduler,
+            processes=self.processes,
+            code=self.code,
+            layout=layout,
+            construction_seed=self.construction_seed,
+            parameters=self.parameters,
+            inputs=self.input_buffer,
+        )
+        # Runner that draws the inputs of timed calls.
+        self.drawing = SourceRunner(self.data, computes=False)
+        self.resources.callback(self.drawing.close)
         # Seed of each input set.
         self.seeds = [secrets.randbits(62) & ~1 for _ in range(layout.input_sets)]
         # With weights by seed, the parameters are those that the constructor makes.
@@ -335,20 +213,10 @@ class TaskReference:
         buffers = {"parameters": self.parameters, **buffers}
         runner.deadline = time.monotonic() + self.params.sandbox.run_seconds
         with self.scheduler.background_work(runner):
-            switch_role(runner, self.header(sets, buffers), tuple(buffer.fd for buffer in buffers.values()))
+            switch_role(
+                runner, self.data.header(sets, buffers), tuple(buffer.fd for buffer in buffers.values())
+            )
             runner.receive()
-
-    def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> RoleHeader:
-        """Return the header of the role `reference`, whose `buffers` have space for `sets` input sets."""
-        return {
-            "role": "reference",
-            "code": self.code,
-            "precision": self.params.precision,
-            "device": self.params.device,
-            "init_inputs": self.layout.description.init_inputs,
-            "layout": self.layout.header(sets, buffers),
-            "construction_seed": self.construction_seed,
-        }
 
     def _request(self, order: dict[str, Any]) -> bytes:
         """Have the runner, in the role `reference`, carry out an order, and return its answer.
@@ -478,8 +346,6 @@ class TaskReference:
         """End the runner, and free the data and the memory that the runners of several roles share."""
         with self.scheduler.preparing():  # freeing device memory blocks the whole device
             self.end_runner()
-            self.drawing.close()
-            self.processes.close()
             self._outputs.clear()
             self.resources.close()
             self.scheduler.trim_cache()
