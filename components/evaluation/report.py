@@ -215,8 +215,10 @@ def _template() -> jinja2.Template:
 
 def _gate(gate: dict[str, Any]) -> dict[str, Any]:
     name, value, threshold = str(gate.get("name", "")), gate.get("value"), gate.get("threshold")
-    # A gate compares the lower end of an interval, or the value of a change, with the threshold.
-    decisive = gate["low"] if gate.get("low") is not None and not name.startswith("change.") else value
+    # What is compared with the threshold: the upper end of the interval of a change from the start, the figure
+    # itself for a change from the champion, and the lower end of the interval otherwise.
+    end = gate.get("high" if name.startswith("start.") else "low")
+    decisive = value if end is None or name.startswith("change.") else end
     missing = None if decisive is None or threshold is None or gate.get("passed") else threshold - decisive
     return {
         "name": name.replace("_", " ").replace(".", " · "),

@@ -65,6 +65,11 @@ def evaluation(eager: list[float | None], hostile: str = "") -> Evaluation:
     )
 
 
+def gate(name: str, value: float, low: float, high: float, *, threshold: float) -> dict[str, object]:
+    """Return a failed gate as `registry.gates.Gate` stores it."""
+    return {"name": name, "value": value, "low": low, "high": high, "threshold": threshold, "passed": False}
+
+
 def report(
     folder: Path,
     before: list[float | None] | None,
@@ -91,7 +96,10 @@ def report(
         {"warmup" + hostile: stage},
         folder / "before" if before is not None else None,
         folder / "after" / "results.json",
-        [{"name": "pass_rate", "value": 0.5, "low": 0.25, "high": 0.75, "threshold": 0.75, "passed": False}],
+        [
+            gate("pass_rate", 0.5, 0.25, 0.75, threshold=0.75),
+            gate("start.attempts_mean_reward", -1.57, -2.57, -0.57, threshold=0.0),
+        ],
         {
             "run_id": "r1" + hostile,
             "verdict": "refused",
@@ -134,6 +142,7 @@ def test_the_report_shows_the_verdict_and_figures_before_and_after(tmp_path: Pat
     assert "refused" in text and "pass_rate fell short" in text
     assert "75.0%" in text and "was 25.0%" in text and "+50.0 points" in text
     assert "50.0% short" in text, "the gate says by how much its lower end fell short"
+    assert "0.57 short" in text, "a change from the start is short by its upper end"
     assert "reported, not measured here" in text and "98.8%" in text
     assert "KERNEL(forward) {}" in text
 
