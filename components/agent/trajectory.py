@@ -121,10 +121,10 @@ class Trajectory:
 def updates_of(version: str) -> int:
     """Return the number of steps that the weights named `version` were trained, such as 3 for 0123+3.
 
-    It is 0 if the part after the last plus sign is not a number.
+    It is 0 if there is no plus sign, or if the part after the last one is not a number.
     """
-    number = version.rpartition("+")[2]
-    return int(number) if number.isdigit() else 0
+    _, sign, number = version.rpartition("+")
+    return int(number) if sign and number.isdigit() else 0
 
 
 @dataclass(frozen=True)

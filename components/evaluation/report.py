@@ -100,9 +100,13 @@ def load_report_data(
     `after` are the evaluations' files results.json or the folders that contain them. `gates` and `meta`
     become the fields of `ReportData` with these names. The charts of a data set or stage are left out of the
     report if its figures are missing. Raises UserError if an evaluation is missing or damaged, or if the
-    figures of a stage are damaged.
+    figures of the data set or of a stage are damaged.
     """
     metrics = dataset / "metrics.json"
+    try:
+        figures = read_json(metrics) if metrics.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{metrics}: damaged ({error}); build the data set again.") from error
     loaded = tuple(_load_stage(name, folder) for name, folder in stages.items())
     cost = {
         stage.name: float(stage.result["seconds"])
@@ -114,7 +118,7 @@ def load_report_data(
             cost |= {f"evaluation {name}, {item}": spent for item, spent in tables.cost(results).items()}
     return ReportData(
         meta=meta,
-        dataset=read_json(metrics) if metrics.is_file() else {},
+        dataset=figures,
         stages=loaded,
         cost=cost,
         before=load_evaluation(before) if before is not None else None,
@@ -215,8 +219,8 @@ def _template() -> jinja2.Template:
 
 def _gate(gate: dict[str, Any]) -> dict[str, Any]:
     name, value, threshold = str(gate.get("name", "")), gate.get("value"), gate.get("threshold")
-    # What is compared with the threshold: the upper end of the interval of a change from the start, the figure
-    # itself for a change from the champion, and the lower end of the interval otherwise.
+    # What is compared with the threshold: the upper end of the interval of a change from the start, the
+    # figure itself for a change from the champion, and the lower end of the interval otherwise.
     end = gate.get("high" if name.startswith("start.") else "low")
     decisive = value if end is None or name.startswith("change.") else end
     missing = None if decisive is None or threshold is None or gate.get("passed") else threshold - decisive

@@ -174,7 +174,7 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
 
     `critic_folder` is the checkpoint that the critic starts with, if there is a critic, and `episode` samples
     one trajectory. A step whose rewards are all equal (without a critic: equal within each task) does not
-    update the actor. Raises StageFailed if fewer than `ppo.min_updates` steps had different rewards.
+    update the actor. Raises StageFailed if fewer than `ppo.min_updates` steps updated the actor.
     """
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
 
@@ -229,10 +229,11 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
     with closing(policy):
         end = fit(state, ppo.steps, ppo_step, shown=SHOWN, save_every=ppo.checkpoint_every)
     metrics = state.metrics
-    updates = sum(not record["equal_rewards"] for record in metrics.records)
+    of_actor = metrics.records[ppo.critic_warmup_steps if critic else 0 :]
+    updates = sum(not record["equal_rewards"] for record in of_actor)
     if updates < ppo.min_updates and not end.reason and not end.progress:
-        raise StageFailed(f"{stage.name}: {equal_rewards_text(metrics.records)}.")
-    remarks = [policy.left_out, "" if updates else equal_rewards_text(metrics.records)]
+        raise StageFailed(f"{stage.name}: {equal_rewards_text(of_actor)}.")
+    remarks = [policy.left_out, "" if updates else equal_rewards_text(of_actor)]
     first, last = slice(0, 2), slice(-2, None)
     return finish(
         state,
@@ -249,8 +250,8 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
 def equal_rewards_text(records: Sequence[Mapping[str, float | None]]) -> str:
     """Return a clause on the steps from which the actor learned nothing because the rewards were equal.
 
-    `records` are the metrics of all steps of the stage. The clause says whether all trajectories earned equal
-    rewards, or only those that were left after the judge had failed on others.
+    `records` are the metrics of all steps of the stage that train the actor. The clause says whether all
+    trajectories earned equal rewards, or only those that were left after the judge had failed on others.
     """
     equal = [record for record in records if record["equal_rewards"]]
     reason = (

@@ -134,6 +134,16 @@ def test_batches_of_equal_rewards_teach_the_policy_nothing(tmp_path: Path) -> No
     assert weights(made.out / "checkpoint") == weights(tmp_path / "start")
 
 
+def test_a_step_that_trains_the_critic_alone_is_no_update_of_the_policy(tmp_path: Path) -> None:
+    async def equal_later(request: RolloutRequest, *rest: Any) -> Trajectory:
+        sampled = await episode(request, *rest)
+        return dataclasses.replace(sampled, reward=1.0) if request.epoch.endswith("/1") else sampled
+
+    made = stage(tmp_path, "warmup", "warmup.critic_warmup_steps=1", "warmup.steps=2")
+    with pytest.raises(StageFailed, match=r"all equal in 1 of 1 steps"):
+        run_stage(made, equal_later)
+
+
 def test_rewards_that_are_equal_after_the_judge_failed_on_some_are_told_apart(tmp_path: Path) -> None:
     async def losing(request: RolloutRequest, index: int, *rest: Any) -> Trajectory:
         sampled = await episode(request, index, *rest)

@@ -9,7 +9,7 @@ from agent_fixtures import MEASURE, TASK, ScriptedPool, ScriptedSampler, call, p
 
 from components.agent import trajectory_viewer
 from components.agent.episode import RolloutRequest, run_episodes
-from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
+from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories, updates_of
 from components.core.errors import UserError
 
 TOKENIZER = tokenizer()
@@ -97,3 +97,8 @@ def test_a_stages_folder_is_all_of_its_steps_in_order(trajectory: Trajectory, tm
     assert [found.reward for found in load_trajectories(tmp_path)] == [1.0, 3.0]
     with pytest.raises(UserError, match="not a folder of trajectories"):
         load_trajectories(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(("version", "updates"), [("0123+3", 3), ("a+b+12", 12), ("0123", 0), ("0123+", 0)])
+def test_a_version_names_its_updates_after_the_plus_sign(version: str, updates: int) -> None:
+    assert updates_of(version) == updates
