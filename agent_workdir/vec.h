@@ -113,4 +113,37 @@ VEC_FN verf(float x) {
   return __builtin_copysignf(vec_expm1(-a * p), x);
 }
 #endif
+
+// Elements of half-precision tensors: read as float, and rounded to nearest, ties to even, when a float is stored.
+//   const bf16* x = (const bf16*)t[0].data; float v = x[i]; … out[i] = v;
+#ifdef __CUDACC__
+#define HALF_FN __device__ __forceinline__
+struct f16 {
+  uint16_t bits;
+  f16() = default;
+  HALF_FN f16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  HALF_FN operator float() const {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+};
+HALF_FN uint32_t half_bits(float x) { return __float_as_uint(x); }
+HALF_FN float half_float(uint32_t bits) { return __uint_as_float(bits); }
+#else
+#define HALF_FN inline __attribute__((always_inline))
+using f16 = _Float16;
+HALF_FN uint32_t half_bits(float x) { return (uint32_t)vec_bits(x); }
+HALF_FN float half_float(uint32_t bits) { return vec_float((int32_t)bits); }
+#endif
+struct bf16 {
+  uint16_t bits;
+  bf16() = default;
+  HALF_FN bf16(float x) {
+    const uint32_t b = half_bits(x);
+    bits = (uint16_t)(x == x ? (b + 0x7fff + ((b >> 16) & 1)) >> 16 : 0x7fc0);
+  }
+  HALF_FN operator float() const { return half_float((uint32_t)bits << 16); }
+};
+#undef HALF_FN
 #undef VEC_FN

@@ -53,6 +53,9 @@ class Data(FrozenModel):
         "share of tasks that are a module of transformers; counts where data.operators is all"
     )
     operator_mix: dict[int, Share] = result("share of tasks by number of operators, 1 to 5 (paper, Table 3)")
+    half_share: Share = result(
+        "share of tasks whose module and inputs are in half precision, float16 and bfloat16 alike often"
+    )
     eager_seconds: tuple[Positive, Positive] = result(
         "window for the eager time of one call, seconds; the paper uses 0.001 to 0.1"
     )

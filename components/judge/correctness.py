@@ -100,12 +100,15 @@ def rounding_error(error: torch.Tensor, values: torch.Tensor, dtype: torch.dtype
 
     `error` has the errors of the outputs and `values` the right values, both with the shape [calls, n]. The
     result is the root mean square of the errors, each in units in the last place of its own value and at most
-    `MOST_UNITS`. Elements whose value is NaN or infinite count as exact.
+    `MOST_UNITS`. A unit is at least `FLOAT32_FLOOR` of the call's largest value, because a computation in
+    float32 is no more exact. Elements whose value is NaN or infinite count as exact.
     """
     unit = torch.finfo(dtype).eps
     smallest = unit * torch.finfo(dtype).smallest_normal if dtype == torch.float16 else FLUSHED
+    floor = FLOAT32_FLOOR * max_abs(values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
     # The exponent of `frexp` is one more than that of the unit's number.
-    units = torch.ldexp(torch.full_like(values, unit / 2), torch.frexp(values).exponent).clamp_(min=smallest)
+    units = torch.ldexp(torch.full_like(values, unit / 2), torch.frexp(values).exponent)
+    units = torch.maximum(units, floor.clamp_(min=smallest)[:, None])
     found = (error / units).nan_to_num_(nan=0.0).clamp_(-MOST_UNITS, MOST_UNITS)
     return found.square().mean(1, dtype=torch.float64).sqrt()
 
