@@ -14,7 +14,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from components.core.task import CASTS, TaskDtype, dtype_of
+from components.core.records import TaskDtype
+from components.core.task import CASTS, dtype_of
 
 TASK_LAYOUT = """import torch
 import torch.nn as nn

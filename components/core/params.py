@@ -19,6 +19,7 @@ from components.core.records import (
     Positive,
     Precision,
     Share,
+    TaskDtype,
     Tasks,
     TrainingStage,
     result,
@@ -242,6 +243,9 @@ class Evaluation(FrozenModel):
         "held-out, shipped, or the path of a suite: task files, a KernelBench checkout, or parquet"
     )
     levels: list[Count] = result("levels of the suite that are evaluated; empty is all of them")
+    dtype: TaskDtype = result(
+        "dtype to which the suite's modules and inputs are cast; float32 leaves them as they are"
+    )
     numel: Count = result("elements of the largest input of a task of the shipped suite")
     attempts: Count = result("trajectories per task; the first counts for pass and faster rates")
     temperature: Annotated[float, Field(ge=0)] = result("sampling temperature; 0 is greedy")

@@ -18,10 +18,9 @@ from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import atomic_write, digest_bytes, digest_json
-from components.core.records import FrozenModel
+from components.core.records import FrozenModel, TaskDtype
 from components.core.text import parse_python, parse_without_docstrings
 
-TaskDtype = Literal["float32", "float16", "bfloat16"]
 # Method of a tensor and of a module that casts its floating-point values, by dtype.
 CASTS: dict[TaskDtype, str] = {"float16": "half", "bfloat16": "bfloat16"}
 KERNELBENCH = "https://github.com/ScalingIntelligence/KernelBench"
@@ -106,7 +105,8 @@ def in_dtype(code: str, dtype: TaskDtype) -> str:
         if isinstance(init, ast.FunctionDef) and init.name == "__init__":
             last = init.body[-1]
             statement = f"\n{' ' * last.col_offset}self.{cast}()"
-            inserted.append((last.end_lineno or 0, last.end_col_offset or 0, statement))
+            end = last.end_lineno or 0
+            inserted.append((end, len(lines[end - 1].rstrip()), statement))  # after a comment in the line
     for node in ast.walk(inputs[-1]):
         if isinstance(node, ast.Return) and (value := node.value) is not None:
             inserted.append((value.lineno, value.col_offset, f"[t.{cast}() {condition} for t in "))
@@ -119,7 +119,7 @@ def in_dtype(code: str, dtype: TaskDtype) -> str:
 
 def dtype_of(code: str) -> TaskDtype:
     """Return the dtype that `in_dtype` cast a source to, which is float32 for any other source."""
-    found = re.search(rf"^ +self\.({'|'.join(CASTS.values())})\(\)$", code, re.MULTILINE)
+    found = re.search(rf"^ +self\.({'|'.join(CASTS.values())})\(\)[ \t]*$", code, re.MULTILINE)
     return next((dtype for dtype, cast in CASTS.items() if found and found[1] == cast), "float32")
 
 

@@ -287,7 +287,7 @@ def _in_float8(values: torch.Tensor) -> torch.Tensor:
     if values.dtype not in HALF_DTYPES:
         return values
     scale = torch.finfo(torch.float8_e4m3fn).max / max_abs(values.float().reshape(1, -1)).clamp(min=TINY)
-    return (values * scale).to(torch.float8_e4m3fn).div(scale).to(values.dtype)
+    return ((values * scale).to(torch.float8_e4m3fn).float() / scale).to(values.dtype)
 
 
 def _mean(values: torch.Tensor) -> float:

@@ -28,8 +28,8 @@ from components.bootstrap.operator_chain import (
 from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.core.params import Data
-from components.core.records import Device
-from components.core.task import KernelTask, TaskDtype, check_contract, in_dtype
+from components.core.records import Device, TaskDtype
+from components.core.task import KernelTask, check_contract, in_dtype
 from components.synthesis.mined_operators import FIT_ERRORS, function_of
 
 # Share of operator sequences that are reserved for held-out tasks.

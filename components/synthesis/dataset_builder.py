@@ -18,7 +18,8 @@ from components.core.errors import InfrastructureError, UserError
 from components.core.files import atomic_folder
 from components.core.params import Data, Params
 from components.core.progress import Progress
-from components.core.task import KernelTask, TaskDtype, dataset_version, dtype_of, write_tasks
+from components.core.records import TaskDtype
+from components.core.task import KernelTask, dataset_version, dtype_of, write_tasks
 from components.judge.verdict import Admission
 from components.synthesis.dataset_summary import DatasetSummary, Rejection, write_summary
 from components.synthesis.task_filter import TaskFilter
