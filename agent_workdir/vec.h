@@ -132,14 +132,32 @@ HALF_FN uint32_t half_bits(float x) { return __float_as_uint(x); }
 HALF_FN float half_float(uint32_t bits) { return __uint_as_float(bits); }
 #else
 #define HALF_FN inline __attribute__((always_inline))
-using f16 = _Float16;
-HALF_FN uint32_t half_bits(float x) { return (uint32_t)vec_bits(x); }
-HALF_FN float half_float(uint32_t bits) { return vec_float((int32_t)bits); }
+static HALF_FN uint32_t half_bits(float x) { return (uint32_t)vec_bits(x); }
+static HALF_FN float half_float(uint32_t bits) { return vec_float((int32_t)bits); }
+struct f16 {
+  uint16_t bits;
+  f16() = default;
+  HALF_FN f16(float x) { *this = x; }
+  HALF_FN void operator=(float x) {  // not through a temporary, which would stop vectorisation
+    const uint32_t b = half_bits(x), twice = b + b, exponent = twice & 0xff000000;
+    // The sum with a power of two that is 2^13 units of the float16 rounds to one of them; the factors overflow first.
+    const uint32_t base = ((exponent < 0x71000000 ? 0x71000000 : exponent) >> 1) + 0x07800000;
+    const uint32_t r = half_bits(half_float(base) + vabs(x) * 0x1p112f * 0x1p-110f);
+    const uint32_t rounded = ((r >> 13) & 0x7c00) + (r & 0x0fff);
+    bits = (uint16_t)(((b >> 16) & 0x8000) | (twice > 0xff000000 ? 0x7e00 : rounded));
+  }
+  HALF_FN operator float() const {
+    const uint32_t h = bits, magnitude = (h & 0x7fff) << 13;
+    const uint32_t b = half_bits(half_float(magnitude) * 0x1p112f);
+    return half_float(((h & 0x8000) << 16) | (magnitude >= 0x0f800000 ? b | 0x7f800000 : b));
+  }
+};
 #endif
 struct bf16 {
   uint16_t bits;
   bf16() = default;
-  HALF_FN bf16(float x) {
+  HALF_FN bf16(float x) { *this = x; }
+  HALF_FN void operator=(float x) {
     const uint32_t b = half_bits(x);
     bits = (uint16_t)(x == x ? (b + 0x7fff + ((b >> 16) & 1)) >> 16 : 0x7fc0);
   }
