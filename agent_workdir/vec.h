@@ -113,4 +113,55 @@ VEC_FN verf(float x) {
   return __builtin_copysignf(vec_expm1(-a * p), x);
 }
 #endif
+
+// Elements of half-precision tensors: read as float, and rounded to nearest, ties to even, when a float is stored.
+//   const bf16* x = (const bf16*)t[0].data; float v = x[i]; … out[i] = v;
+#ifdef __CUDACC__
+#define HALF_FN __device__ __forceinline__
+struct f16 {
+  uint16_t bits;
+  f16() = default;
+  HALF_FN f16(float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x)); }
+  HALF_FN operator float() const {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+};
+HALF_FN uint32_t half_bits(float x) { return __float_as_uint(x); }
+HALF_FN float half_float(uint32_t bits) { return __uint_as_float(bits); }
+#else
+#define HALF_FN inline __attribute__((always_inline))
+static HALF_FN uint32_t half_bits(float x) { return (uint32_t)vec_bits(x); }
+static HALF_FN float half_float(uint32_t bits) { return vec_float((int32_t)bits); }
+struct f16 {
+  uint16_t bits;
+  f16() = default;
+  HALF_FN f16(float x) { *this = x; }
+  HALF_FN void operator=(float x) {  // not through a temporary, which would stop vectorisation
+    const uint32_t b = half_bits(x), twice = b + b, exponent = twice & 0xff000000;
+    // The sum with a power of two that is 2^13 units of the float16 rounds to one of them; the factors overflow first.
+    const uint32_t base = ((exponent < 0x71000000 ? 0x71000000 : exponent) >> 1) + 0x07800000;
+    const uint32_t r = half_bits(half_float(base) + vabs(x) * 0x1p112f * 0x1p-110f);
+    const uint32_t rounded = ((r >> 13) & 0x7c00) + (r & 0x0fff);
+    bits = (uint16_t)(((b >> 16) & 0x8000) | (twice > 0xff000000 ? 0x7e00 : rounded));
+  }
+  HALF_FN operator float() const {
+    const uint32_t h = bits, magnitude = (h & 0x7fff) << 13;
+    const uint32_t b = half_bits(half_float(magnitude) * 0x1p112f);
+    return half_float(((h & 0x8000) << 16) | (magnitude >= 0x0f800000 ? b | 0x7f800000 : b));
+  }
+};
+#endif
+struct bf16 {
+  uint16_t bits;
+  bf16() = default;
+  HALF_FN bf16(float x) { *this = x; }
+  HALF_FN void operator=(float x) {
+    const uint32_t b = half_bits(x);
+    bits = (uint16_t)(x == x ? (b + 0x7fff + ((b >> 16) & 1)) >> 16 : 0x7fc0);
+  }
+  HALF_FN operator float() const { return half_float((uint32_t)bits << 16); }
+};
+#undef HALF_FN
 #undef VEC_FN

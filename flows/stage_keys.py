@@ -83,7 +83,8 @@ READS = {
     ),
     "evaluation": Reads(
         (
-            *(*SAMPLING, "engine.dtype", "evaluation.suite", "evaluation.levels", "evaluation.numel"),
+            *(*SAMPLING, "engine.dtype", "evaluation.suite", "evaluation.levels", "evaluation.dtype"),
+            "evaluation.numel",
             *("evaluation.attempts", "evaluation.temperature", "evaluation.max_turns"),
             "evaluation.max_new_tokens",
         ),

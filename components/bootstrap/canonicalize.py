@@ -50,6 +50,8 @@ def canonicalize(code: str) -> str | None:
 
     A source that already has this layout is returned unchanged.
     """
+    if read_chain(code) is not None:
+        return code
     try:
         text = _rewrite(parse_python(code))
     except (_NotAChain, SyntaxError, ValueError, RecursionError, MemoryError):

@@ -58,6 +58,8 @@ COMBINE = {
     "max": "fmaxf(part[threadIdx.x], part[threadIdx.x + k])",
 }
 LANE = {"sum": f"v + {SHUFFLE}", "max": f"fmaxf(v, {SHUFFLE})"}
+# Types of vec.h, by dtype.
+VEC_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 # Lines of a kernel, and the line that launches it.
 Kernel = tuple[list[str], str]
 
@@ -118,10 +120,21 @@ def draw_schedule(rng: random.Random, device: Device) -> Schedule:
 
 
 def write_kernel(chain: OperatorChain, schedule: Schedule) -> str:
-    """Return the text of kernels/forward.cpp (or .cu) for the chain according to the schedule."""
+    """Return the text of kernels/forward.cpp (or .cu) for the chain according to the schedule.
+
+    A kernel in half precision reads and writes the types of vec.h, and computes in float.
+    """
     if isinstance(schedule, CpuSchedule):
-        return write_cpu_kernel(chain, schedule)
-    return write_cuda_kernel(chain, schedule)
+        text = write_cpu_kernel(chain, schedule)
+    else:
+        text = write_cuda_kernel(chain, schedule)
+    if chain.dtype == "float32":
+        return text
+    kind = VEC_TYPES[chain.dtype]
+    text = re.sub(r"f32\((t\[\d+\])\)", rf"({kind}*)\1.data", text)
+    text = re.sub(rf"float\* ({'|'.join(chain.tensors)})\b", rf"{kind}* \1", text)
+    # A row of the inputs may also be in a buffer of floats.
+    return re.sub(r"const float\* ([as]) ", r"const auto* \1 ", text)
 
 
 def is_reduction(step: Step) -> bool:
@@ -164,10 +177,13 @@ def element_pass(
     return [*pragma(schedule), *for_loop("i", size, body)]
 
 
-def row_pass(steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule) -> list[str]:
+def row_pass(
+    steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule, *, is_half: bool = False
+) -> list[str]:
     """Return the C++ lines of a pass over the rows, for operators that need a row or the index in it.
 
-    `source` and `target` are the names of arrays, as in `element_pass`.
+    `source` and `target` are the names of arrays, as in `element_pass`. If `is_half` is set, a changed row is
+    kept in a buffer of floats, and not in `target`.
     """
 
     def over_row(array: str, body: Sequence[str]) -> list[str]:
@@ -178,15 +194,16 @@ def row_pass(steps: Sequence[Step], source: str, target: str, schedule: CpuSched
         return [*sweep.declare, *pragmas, *over_row(array, body), *sweep.finish]
 
     row = fuse_row(steps, write_sweep, schedule.algorithm)
-    buffered = row.tail and row.source == "b"
+    buffered = (row.tail or is_half) and row.source == "b"
     if row.tail:
         end = [*row.tail, f"{target}[r] = v;"]
     else:
-        end = [*pragma(schedule), *over_row(row.source, [*row.pending, "b[i] = v;"])]
+        stored = f"{target}[r * cols + i]" if is_half else "b[i]"
+        end = [*pragma(schedule), *over_row(row.source, [*row.pending, f"{stored} = v;"])]
     body = [
         f"const float* a = {source} + r * cols;",
         *(["float* b = row.data();"] if buffered else []),
-        *([] if row.tail else [f"float* b = {target} + r * cols;"]),
+        *([] if row.tail or is_half else [f"float* b = {target} + r * cols;"]),
         *(["const float* s = y + r * cols;"] if any("input" in step.name for step in steps) else []),
         *row.lines,
         *end,
@@ -206,7 +223,7 @@ def write_cpu_kernel(chain: OperatorChain, schedule: CpuSchedule) -> str:
     for index, steps in enumerate(groups):
         target, tensor = ("w", 0) if index < changing else ("out", len(chain.tensors) - 1)
         if OperatorChain(steps, chain.tensors).by_row:
-            lines += row_pass(steps, source, target, schedule)
+            lines += row_pass(steps, source, target, schedule, is_half=chain.dtype != "float32")
         else:
             lines += element_pass(steps, source, target, f"t[{tensor}].numel", schedule)
         source = target
@@ -217,7 +234,8 @@ def write_cpu_kernel(chain: OperatorChain, schedule: CpuSchedule) -> str:
         text = text.replace("(double)", "").replace("double ", "float ")
     if schedule.math == "libm":
         text = replace_functions(text)
-    header = "#include <cmath>" if schedule.math == "libm" else '#include "vec.h"'
+    is_light = schedule.math == "libm" and chain.dtype == "float32"
+    header = "#include <cmath>" if is_light else '#include "vec.h"'
     return "\n".join(['#include "binding_registry.h"', header, "KERNEL(forward) {", text, "}", ""])
 
 
@@ -373,7 +391,8 @@ def write_cuda_kernel(chain: OperatorChain, schedule: CudaSchedule) -> str:
     elif chain.by_row:
         kernels = [row_kernel(chain, threads)]
     else:
-        kernels = [(float4_kernel if schedule.width == 4 else element_kernel)(chain, threads)]
+        is_wide = schedule.width == 4 and chain.dtype == "float32"
+        kernels = [(float4_kernel if is_wide else element_kernel)(chain, threads)]
     body = "\n".join(line for kernel, _ in kernels for line in kernel)
     template = WARP_OPERATION if schedule.combine == "shuffle" else BLOCK_OPERATION
     functions = [

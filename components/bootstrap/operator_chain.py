@@ -14,6 +14,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from components.core.records import TaskDtype
+from components.core.task import CASTS, dtype_of
+
 TASK_LAYOUT = """import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -148,6 +151,8 @@ PARAMETER = re.compile(
     r" {8}self\.(?:(scale|shift) = nn\.Parameter\(.*\)"
     r"|(layer_norm) = nn\.LayerNorm\(\d+\)|(rms_norm) = nn\.RMSNorm\(\d+, eps=1e-5\))"
 )
+# Pattern of a source that names a dtype.
+NAMES_DTYPE = re.compile(r"\b(half|b?float16|float64|double|dtype)\b")
 # Names of the kernel's arguments for the parameters of each module.
 MODULE_TENSORS = {"layer_norm": ("weight", "bias"), "rms_norm": ("gain",)}
 
@@ -165,11 +170,13 @@ class OperatorChain:
     """The computation of a composed task: its operators and its tensors.
 
     `tensors` has the names of the kernel's arguments in their order: inputs, parameters in the order of the
-    state dict (in which the parameters of a module come before those of its submodules), and the output.
+    state dict (in which the parameters of a module come before those of its submodules), and the output. All
+    of them have the same dtype.
     """
 
     steps: tuple[Step, ...]
     tensors: tuple[str, ...]
+    dtype: TaskDtype = "float32"
 
     @property
     def by_row(self) -> bool:
@@ -180,14 +187,17 @@ class OperatorChain:
 def read_chain(code: str) -> OperatorChain | None:
     """Return the chain of a source in the layout of composed tasks (TASK_LAYOUT), or None for another source.
 
-    A source in which a line of `forward` is not that of a core operator has no chain either.
+    The source may be cast to half precision by `in_dtype`. A source in which a line of `forward` is not that
+    of a core operator has no chain either.
     """
     source = SOURCE.fullmatch(code)
     if source is None:
         return None
     steps = [_read_step(line) for line in source["lines"].splitlines()]
-    parameters = [PARAMETER.fullmatch(line) for line in source["init"].splitlines()]
-    if None in steps or None in parameters:
+    dtype = dtype_of(source["init"])
+    init = source["init"].splitlines()[: -1 if dtype in CASTS else None]
+    parameters = [PARAMETER.fullmatch(line) for line in init]
+    if None in steps or None in parameters or (dtype not in CASTS and NAMES_DTYPE.search(code)):
         return None
     names = [match[match.lastindex or 0] for match in parameters if match is not None]
     tensors = [name for name in names if name not in MODULE_TENSORS]
@@ -195,6 +205,7 @@ def read_chain(code: str) -> OperatorChain | None:
     return OperatorChain(
         tuple(step for step in steps if step is not None),
         (*source["arguments"].split(", "), *tensors, "out"),
+        dtype,
     )
 
 

@@ -44,6 +44,12 @@ def evaluate(
     levels: Annotated[
         str, typer.Option("--levels", metavar="1,2,…", help="of the suite; by default evaluation.levels")
     ] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype", help="float16 or bfloat16 casts modules and inputs; by default evaluation.dtype"
+        ),
+    ] = "",
     attempts: Annotated[
         int,
         typer.Option("--attempts", min=0, help="trajectories for each task; by default evaluation.attempts"),
@@ -59,6 +65,7 @@ def evaluate(
     """
     overrides = [f"evaluation.suite={json.dumps(suite)}"] if suite else []
     overrides += [f"evaluation.levels=[{levels}]"] if levels else []
+    overrides += [f"evaluation.dtype={dtype}"] if dtype else []
     overrides += [f"evaluation.attempts={attempts}"] if attempts else []
     resolved = options.resolve_for_judging(*overrides)
     home, console = home_of(resolved), stderr_console()
@@ -87,6 +94,8 @@ def evaluate(
         console.print(f"not measurable: {task.name or task.task_id}, {task.reason}")
     if results.errors:
         print_line(f"neither passed nor failed, because the judge failed: {results.errors} tasks")
+    if results.dtype != "float32":
+        print_line(f"modules and inputs were cast to {results.dtype}")
     print_line(f"report   {report}")
     return Output(results.model_dump(mode="json") | {"report": str(report)})
 

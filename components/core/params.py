@@ -19,6 +19,7 @@ from components.core.records import (
     Positive,
     Precision,
     Share,
+    TaskDtype,
     Tasks,
     TrainingStage,
     result,
@@ -53,6 +54,9 @@ class Data(FrozenModel):
         "share of tasks that are a module of transformers; counts where data.operators is all"
     )
     operator_mix: dict[int, Share] = result("share of tasks by number of operators, 1 to 5 (paper, Table 3)")
+    half_share: Share = result(
+        "share of tasks whose module and inputs are in half precision, float16 and bfloat16 alike often"
+    )
     eager_seconds: tuple[Positive, Positive] = result(
         "window for the eager time of one call, seconds; the paper uses 0.001 to 0.1"
     )
@@ -239,6 +243,9 @@ class Evaluation(FrozenModel):
         "held-out, shipped, or the path of a suite: task files, a KernelBench checkout, or parquet"
     )
     levels: list[Count] = result("levels of the suite that are evaluated; empty is all of them")
+    dtype: TaskDtype = result(
+        "dtype to which the suite's modules and inputs are cast; float32 leaves them as they are"
+    )
     numel: Count = result("elements of the largest input of a task of the shipped suite")
     attempts: Count = result("trajectories per task; the first counts for pass and faster rates")
     temperature: Annotated[float, Field(ge=0)] = result("sampling temperature; 0 is greedy")

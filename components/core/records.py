@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Device = Literal["cpu", "cuda"]
 TrainingStage = Literal["warmup", "rejection", "critic", "agentic"]
 Precision = Literal["strict-fp32", "tf32"]
+TaskDtype = Literal["float32", "float16", "bfloat16"]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Tasks = Annotated[int, Field(ge=1, le=1_000_000)]

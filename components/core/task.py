@@ -8,6 +8,7 @@ only a sandboxed runner executes it.
 
 import ast
 import json
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +19,12 @@ from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import atomic_write, digest_bytes, digest_json
-from components.core.records import FrozenModel
-from components.core.text import parse_without_docstrings
+from components.core.records import FrozenModel, TaskDtype
+from components.core.text import parse_python, parse_without_docstrings
 from components.core.workloads import parse_task, workloads_of
 
+# Method of a tensor and of a module that casts its floating-point values, by dtype.
+CASTS: dict[TaskDtype, str] = {"float16": "half", "bfloat16": "bfloat16"}
 KERNELBENCH = "https://github.com/ScalingIntelligence/KernelBench"
 REQUIRED_PARTS = ("Model", "get_inputs()", "get_init_inputs()")
 
@@ -82,6 +85,43 @@ def check_contract(code: str, origin: str) -> None:
             f"add {', '.join(missing)}."
         )
     workloads_of(code, origin)
+
+
+def in_dtype(code: str, dtype: TaskDtype) -> str:
+    """Return the source of a task with its module and the inputs that are floating-point cast to `dtype`.
+
+    The last line of the constructor of `Model` casts the module, and get_inputs casts its result, as
+    KernelBench does with its option `precision`, which casts integers too. For float32, the source is
+    returned unchanged. `code` has the parts of a kernel task (`check_contract`).
+    """
+    if dtype not in CASTS:
+        return code
+    cast, tree, lines = CASTS[dtype], parse_python(code), code.encode().splitlines(keepends=True)
+    model = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"][-1]
+    inputs = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "get_inputs"]
+    # Text to insert before a line and a column in bytes.
+    inserted: list[tuple[int, int, str]] = []
+    condition = "if isinstance(t, torch.Tensor) and t.is_floating_point() else t"
+    for init in model.body:
+        if isinstance(init, ast.FunctionDef) and init.name == "__init__":
+            last = init.body[-1]
+            statement = f"\n{' ' * last.col_offset}self.{cast}()"
+            end = last.end_lineno or 0
+            inserted.append((end, len(lines[end - 1].rstrip()), statement))  # after a comment in the line
+    for node in ast.walk(inputs[-1]):
+        if isinstance(node, ast.Return) and (value := node.value) is not None:
+            inserted.append((value.lineno, value.col_offset, f"[t.{cast}() {condition} for t in "))
+            inserted.append((value.end_lineno or 0, value.end_col_offset or 0, "]"))
+    for number, column, text in sorted(inserted, reverse=True):
+        line = lines[number - 1]
+        lines[number - 1] = line[:column] + text.encode() + line[column:]
+    return b"".join(lines).decode()
+
+
+def dtype_of(code: str) -> TaskDtype:
+    """Return the dtype that `in_dtype` cast a source to, which is float32 for any other source."""
+    found = re.search(rf"^ +self\.({'|'.join(CASTS.values())})\(\)[ \t]*$", code, re.MULTILINE)
+    return next((dtype for dtype, cast in CASTS.items() if found and found[1] == cast), "float32")
 
 
 def missing_kernelbench(path: Path) -> str:

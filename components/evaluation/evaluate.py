@@ -112,6 +112,7 @@ def evaluate(
         policy_digest=policy.digest,
         device=params.device,
         precision=params.precision,
+        dtype=params.evaluation.dtype,
         labels=Labels.of(params.sandbox),
         epoch=epoch,
         seed=seed,

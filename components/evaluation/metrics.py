@@ -19,7 +19,7 @@ from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import read_json
-from components.core.records import FrozenModel
+from components.core.records import FrozenModel, TaskDtype
 from components.evaluation.intervals import (
     COVERAGE,
     Array,
@@ -255,6 +255,8 @@ class Evaluation(FrozenModel):
     policy_digest: str
     device: str
     precision: str
+    # Dtype to which the tasks were cast (`evaluation.dtype`). Figures in another are not comparable.
+    dtype: TaskDtype = "float32"
     # The judge's labels. Figures with other labels are not comparable.
     labels: Labels = Labels()
     epoch: str
@@ -285,11 +287,16 @@ def load_evaluation(path: Path) -> Evaluation:
 
 
 def require_equal_labels(name: str, one: Evaluation, other_name: str, other: Evaluation) -> None:
-    """Raise UserError unless the judge's labels of two evaluations are equal.
+    """Raise UserError unless the judge's labels and the dtypes of two evaluations are equal.
 
     The labels are the rules by which verdicts were reached (`judge.verdict.Labels`). The message calls the
     evaluations `name` and `other_name`.
     """
+    if one.dtype != other.dtype:
+        raise UserError(
+            f"{name}: its tasks were cast to {one.dtype}, and those of {other_name} to {other.dtype}; "
+            "evaluate both with the same evaluation.dtype."
+        )
     if one.labels != other.labels:
         raise UserError(
             f"{name}: judged with {one.labels}, and {other_name} with {other.labels}; "

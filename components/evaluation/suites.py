@@ -16,7 +16,14 @@ import pyarrow.parquet
 
 from components.core.errors import UserError
 from components.core.params import Params
-from components.core.task import KernelTask, check_contract, load_task, missing_kernelbench, read_tasks
+from components.core.task import (
+    KernelTask,
+    check_contract,
+    in_dtype,
+    load_task,
+    missing_kernelbench,
+    read_tasks,
+)
 
 HELD_OUT = "held-out"
 SHIPPED = "shipped"
@@ -28,11 +35,18 @@ def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
     """Return the tasks of the suite `evaluation.suite` that have one of the levels `evaluation.levels`.
 
     `dataset` is the folder or parquet file of the run's data set, which is read for the suite `held-out`. If
-    `evaluation.levels` is empty, all tasks are returned. Raises UserError if the suite does not exist, has no
-    task or no task of these levels, or contains a file that is not a task.
+    `evaluation.levels` is empty, all tasks are returned. The tasks are cast to `evaluation.dtype`. Raises
+    UserError if the suite does not exist, has no task or no task of these levels, or contains a file that is
+    not a task.
     """
     suite, levels = params.evaluation.suite, params.evaluation.levels
+    dtype = params.evaluation.dtype
     tasks = _tasks(params, suite, dataset)
+    if dtype != "float32":
+        # The evidence of an admission is that of the task as it was.
+        tasks = [
+            task.model_copy(update={"code": in_dtype(task.code, dtype), "evidence": {}}) for task in tasks
+        ]
     if not levels:
         return tasks
     chosen = [task for task in tasks if task.level in levels]

@@ -192,6 +192,7 @@ def as_json(
         "policy_digest": after.policy_digest,
         "device": after.device,
         "precision": after.precision,
+        "dtype": after.dtype,
         "labels": after.labels.model_dump(),
         "run": meta,
         "table_1": [row.model_dump(mode="json") for row in table_one(before, after)],

@@ -18,7 +18,7 @@ from components.core.params import JudgeParams
 from components.core.task import check_contract
 from components.core.workloads import Workload, workloads_of
 from components.judge.baselines import COMPILE, EAGER, NOOP, Baseline, start_baseline
-from components.judge.correctness import FLOAT32_FLOOR, PART_NUMEL, ReferenceOutput
+from components.judge.correctness import FLOAT32_FLOOR, HALF_DTYPES, PART_NUMEL, ReferenceOutput, max_abs
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.float64_check import round_departures
 from components.judge.limit import limit_of
@@ -247,7 +247,7 @@ def _sensitivity(reference: TaskReference) -> tuple[str | None, float]:
     changes: list[tuple[str, dict[str, Any]]] = [
         (f"input_{i}_does_not_matter", {"other_input": i})
         for i, spec in enumerate(description.inputs)
-        if spec is not None and spec[1].startswith("float")
+        if spec is not None and "float" in spec[1]
     ]
     changes += [
         (f"parameter_{name}_does_not_matter", {"other_parameter": name}) for name in description.parameters
@@ -313,7 +313,9 @@ def find_trivial_answer(reference: TaskReference) -> str | None:
         "mean_passes": lambda: replaced(lambda t: torch.full_like(t, _mean(t))),
         "seeds_agree": lambda: other_seed,
     }
-    if reference.params.precision != "tf32":  # tf32 rounds products as much as half does
+    if any(t.dtype in HALF_DTYPES for t in single):
+        answers["float8_passes"] = lambda: replaced(_in_float8)
+    elif reference.params.precision != "tf32":  # tf32 rounds products as much as half does
         answers["half_precision_passes"] = lambda: replaced(lambda t: t.half().to(t.dtype))
     if len(single) == len(first_input) == 1 and (first_input[0].shape, first_input[0].dtype) == (
         single[0].shape,
@@ -321,6 +323,14 @@ def find_trivial_answer(reference: TaskReference) -> str | None:
     ):
         answers["first_input_passes"] = lambda: first_input
     return next((reason for reason, answer in answers.items() if _passes(answer(), expected)), None)
+
+
+def _in_float8(values: torch.Tensor) -> torch.Tensor:
+    """Return values in half precision rounded to float8_e4m3fn, scaled so that the largest is its largest."""
+    if values.dtype not in HALF_DTYPES:
+        return values
+    scale = torch.finfo(torch.float8_e4m3fn).max / max_abs(values.float().reshape(1, -1)).clamp(min=TINY)
+    return ((values * scale).to(torch.float8_e4m3fn).float() / scale).to(values.dtype)
 
 
 def _mean(values: torch.Tensor) -> float:

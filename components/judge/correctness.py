@@ -34,6 +34,17 @@ FLOAT32_FLOOR = 8 * 2.0**-23
 FLOAT64_FLOOR = 1e-10
 # Smallest absolute tolerance in units in the last place (at 1) of an output in half precision.
 HALF_TOLERANCE = 8
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+# Largest rounding error (`rounding_error`) of an output in half precision, as a multiple of the reference
+# output's own. Rounding the exact answer once gives 0.29 units, rounding it twice 0.41, truncating it 0.58.
+ROUNDING_MULTIPLE = 1.5
+# Largest rounding error that is always allowed: the first number, plus the second divided by the root of the
+# number of elements, because the rounding error of few elements is a matter of chance.
+ROUNDING_FLOOR = 0.25, 2.0
+# Units of an element's error that count at most, because an error is large where much cancels.
+MOST_UNITS = 4.0
+# Smallest unit of bfloat16, whose subnormal numbers a float kernel may flush to 0 as those of float32.
+FLUSHED = 2.0**-124
 # KernelBench's tolerances, absolute and relative alike, by dtype of the output.
 KERNELBENCH_TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 # Range of the maximum error in which squares of float32 errors neither overflow nor vanish.
@@ -43,8 +54,9 @@ SQUARABLE = (1e-12, 1e14)
 LARGEST_SCALE = 1e37
 # Largest number of elements of a block, and smallest one with which a block is seldom small by cancellation.
 BLOCK, MIN_BLOCK = 64, 16
-# Multiple of the reference output's error that must still be right for a block to be compared.
-BLOCK_MULTIPLE = 16
+# Multiple of the reference output's error that must still be right for a block to be compared, and the same
+# in half precision, where rounding alone is an eighth of what a block may differ.
+BLOCK_MULTIPLE, HALF_BLOCK_MULTIPLE = 16, 8
 # Elements of one output that are compared at a time.
 PART_NUMEL = 1 << 26
 
@@ -81,6 +93,24 @@ def block_limits(dtype: torch.dtype, block: int) -> tuple[tuple[int, float, int]
     if block >= MIN_BLOCK:
         share = 2.0**-27 if dtype == torch.float64 else max(2.0**-12, 4 * torch.finfo(dtype).eps)
     return (1, 0.25, 64), (block, share, 512)
+
+
+def rounding_error(error: torch.Tensor, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the rounding error of outputs of the half-precision type `dtype`, as a float64 vector [calls].
+
+    `error` has the errors of the outputs and `values` the right values, both with the shape [calls, n]. The
+    result is the root mean square of the errors, each in units in the last place of its own value and at most
+    `MOST_UNITS`. A unit is at least `FLOAT32_FLOOR` of the call's largest value, because a computation in
+    float32 is no more exact. Elements whose value is NaN or infinite count as exact.
+    """
+    unit = torch.finfo(dtype).eps
+    smallest = unit * torch.finfo(dtype).smallest_normal if dtype == torch.float16 else FLUSHED
+    floor = FLOAT32_FLOOR * max_abs(values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+    # The exponent of `frexp` is one more than that of the unit's number.
+    units = torch.ldexp(torch.full_like(values, unit / 2), torch.frexp(values).exponent)
+    units = torch.maximum(units, floor.clamp_(min=smallest)[:, None])
+    found = (error / units).nan_to_num_(nan=0.0).clamp_(-MOST_UNITS, MOST_UNITS)
+    return found.square().mean(1, dtype=torch.float64).sqrt()
 
 
 def wrong_blocks(
@@ -234,7 +264,8 @@ class ReferenceOutput:
         output, which is the task's own output at the task's precision (the argument `single` of the
         constructor) and is always correct itself. The reasons are `wrong_values` for integers, and
         `max_error`, `rms_error`, `block_error` (`wrong_blocks`) and `finite_mask` (NaN or infinity at a wrong
-        place) for floating-point numbers.
+        place) for floating-point numbers. In half precision there is `rounding_error` too
+        (`ROUNDING_MULTIPLE`), whose limit `multiple` does not change.
 
         Errors are differences from the float64 output. Their limits are multiplied by `multiple`, but are at
         most the absolute tolerance, or the reference output's own error if that is larger. If `loose` is set,
@@ -278,6 +309,8 @@ class ReferenceOutput:
             return "rms_error"
         if not loose and any(self._part(start).has_wrong_blocks(ours, self.block) for start, ours in pieces):
             return "block_error"
+        if not loose and any(self._part(start).is_badly_rounded(ours) for start, ours in pieces):
+            return "rounding_error"
         return None
 
 
@@ -326,13 +359,30 @@ class _Part:
         not clearly more exact are left out.
         """
         values = (self.high if self.rounded is None else self.expected)[None]
+        multiple = HALF_BLOCK_MULTIPLE if output.dtype in HALF_DTYPES else BLOCK_MULTIPLE
         for length, share, blocks_per_wrong in block_limits(output.dtype, block):
             # Where the reference output itself is far more exact.
-            resolved = ~wrong_blocks(self._error(self.single)[None], values, share / BLOCK_MULTIPLE, length)
+            resolved = ~wrong_blocks(self._error(self.single)[None], values, share / multiple, length)
             found = wrong_blocks(self._error(output)[None], values, share, length, resolved)
             if int(found.sum()) > found.numel() // blocks_per_wrong:
                 return True
         return False
+
+    def is_badly_rounded(self, output: torch.Tensor) -> bool:
+        """Return whether `output` is in half precision and its rounding error is above its limit.
+
+        The result is False where the reference output has no error, as a maximum, or where no float64 output
+        could be computed, because nothing is then known of rounding.
+        """
+        if output.dtype not in HALF_DTYPES:
+            return False
+        values = (self.high if self.rounded is None else self.expected)[None]
+        ours, own = (
+            rounding_error(self._error(tensor)[None], values, output.dtype).item()
+            for tensor in (output, self.single)
+        )
+        lowest, by_chance = ROUNDING_FLOOR
+        return own > 0 and ours > max(ROUNDING_MULTIPLE * own, lowest + by_chance / math.sqrt(output.numel()))
 
     def _error(self, output: torch.Tensor) -> torch.Tensor:
         if self.rounded is None:

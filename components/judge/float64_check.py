@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 
 from components.judge.correctness import (
+    HALF_DTYPES,
     PART_NUMEL,
     block_limits,
     block_size,
     first_mismatch,
     max_abs,
+    rounding_error,
     row_magnitudes,
     same_special,
     smallest_limits,
@@ -28,6 +30,9 @@ from components.judge.task_reference import TaskReference
 # 1 for two reasons. An output that departs little from eager's is not compared with float64 (`departures`).
 # And the largest error of hundreds of calls counts, which also for a correct kernel exceeds that of one call.
 TIMED_MULTIPLE = 2.0
+# Largest rounding error (`rounding_error`) of an output in half precision against eager's. Two outputs that
+# both are rounded once seldom differ; a truncated one has 0.71 against a rounded one.
+ROUNDING_DEPARTURE = 0.6
 # Largest number of blocks of one call that are compared in a timed round.
 SAMPLED_BLOCKS = 4096
 # Bytes of outputs of several calls that are compared at a time.
@@ -225,7 +230,9 @@ def departures(
     because the errors of output and baseline together are then at most `TIMED_MULTIPLE` times the limit of
     `ReferenceOutput`. With a larger departure, either the output or the baseline may be wrong. If n integers
     differ, the departure is n + 1, and if NaN or infinity is in n different places, it is at least n + 1. It
-    is at least 2 if a secret sample of the output's blocks has too many that are wrong (`wrong_blocks`).
+    is at least 2 if a secret sample of the output's blocks has too many that are wrong (`wrong_blocks`). In
+    half precision, it is also above 1 if the rounding error against the baseline (`rounding_error`) is above
+    `ROUNDING_DEPARTURE`, times `floors`.
     `block` is the number of elements of a block, by default that of the shape of `single`.
 
     Many calls are compared at once, because on cuda each synchronisation takes as long as a small call.
@@ -251,6 +258,12 @@ def departures(
         norm = torch.linalg.vector_norm(torch.stack([norm for _, norm in magnitudes]), dim=0)
         rms_error = norm / math.sqrt(ours.shape[1])
         units = torch.maximum(*_in_units(max_error, rms_error, scale, single.dtype, floors))
+        if single.dtype in HALF_DTYPES:
+            rounding = [
+                rounding_error(one.float() - other.float(), other.float(), single.dtype)
+                for one, other in pieces
+            ]
+            units = torch.maximum(units, torch.stack(rounding).amax(0) / (floors * ROUNDING_DEPARTURE))
         for index in (~torch.isfinite(scale + max_error)).nonzero().flatten().tolist():
             units[index] = _special_departure(ours[index], theirs[index], floors)
         found[first : first + step] = torch.maximum(units, 2.0 * _wrong_samples(ours, theirs, block)).cpu()
@@ -323,4 +336,4 @@ def _special_departure(output: torch.Tensor, single: torch.Tensor, floors: float
 
 
 def _at_least_float32(values: torch.Tensor) -> torch.Tensor:
-    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+    return values.float() if values.dtype in HALF_DTYPES else values

@@ -250,6 +250,7 @@ ALLOWED_SYMBOLS = re.compile(
     _?Py\w+ | _ZN?K?R?St\w* | _ZNKS\w+ | _ZNS[atsiod]\w* | _ZS[atsiod]\w* | _ZT[VIST]\w+
     | _Z(?:nw|na|dl|da)\w+ | __cxa_\w+ | __gxx_personality_v0 | _Unwind_\w+
     | __(?:stack_chk_fail|errno_location|tls_get_addr|gmon_start__|assert_fail|sched_cpucount) | _ITM_\w+
+    | __(?:extendhf[sdxt]f2 | trunc[sdxt]fhf2 | (?:eq|ne|lt|le|gt|ge)hf2)  # _Float16
     | (?:mem(?:cpy|move|set|cmp|chr)|str(?:len|cmp|ncmp|cpy|ncpy|chr|rchr|dup)|__mem\w+_chk|__str\w+_chk
         |__v?[sf]?n?printf_chk|v?snprintf|strerror|abort|exit)
     | _ZN2at4_ops\d+

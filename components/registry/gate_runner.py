@@ -113,17 +113,18 @@ def gate_again(
     evaluation is stored. If all gates pass, the verdict is `waiting`, never `promoted`.
 
     Returns the number of the version, the decision, and the champion, which is None if there is no champion.
-    Raises UserError if the version was evaluated on another device or in another precision than `params` say
-    or with labels (judge/verdict.py) other than the default, or if its checkpoint or an evaluation is missing
-    or changed.
+    Raises UserError if the version was evaluated on another device, in another precision or in another dtype
+    than `params` say, or with labels (judge/verdict.py) other than the default, or if its checkpoint or an
+    evaluation is missing or changed.
     """
     home = promotion.home
     number, evidence = promotion.evidence(version)
     after = load_evaluation(home / evidence["evaluation"])
-    if after.device != params.device or after.precision != params.precision:
+    measured = after.device, after.precision, after.dtype
+    if measured != (params.device, params.precision, params.evaluation.dtype):
         raise UserError(
-            f"version {number}: was measured on {after.device} in {after.precision}; "
-            f"give --set device={after.device} and its precision."
+            f"version {number}: was measured on {after.device} in {after.precision}, with tasks in "
+            f"{after.dtype}; give --set device={after.device}, its precision and its evaluation.dtype."
         )
     if after.labels != Labels():
         raise UserError(f"version {number}: was measured with {after.labels}; evaluate it with {Labels()}.")

@@ -5,6 +5,7 @@ chain becomes a task only if its output on a small input varies, and changes whe
 left out. For example, a relu after a square has no effect, so no task has this sequence.
 """
 
+import contextlib
 import functools
 import itertools
 import random
@@ -27,8 +28,8 @@ from components.bootstrap.operator_chain import (
 from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.core.params import Data
-from components.core.records import Device
-from components.core.task import KernelTask
+from components.core.records import Device, TaskDtype
+from components.core.task import KernelTask, check_contract, in_dtype
 from components.synthesis.mined_operators import FIT_ERRORS, function_of
 
 # Share of operator sequences that are reserved for held-out tasks.
@@ -290,8 +291,24 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
 def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:
     """Yield composed tasks without end. Equal arguments give equal tasks."""
     rng = random.Random(seed)
+    tasks = (compose_task(rng, data, device) for _ in itertools.count())
+    return map(cast_task, tasks, draw_dtypes(seed, data.half_share))
+
+
+def draw_dtypes(seed: int, half_share: float) -> Iterator[TaskDtype]:
+    """Yield dtypes without end: float16 or bfloat16, both alike often, with the probability `half_share`."""
+    rng = random.Random(f"half precision {seed}")
+    dtypes: tuple[TaskDtype, ...] = ("float16", "bfloat16", "float32")
     while True:
-        yield compose_task(rng, data, device)
+        yield rng.choices(dtypes, (half_share / 2, half_share / 2, 1 - half_share))[0]
+
+
+def cast_task(task: KernelTask, dtype: TaskDtype) -> KernelTask:
+    """Return the task with its module and inputs cast to `dtype`, or unchanged if its source is no task."""
+    with contextlib.suppress(UserError):
+        check_contract(task.code, "candidate")
+        return task.model_copy(update={"code": in_dtype(task.code, dtype)})
+    return task
 
 
 def compose_training_tasks(seed: int, data: Data, device: Device) -> Iterator[KernelTask]:

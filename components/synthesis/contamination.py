@@ -10,6 +10,7 @@ module prefixes are removed.
 
 import ast
 import copy
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,7 +20,7 @@ import pyarrow.parquet
 
 from components.core.errors import UserError
 from components.core.files import digest_bytes
-from components.core.task import missing_kernelbench
+from components.core.task import CASTS, missing_kernelbench
 from components.core.text import parse_python
 
 # Variables that stand for modules of torch. They are kept, and every other variable is replaced by one word.
@@ -27,6 +28,9 @@ LIBRARIES = frozenset({"torch", "nn", "F", "functional"})
 # Largest number of syntax nodes of an expression that is inlined. The limit is needed because repeated
 # assignments such as x = x * x grow exponentially when they are inlined.
 MAX_INLINED_NODES = 2000
+
+# Pattern of the statements of a constructor that compute nothing.
+IGNORED = re.compile(rf"super\(|^self\.({'|'.join(CASTS.values())})\(\)$")
 
 # Type of a multiset of subtrees: how often each subtree, named by a text, occurs.
 Subtrees = Counter[str]
@@ -142,13 +146,14 @@ def _inline_assignments(function: ast.FunctionDef) -> list[ast.stmt]:
     """Return the statements of a function, in which a name that was assigned is replaced by its expression.
 
     The assignments `name = expression` themselves are removed. An expression with more than MAX_INLINED_NODES
-    syntax nodes is not inlined. The docstring and super().__init__() are removed.
+    syntax nodes is not inlined. The docstring, super().__init__() and a cast of the module (`in_dtype`) are
+    removed.
     """
     values: dict[str, ast.expr] = {}
     body: list[ast.stmt] = []
     for statement in function.body:
         if isinstance(statement, ast.Expr) and (
-            isinstance(statement.value, ast.Constant) or "super(" in ast.unparse(statement.value)
+            isinstance(statement.value, ast.Constant) or IGNORED.search(ast.unparse(statement.value))
         ):
             continue
         statement = _Substitute(values).visit(copy.deepcopy(statement))

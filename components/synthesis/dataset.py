@@ -21,7 +21,7 @@ from components.core.errors import UserError
 from components.core.params import Data, Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
-from components.synthesis.compose import compose_tasks, split_of
+from components.synthesis.compose import cast_task, compose_tasks, draw_dtypes, split_of
 from components.synthesis.dataset_builder import AdmissionPool, DatasetBuilder, TaskCandidate, task_quotas
 from components.synthesis.dataset_summary import DatasetSummary, Rejection
 from components.synthesis.model_composer import ModelComposer
@@ -62,17 +62,19 @@ def build_dataset(
                 "give one, or set data.operators to core."
             )
         table = load_operator_table(seeds, progress)
+        items: Iterable[KernelTask | Rejection]
         if data.composer:
             names = sorted({template.name for template in table.templates})
-            source = (
-                TaskCandidate(item)
-                if isinstance(item, KernelTask)
-                else TaskCandidate(item.task, refused=item)
-                for item in ModelComposer(names, data, seeds.parent / "answers")
-            )
+            items = ModelComposer(names, data, seeds.parent / "answers")
         else:
             drafts = TorchComposer(table, data, params.device, modules=data.operators == "all")
-            source = (TaskCandidate(draft.task) for draft in drafts)
+            items = (draft.task for draft in drafts)
+        source = (
+            TaskCandidate(cast_task(item, dtype))
+            if isinstance(item, KernelTask)
+            else TaskCandidate(item.task, refused=item)
+            for item, dtype in zip(items, draw_dtypes(data.seed, data.half_share), strict=False)
+        )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # The composer's tensors are small, and the judge needs the cores.
     try:

@@ -18,7 +18,8 @@ from components.core.errors import InfrastructureError, UserError
 from components.core.files import atomic_folder
 from components.core.params import Data, Params
 from components.core.progress import Progress
-from components.core.task import KernelTask, dataset_version, write_tasks
+from components.core.records import TaskDtype
+from components.core.task import KernelTask, dataset_version, dtype_of, write_tasks
 from components.judge.verdict import Admission
 from components.synthesis.dataset_summary import DatasetSummary, Rejection, write_summary
 from components.synthesis.task_filter import TaskFilter
@@ -69,7 +70,8 @@ class TaskCandidate:
 
 
 # Type of a pair (split, kind). The split is `train` or `held_out`. The kind is a task's `data_source`, such
-# as torch#2 for a chain of two operators of torch, or transformers for a module of that library.
+# as torch#2 for a chain of two operators of torch, or transformers for a module of that library, and the
+# dtype of a task in half precision (`kind_of`).
 Quota = tuple[str, str]
 
 
@@ -90,11 +92,27 @@ def task_quotas(data: Data) -> Counter[Quota]:
 
 
 def source_shares(data: Data) -> dict[str, float]:
-    """Return the share of the data set's tasks for each kind of task.
+    """Return the share of the data set's tasks for each kind of task (`kind_of`).
 
-    A kind is a value of the column data_source, such as torch#2 or transformers. For the core operators, the
-    result is {"": 1.0}.
+    For the core operators, all values of the column data_source are one, which is "".
     """
+    half = data.half_share / 2
+    dtypes: dict[TaskDtype, float] = {"float16": half, "bfloat16": half, "float32": 1 - data.half_share}
+    return {
+        kind_of(source, dtype): share * part
+        for source, share in _source_shares(data).items()
+        for dtype, part in dtypes.items()
+        if part
+    }
+
+
+def kind_of(data_source: str, dtype: TaskDtype) -> str:
+    """Return the kind of a task, such as torch#2, or `torch#2 bfloat16` in half precision."""
+    return data_source if dtype == "float32" else f"{data_source} {dtype}".strip()
+
+
+def _source_shares(data: Data) -> dict[str, float]:
+    """Return the share of the data set's tasks for each value of the column data_source."""
     if data.operators == "core":
         return {"": 1.0}
     modules = data.transformers_share if data.operators == "all" and not data.composer else 0.0
@@ -143,10 +161,8 @@ class DatasetBuilder:
                 return
 
     def quota(self, task: KernelTask) -> Quota:
-        return task.split, task.data_source if self.wanted is not None and (
-            "train",
-            "",
-        ) not in self.wanted else ""
+        source = "" if self.params.data.operators == "core" else task.data_source
+        return task.split, kind_of(source, dtype_of(task.code))
 
     def enter(self, candidate: TaskCandidate) -> TaskCandidate:
         task = candidate.task

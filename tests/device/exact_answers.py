@@ -2,8 +2,9 @@
 
     python tests/device/exact_answers.py [--device cuda] [--calls 20] [--seeds 1] [--operators]
 
-Tries ten forms of which exact answers were once refused, reductions of rows of up to 2^20 elements and, with
---operators, every operator that tasks are composed of. Needs torch and this project, no pytest; takes less
+Tries ten forms of which exact answers were once refused, reductions of rows of up to 2^20 elements, ten forms
+in float16 and bfloat16 with their near-misses and, with --operators, every operator that tasks are composed
+of. Needs torch and this project, no pytest; takes less
 than a minute on a GPU without --operators. Ends with 1 if a property is broken.
 """
 
@@ -41,6 +42,7 @@ def main() -> int:
             params, (1 << 10, 1 << 14, 1 << 17, 1 << 20), seed, options.device
         ),
     }
+    checks["half"] = lambda seed: exactness.checked_half(params, options.calls, seed, options.device)
     if options.operators:
         with tempfile.TemporaryDirectory() as folder:
             templates = load_operator_table(Path(folder), Quiet()).templates

@@ -10,7 +10,8 @@ from judge_fixtures import EAGER_SECONDS
 from judge_fixtures import changed_code as source
 
 from components.core.params import Params
-from components.core.task import KernelTask
+from components.core.records import TaskDtype
+from components.core.task import KernelTask, in_dtype
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.verdict import Admission
@@ -23,6 +24,23 @@ def test_ordinary_task_is_admitted(judge: Judge) -> None:
     assert admission.evidence["outputs"] == [{"shape": [256, 1024], "dtype": "float32"}]
     assert admission.evidence["parameters"] == ["scale"]
     assert 0.0002 <= admission.evidence["eager_seconds"] <= 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_task_in_half_precision_is_admitted_unless_float8_would_pass(
+    dtype: TaskDtype, judge: Judge
+) -> None:
+    admission = judge.admit(in_dtype(corpus.CODE, dtype), EAGER_SECONDS)
+    assert admission.admitted, admission
+    assert admission.evidence["outputs"] == [{"shape": [256, 1024], "dtype": dtype}]
+    signs = in_dtype(source("torch.sign(x * self.scale)"), dtype)
+    assert judge.admit(signs, (0.0, 1.0)).reason == "float8_passes"
+    unused = source(
+        "torch.sigmoid(x) * self.scale + torch.tanh(y) * 0",
+        "[torch.randn(256, 1024), torch.randn(256, 1024)]",
+        "x, y",
+    )
+    assert judge.admit(in_dtype(unused, dtype), EAGER_SECONDS).reason == "input_1_does_not_matter"
 
 
 def test_a_check_of_the_memory_alone_agrees_with_the_verdicts(

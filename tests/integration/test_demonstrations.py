@@ -5,6 +5,7 @@ import random
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,20 @@ import torch
 from kernel_bench import WORKDIR, build, call, reference
 from schedules import SEPARATE, VECTORISED
 
+from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.demonstrations import DONE, MEASURE, SUFFIX, make_demonstration, mutate
-from components.bootstrap.kernel_writer import Schedule, all_schedules, choices, draw_schedule, write_kernel
+from components.bootstrap.kernel_writer import (
+    CpuSchedule,
+    Schedule,
+    all_schedules,
+    choices,
+    draw_schedule,
+    write_kernel,
+)
 from components.bootstrap.operator_chain import BY_NAME, CORE_OPERATORS, PATTERNS, read_chain
 from components.core.config import resolve
-from components.core.task import KernelTask
+from components.core.task import KernelTask, in_dtype
+from components.judge.correctness import ReferenceOutput
 from components.policy.prompts import IN_TURNS
 from components.synthesis.compose import compose_tasks, every_operator_matters, write_source
 
@@ -72,6 +82,36 @@ def test_every_schedule_computes_what_torch_computes(tmp_path: Path) -> None:
         call(library, index, [*arguments, out])
         allowed = 2e-6 if schedule.accumulator == "double" else 300 * max(2e-6, 8 * error(expected, exact))
         assert error(out, exact) < allowed, (schedule, error(out, exact), code)
+
+
+def test_kernels_in_half_precision_are_rounded_as_torch_rounds(tmp_path: Path) -> None:
+    """Kernels whose operators share a pass round once, and the judge accepts them."""
+    rng = random.Random(4)
+    kernels = []
+    for number, code in enumerate(chosen_tasks()):
+        code = in_dtype(code, ("float16", "bfloat16")[number % 2])
+        drawn = [draw_schedule(rng, "cpu") for _ in range(2)] + [VECTORISED["cpu"]]
+        kernels += [(code, schedule, kernel_of(code, schedule)) for schedule in drawn]
+    library = build([kernel for *_, kernel in kernels], tmp_path)
+    for index, (code, schedule, _) in enumerate(kernels):
+        arguments, expected, exact = reference(code)
+        assert expected.dtype in (torch.float16, torch.bfloat16)
+        out = torch.full_like(expected, float("nan"))
+        call(library, index, [*arguments, out])
+        assert isinstance(schedule, CpuSchedule)
+        if schedule.fusion == "all":
+            judged = ReferenceOutput(expected, exact, PARAMS.sandbox, "strict-fp32")
+            assert judged.exceeds_tolerance or judged.mismatch(out) is None, (schedule, code)
+        else:
+            assert error(out, exact) < 4 * max(error(expected, exact), torch.finfo(out.dtype).eps)
+
+
+def test_a_source_that_names_another_dtype_has_no_chain() -> None:
+    code = write_source((("gelu", ()),), 32, 512)
+    half = in_dtype(code, "float16")
+    assert read_chain(half) == replace(read_chain(code) or pytest.fail(), dtype="float16")
+    assert canonicalize(half) == half
+    assert canonicalize(code.replace("randn(32, 512)", "randn(32, 512).half()")) is None
 
 
 def test_a_choice_that_does_not_concern_a_chain_leaves_its_kernel_unchanged() -> None:

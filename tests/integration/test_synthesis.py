@@ -7,8 +7,10 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -16,11 +18,12 @@ import torch
 from synthesis_fixtures import CI, InProcess, parameters
 from typer.testing import CliRunner
 
+from components.bootstrap.operator_chain import read_chain
 from components.cli.main import app
 from components.core.config import PROJECT, resolve
 from components.core.errors import InfrastructureError, UserError
 from components.core.progress import Quiet
-from components.core.task import check_contract, dataset_version, read_tasks
+from components.core.task import check_contract, dataset_version, dtype_of, in_dtype, read_tasks
 from components.judge.verdict import Admission
 from components.synthesis.compose import (
     compose_task,
@@ -66,6 +69,22 @@ def test_operator_counts_follow_the_mix() -> None:
         and abs(counts.count(2) / 400 - 0.5) < 0.09
         and max(counts) == 3
     )
+
+
+def test_a_share_of_the_tasks_is_in_half_precision(tmp_path: Path) -> None:
+    params = parameters("data.half_share=0.3", "data.tasks=20", "data.held_out=10")
+    summary = build_dataset(params, tmp_path / "tasks", InProcess(), Quiet())
+    dtypes = Counter((task.split, dtype_of(task.code)) for task in summary.admitted)
+    assert [dtypes["train", dtype] for dtype in ("float32", "float16", "bfloat16")] == [14, 3, 3]
+    assert dtypes["held_out", "float32"] == 7 and dtypes.total() == 30
+    for task in summary.admitted:
+        chain = read_chain(task.code)
+        assert chain is not None and chain.dtype == dtype_of(task.code)
+        namespace: dict[str, Any] = {}
+        exec(task.code, namespace)
+        model, inputs = namespace["Model"](), namespace["get_inputs"]()
+        tensors = [*inputs, *model.state_dict().values(), model(*inputs)]
+        assert {tensor.dtype for tensor in tensors} == {getattr(torch, chain.dtype)}
 
 
 def test_a_window_without_shapes_is_refused() -> None:
@@ -117,7 +136,10 @@ def get_init_inputs():
 
 def test_the_same_program_in_other_words_is_similar() -> None:
     ours = write_source((("gelu", ()), ("softmax", ())), 64, 256)
-    assert similarity(count_subtrees(ours), count_subtrees(EVALUATION_PROGRAM)) == 1.0
+    half = in_dtype(ours, "bfloat16")
+    for code in (ours, half):
+        assert similarity(count_subtrees(code), count_subtrees(EVALUATION_PROGRAM)) == 1.0
+    assert len({graph_digest(code) for code in (ours, half, in_dtype(ours, "float16"))}) == 3
 
 
 def test_other_operators_or_orders_are_not_similar() -> None:

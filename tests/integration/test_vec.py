@@ -4,6 +4,7 @@ import ctypes
 import math
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,3 +70,40 @@ def test_a_function_is_right_at_its_ends(library: ctypes.CDLL, name: str) -> Non
     torch.testing.assert_close(
         each(library, name, x), FUNCTIONS[name][0](x), rtol=1e-6, atol=2.0**-125, equal_nan=True
     )
+
+
+HALF_LOOPS = """#include "vec.h"
+#define LOOPS(T) \\
+  extern "C" void read_##T(const T* x, float* out, int64_t n) { \\
+    for (int64_t i = 0; i < n; ++i) out[i] = x[i]; \\
+  } \\
+  extern "C" void write_##T(const float* x, T* out, int64_t n) { \\
+    for (int64_t i = 0; i < n; ++i) out[i] = x[i]; \\
+  }
+LOOPS(f16)
+LOOPS(bf16)
+"""
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)])
+def test_half_precision_is_read_and_rounded_as_by_torch(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    (tmp_path / "half.cpp").write_text(HALF_LOOPS)
+    subprocess.run(["g++", *FLAGS, "-I", str(WORKDIR), "half.cpp", "-o", "half.so"], cwd=tmp_path, check=True)
+    library = ctypes.CDLL(str(tmp_path / "half.so"))
+
+    def through(name: str, x: Tensor, out: Tensor) -> Tensor:
+        pointers = ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(out.data_ptr())
+        getattr(library, f"{name}_{kind}")(*pointers, ctypes.c_int64(x.numel()))
+        return out
+
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    read = through("read", every, torch.empty(2**16))
+    torch.testing.assert_close(read, every.float(), rtol=0, atol=0, equal_nan=True)
+    # Every number, what lies in the middle of two, and the floats beside the middle.
+    middle = (read[:-1].double() + read[1:].double()).div(2).float()
+    beside = [torch.nextafter(middle, torch.full_like(middle, end)) for end in (-INF, INF)]
+    x = torch.cat([read, middle, *beside, torch.tensor(SPECIAL), torch.randn(2**16) * 1e5])
+    written = through("write", x, torch.empty_like(x, dtype=dtype))
+    torch.testing.assert_close(written, x.to(dtype), rtol=0, atol=0, equal_nan=True)

@@ -176,3 +176,10 @@ def test_other_labels_are_not_compared() -> None:
     labelled = other.evaluation.model_copy(update={"labels": Labels(rules="any")})
     with pytest.raises(UserError, match=r"b: judged with rules any.*same labels"):
         compare(one, other.model_copy(update={"evaluation": labelled}))
+
+
+def test_tasks_in_another_dtype_are_not_compared() -> None:
+    one, other = side("a", [result(0)]), side("b", [result(0)])
+    cast = other.evaluation.model_copy(update={"dtype": "bfloat16"})
+    with pytest.raises(UserError, match=r"b: its tasks were cast to bfloat16.*evaluation\.dtype"):
+        compare(one, other.model_copy(update={"evaluation": cast}))

@@ -144,6 +144,35 @@ def test_an_output_in_half_precision_may_be_rounded_once(dtype: torch.dtype, ci_
     assert departures((expected * 1.1).to(dtype)[None], rounded[None]).item() > 1
 
 
+@pytest.mark.parametrize("name", ["gelu", "sum", "matmul", "softmax_chain"])
+def test_half_precision_accepts_float32_sums_and_refuses_near_misses(
+    name: str, ci_params: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exactness, "HALF_FORMS", {name: exactness.HALF_FORMS[name]})
+    tally = exactness.checked_half(ci_params, calls=1, seed=torch.seed() % 2**31)
+    assert tally.calls == 2 * 4 * 6 and tally.wrong == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_few_quiet_rows_in_float8_are_wrong(dtype: torch.dtype, ci_params: Params) -> None:
+    expected = torch.randn(1024, 1024, dtype=torch.float64)
+    expected[::200] *= 2.0**-10
+    single = expected.to(dtype)
+    coarse = single.clone()
+    coarse[::200] = exactness.in_float8(expected[::200]).to(dtype)
+    assert reference(single, expected, ci_params).mismatch(coarse) == "block_error"
+    assert departure(coarse, single) > 1
+
+
+def test_subnormal_bfloat16_may_be_flushed_to_zero(ci_params: Params) -> None:
+    """A kernel with -ftz or -ffast-math flushes them, as it may for float32."""
+    expected = torch.randn(64, 256, dtype=torch.float64)
+    expected[:, ::2] *= 1e-39
+    single = expected.to(torch.bfloat16)
+    flushed = single.masked_fill(single.abs() < torch.finfo(torch.bfloat16).smallest_normal, 0.0)
+    assert reference(single, expected, ci_params).mismatch(flushed) is None
+
+
 def test_a_complex_output_is_compared_by_its_parts(ci_params: Params) -> None:
     expected = torch.randn(500, dtype=torch.complex128)
     single = expected.to(torch.complex64)
@@ -208,6 +237,23 @@ def test_a_source_that_names_float32_is_computed_in_float64(forward: exactness.F
         found = forward(x.double())
     assert torch.allclose(found, (x.double() * 0.1).sum(-1, keepdim=True).expand(-1, 3), rtol=1e-12)
     assert torch.get_default_dtype() == torch.float32 and torch.finfo(torch.float64).eps < 1e-15
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_source_that_names_its_half_precision_is_computed_in_float64(dtype: torch.dtype) -> None:
+    x, w = torch.randn(4, 64).to(dtype), torch.randn(64, 3).to(dtype)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = x.float() / (x.float().norm() + torch.finfo(x.dtype).eps)
+        return y.to(dtype).half().bfloat16() @ w
+
+    with computing_in_float64(dtype):
+        found = forward(x.double())
+    exact = x.double() / (x.double().norm() + torch.finfo(dtype).eps) @ w.double()
+    assert torch.allclose(found, exact, rtol=1e-12)
+    with computing_in_float64():
+        rounded = (x.double() / 3).to(dtype).float()
+    assert torch.equal(rounded, (x.double() / 3).to(dtype).double()), "float32 code rounds on purpose"
 
 
 def test_a_constant_of_the_module_in_float32_is_widened_and_may_not_be_changed() -> None:

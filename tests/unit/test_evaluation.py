@@ -2,15 +2,18 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.params import Params
-from components.core.task import KernelTask, write_tasks
+from components.core.records import TaskDtype
+from components.core.task import KernelTask, dtype_of, write_tasks
 from components.evaluation.metrics import Attempt, TaskResult, by_level, changes, summarise
 from components.evaluation.suites import load_suite
 from components.judge.verdict import Ratio, Speedup, Verdict, milestone
@@ -207,6 +210,45 @@ def test_a_kernelbench_checkout_has_levels_and_numeric_order(tmp_path: Path) -> 
             (1, "10_B"),
             (3, "1_C"),
         ]
+
+
+CAST_TASK = """import torch
+import torch.nn as nn
+
+
+class Model(nn.Module):
+    def __init__(self, size):
+        super(Model, self).__init__()
+        self.linear = nn.Linear(size, 3)
+        self.register_buffer("steps", torch.arange(3))  # § stays an integer
+
+    def forward(self, x, index, factor):
+        return (self.linear(x) + self.steps)[index] * factor
+
+
+def get_inputs():
+    return [torch.rand(4, 8), torch.randint(0, 4, (5,)), 2.0]
+
+
+def get_init_inputs():
+    return [8]
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_suite_in_another_dtype_casts_modules_and_inputs(dtype: TaskDtype, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(CAST_TASK)
+    params = resolve("ci", (f"evaluation.suite={tmp_path}", f"evaluation.dtype={dtype}")).params
+    (task,) = load_suite(params, tmp_path)
+    namespace: dict[str, Any] = {}
+    exec(task.code, namespace)
+    model, inputs = namespace["Model"](*namespace["get_init_inputs"]()), namespace["get_inputs"]()
+    half = getattr(torch, dtype)
+    assert [inputs[0].dtype, inputs[1].dtype, inputs[2]] == [half, torch.int64, 2.0]
+    assert [value.dtype for value in model.state_dict().values()] == [torch.int64, half, half]
+    assert model(*inputs).dtype == half and dtype_of(task.code) == dtype
+    (unchanged,) = load_suite(suite_params(str(tmp_path)), tmp_path)
+    assert unchanged.code == CAST_TASK and unchanged.task_id != task.task_id
 
 
 def test_the_hugging_face_layout_loads_like_the_checkout(tmp_path: Path) -> None:

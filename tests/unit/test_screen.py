@@ -21,6 +21,7 @@ def test_symbols_of_other_libraries_are_refused() -> None:
         )
         is None
     )
+    assert screen_symbols(("__nehf2@GCC_12.0.0", "__truncdfhf2"), frozenset()) is None, "of _Float16"
     for symbol in ("dlopen@GLIBC_2.34", "_ZN2at5emptyE", "cblas_sgemm", "cudaIpcOpenMemHandle"):
         assert screen_symbols((symbol,), frozenset()) == f"symbol:{symbol.partition('@')[0]}"
 

@@ -40,6 +40,7 @@ UNJUDGEABLE = {
     "mean_passes": "a constant would pass as right",
     "seeds_agree": "its output does not depend on its inputs",
     "half_precision_passes": "half precision would pass as right",
+    "float8_passes": "float8 would pass as right",
     "first_input_passes": "returning the input unchanged would pass as right",
     "untouched_parameters_pass": "its parameters make no difference",
     "not_deterministic": "it gives different outputs for equal inputs (dropout and batch norm belong in "

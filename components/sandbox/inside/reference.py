@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from float64_mode import computing_in_float64
+from float64_mode import HALF_DTYPES, computing_in_float64
 from input_distributions import INPUT_DISTRIBUTIONS
 from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs, plain
 from torch.utils.flop_counter import FlopCounterMode
@@ -216,13 +216,16 @@ class ReferenceModel:
     def float64_outputs(self, values: list[Any]) -> Any:
         """Return the output for the arguments `values` in float64, also where the source names float32.
 
-        `values` are not changed. If the computation fails, for example because an operator has no float64
-        kernel, return the output computed in the model's own dtypes. If it fails for lack of memory, the
-        error is raised instead.
+        A task with an input or a parameter in half precision is computed in float64 also where its source
+        names that type. `values` are not changed. If the computation fails, for example because an operator
+        has no float64 kernel, return the output computed in the model's own dtypes. If it fails for lack of
+        memory, the error is raised instead.
         """
+        used = {t.dtype for t in (*values, *self.initial.values()) if isinstance(t, torch.Tensor)}
+        written_for = next((dtype for dtype in HALF_DTYPES if dtype in used), torch.float32)
         model = copy.deepcopy(self.model).double()
         try:
-            with computing_in_float64():
+            with computing_in_float64(written_for):
                 return model(*self._copies(values, in_float64=True))
         except Exception as error:
             if is_out_of_memory(error):
