@@ -1,9 +1,11 @@
-"""Every honest candidate and every exploit on a device, one line each, then the figures' validity.
+"""Every exploit and every honest candidate on a device, one line each, then the figures' validity.
 
     python tests/device/judge_corpus.py [--device cuda] [--repeats 200] [--table FILE] [--set KEY=VALUE]
         [NAME...]
 
-Needs torch and this project, no pytest. With NAMEs only those are judged, and nothing else is measured.
+Needs torch and this project, no pytest. With NAMEs only those are judged, and nothing else is measured. A
+candidate that is faster than eager is also compared with torch.compile in its default mode. FILE is complete
+up to the last line that was printed, so a run that is cut off leaves a table too.
 Ends with 1 unless every line is OK; lines marked `open` are exploits that are known to gain more than they
 may, and count apart.
 """
@@ -36,17 +38,13 @@ def judged(
     group: str,
     name: str,
     limits: dict[str, float] | None = None,
-    *,
-    compare_compile: bool = False,
 ) -> Verdict:
     """The verdict; the judge's own failure is one too, as the pool makes of it."""
     sandbox = judge.params.sandbox
     judge.params = judge.params.model_copy(update={"sandbox": sandbox.model_copy(update=limits or {})})
     judge.builder.sandbox = judge.params.sandbox
     try:
-        return judge.verdict(
-            corpus.task(group, name), corpus.files(group, name), compare_compile=compare_compile
-        )
+        return judge.verdict(corpus.task(group, name), corpus.files(group, name))
     except InfrastructureError as error:
         return Verdict(status="infrastructure", reason="judge", log=str(error)[:500])
     finally:
@@ -74,11 +72,14 @@ def eager_speedup(verdict: Verdict) -> float:
     return verdict.speedup.eager.estimate if verdict.speedup.eager else 0.0
 
 
-ROWS: list[str] = []
-"""The lines so far, as rows of docs/measurements/corpus.md."""
+HEAD = (
+    "| candidate | as expected | verdict | of eager | at most | of torch.compile |\n"
+    "| --- | --- | --- | --- | --- | --- |\n"
+)
 
 
-def line(name: str, expected: str, verdict: Verdict, seconds: float, mark: str) -> None:
+def line(table: Path | None, name: str, expected: str, verdict: Verdict, seconds: float, mark: str) -> None:
+    """Print the line of one candidate, and append it as a row to the file `table`."""
     ratios = [
         f"{ratio.estimate:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]" if ratio else "-"
         for ratio in (verdict.speedup.eager, verdict.speedup.compile)
@@ -89,25 +90,27 @@ def line(name: str, expected: str, verdict: Verdict, seconds: float, mark: str) 
         flush=True,
     )
     limit = expected.partition("<= ")[2]
-    ROWS.append(
-        f"| `{name}` | {mark} | {verdict.status} {verdict.reason} | {ratios[0]} | {limit or '-'} |"
-        f" {ratios[1]} |"
-    )
+    if table is not None:
+        with table.open("a") as rows:
+            rows.write(
+                f"| `{name}` | {mark} | {verdict.status} {verdict.reason} | {ratios[0]} | {limit or '-'} |"
+                f" {ratios[1]} |\n"
+            )
     if mark == "FAIL" and verdict.log:
         print("      " + verdict.log.strip()[-400:].replace("\n", "\n      "), flush=True)
 
 
-def honest(judge: Judge, names: list[str], suffix: str) -> list[str]:
+def honest(judge: Judge, names: list[str], suffix: str, table: Path | None) -> list[str]:
     marks = []
     for name in names:
         started = time.monotonic()
-        verdict = judged(judge, f"honest{suffix}", name, compare_compile=True)
+        verdict = judged(judge, f"honest{suffix}", name)
         marks.append("OK" if verdict.status == "correct" else "FAIL")
-        line(f"honest/{name}", "correct", verdict, time.monotonic() - started, marks[-1])
+        line(table, f"honest/{name}", "correct", verdict, time.monotonic() - started, marks[-1])
     return marks
 
 
-def hostile(judge: Judge, names: list[str], suffix: str) -> list[str]:
+def hostile(judge: Judge, names: list[str], suffix: str, table: Path | None) -> list[str]:
     marks = []
     for name in names:
         wanted, started = corpus.expected(name, f"exploits{suffix}"), time.monotonic()
@@ -129,7 +132,7 @@ def hostile(judge: Judge, names: list[str], suffix: str) -> list[str]:
                 verdict = judged(judge, f"exploits{suffix}", name, limits)
             says = f"{says} <= {limit:.2f}x"
         marks.append("OK" if good else "open" if answered and "open" in wanted else "FAIL")
-        line(name, says, verdict, time.monotonic() - started, marks[-1])
+        line(table, name, says, verdict, time.monotonic() - started, marks[-1])
     return marks
 
 
@@ -161,27 +164,25 @@ def main() -> int:
                 f"{'':5} {'name':42} {'expected':34} {'got':40} {'eager':22} {'compile':22} seconds",
                 flush=True,
             )
-            groups = ("honest", "exploits")
+            if arguments.table:
+                arguments.table.write_text(HEAD)
+            groups = ("exploits", "honest")
             prebuild(judge, [(group + suffix, name) for group in groups for name in chosen(group)])
+            alone = [
+                name
+                for name in chosen("exploits")
+                if corpus.expected(name, "exploits" + suffix).get("together", 1) == 1
+            ]
+            marks = hostile(judge, alone, suffix, arguments.table)
             started = time.monotonic()
-            marks = honest(judge, chosen("honest"), suffix)
+            marks += honest(judge, chosen("honest"), suffix, arguments.table)
             judged_in = time.monotonic() - started
-            marks += hostile(
-                judge,
-                [
-                    n
-                    for n in chosen("exploits")
-                    if corpus.expected(n, "exploits" + suffix).get("together", 1) == 1
-                ],
-                suffix,
-            )
             if not arguments.names:
-                marks += honest(
-                    judge, ["plain" if suffix else "simd"], suffix
-                )  # the sentinel: nothing that came before has harmed the judge
+                # The sentinel: nothing that came before has harmed the judge.
+                marks += honest(judge, ["plain" if suffix else "simd"], suffix, arguments.table)
                 print(
                     f"{3600 * len(chosen('honest')) / judged_in:.0f} honest candidates an hour, one after the"
-                    " other, compile measured for each",
+                    " other",
                     flush=True,
                 )
                 judge_validity.report(judge, arguments.repeats)
@@ -195,12 +196,6 @@ def main() -> int:
             f"device memory in use after the judge is closed: {left / 2**20:.0f} MiB more than before it was"
             f" made, {own / 2**20:.0f} of them torch's"
         )
-    if arguments.table:
-        head = (
-            "| candidate | as expected | verdict | of eager | at most | of torch.compile |\n| --- | --- | ---"
-            " | --- | --- | --- |\n"
-        )
-        arguments.table.write_text(head + "".join(f"{row}\n" for row in ROWS))
     print(f"{marks.count('OK')} OK, {marks.count('FAIL')} FAIL, {marks.count('open')} open")
     return 1 if "FAIL" in marks else 0
 
