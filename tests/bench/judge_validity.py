@@ -154,8 +154,14 @@ def fixed_cost(judge: Judge) -> str:
 
 
 def report(judge: Judge, repeats: int) -> None:
-    """Equal code, ten per cent more work, twice the work, and the cost of a call besides its work."""
-    for name, first, second in (("A/A", 10, 10), ("10 % more work", 10, 11), ("twice the work", 10, 20)):
+    """Equal code, 3 % and 10 % more work, twice the work, and the cost of a call besides its work."""
+    pairs = (
+        ("A/A", 10, 10),
+        ("3 % more work", 33, 34),
+        ("10 % more work", 10, 11),
+        ("twice the work", 10, 20),
+    )
+    for name, first, second in pairs:
         print(f"{name}: {validity(judge, first, second, repeats)}", flush=True)
     print(f"cost of a call: {fixed_cost(judge)}", flush=True)
 
