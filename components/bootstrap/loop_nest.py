@@ -227,9 +227,7 @@ def sliding(slides: Sequence[Slide], lead: Sequence[Axis], taps: Strides, code: 
     shape of the output.
     """
     sizes, outs = [slide.size for slide in slides], [slide.out for slide in slides]
-    inputs, outputs, kernel = (
-        strides_of(part) for part in (sizes, outs, [slide.kernel for slide in slides])
-    )
+    inputs, outputs, kernel = (strides_of(part) for part in (sizes, outs, [slide.kernel for slide in slides]))
     positions = [Axis(f"p{i}", outs[i], False, {"o": outputs[i]}) for i in range(len(slides))]
     axes = [
         Axis(f"k{i}", slide.kernel, True, {name: step * kernel[i] for name, step in taps.items()})

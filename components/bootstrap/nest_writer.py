@@ -179,9 +179,7 @@ def _for(axis: Axis, body: Sequence[str], *, backwards: bool = False, threads: i
 
 def _address(nest: Nest, tensor: str) -> str:
     """Return the C++ expression of the index in a tensor's elements."""
-    terms = [
-        (axis.name, axis.strides[tensor]) for axis in nest.axes if axis.strides.get(tensor)
-    ]
+    terms = [(axis.name, axis.strides[tensor]) for axis in nest.axes if axis.strides.get(tensor)]
     if tensor == "a":
         terms += [
             (window.name if window.divisor == 1 else f"{window.name} / {window.divisor}", window.stride)
@@ -320,9 +318,7 @@ def _is_lane(nest: Nest, axis: Axis) -> bool:
     inside = sum(
         abs(window.factors.get(axis.name, 0)) * window.stride // window.divisor for window in nest.windows
     )
-    return axis.size > 1 and all(
-        abs(step) <= MAX_LANE_STRIDE for step in (*axis.strides.values(), inside)
-    )
+    return axis.size > 1 and all(abs(step) <= MAX_LANE_STRIDE for step in (*axis.strides.values(), inside))
 
 
 def _position(axis: Axis, tiles: dict[str, int], index: str) -> str:
@@ -350,9 +346,7 @@ def _cpu_pass(nest: Nest, schedule: CpuNestSchedule) -> list[str]:
     for axis in reversed([axis for axis in nest.axes if not axis.reduced]):
         if axis.name in tiles:
             index = f"{axis.name}_q"
-            lines = _for(
-                Axis(index, _count(axis, tiles), False, {}), [_position(axis, tiles, index), *lines]
-            )
+            lines = _for(Axis(index, _count(axis, tiles), False, {}), [_position(axis, tiles, index), *lines])
         else:
             lines = _for(axis, lines)
     return lines

@@ -5,7 +5,6 @@ any rank, whose sizes are often no powers of two. The kernel writer can write ke
 A chain becomes a task only if its output on a small input varies, and changes when any operator is left out.
 """
 
-import functools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -77,7 +76,8 @@ def fill(choices: Sequence[Choice], shape: Shape) -> tuple[list[Step], dict[str,
     for index, choice in enumerate(choices, 1):
         operator = OPERATORS[choice.name]
         assert operator.draw is not None
-        drawn = operator.draw(random.Random(choice.seed), shape) if shape else None
+        fits = len(shape) in operator.ranks
+        drawn = operator.draw(random.Random(choice.seed), shape) if fits else None
         more = {} if drawn is None else drawn.pop("inputs", {})
         if drawn is None or more.keys() & inputs.keys() or ("classes" in drawn and "y" not in more):
             return None
@@ -128,7 +128,9 @@ def every_operator_matters(choices: Sequence[Choice], shape: Shape) -> bool:
         exec(write_tensor_source(chain, inputs), space)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(20260227)
-            tensors = [value.to(dtype) if value.is_floating_point() else value for value in space["get_inputs"]()]
+            tensors = [
+                value.to(dtype) if value.is_floating_point() else value for value in space["get_inputs"]()
+            ]
             output: Tensor = space["Model"]().eval().to(dtype)(*tensors)
         return output
 
@@ -171,7 +173,8 @@ def compose_tensor_task(rng: random.Random, data: Data, device: Device) -> Kerne
         shape = _draw_shape(rng, data.numel)
         first = rng.choice(composed if count == 1 else heavy)
         names = [first] + [
-            rng.choice(elementwise if rng.random() < ELEMENTWISE_SHARE else composed) for _ in range(count - 1)
+            rng.choice(elementwise if rng.random() < ELEMENTWISE_SHARE else composed)
+            for _ in range(count - 1)
         ]
         choices = [Choice(name, rng.getrandbits(32)) for name in names]
         filled = fill(choices, shape)
@@ -201,4 +204,5 @@ def _draw_shape(rng: random.Random, numel: tuple[int, int]) -> Shape:
 def compose_tensor_tasks(data: Data, device: Device) -> Iterator[KernelTask]:
     """Yield composed tasks without end. Equal arguments give equal tasks."""
     rng = random.Random(data.seed)
-    yield from iter(functools.partial(compose_tensor_task, rng, data, device), None)
+    while True:
+        yield compose_tensor_task(rng, data, device)
