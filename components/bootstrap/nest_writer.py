@@ -373,7 +373,7 @@ def _cuda_pass(
     threads = schedule.threads
     total = prod(_count(axis, tiles) for axis in kept)
     parameters = ["const float* a", *(f"const {types[key]} {key}" for key in nest.operands)]
-    body = ["int64_t tile = blockIdx.x;"]
+    body = ["int64_t tile = blockIdx.x;"] if kept else []
     if not by_block:
         body = [f"int64_t tile = blockIdx.x * {threads}ll + threadIdx.x;", f"if (tile >= {total}) return;"]
     for axis in reversed(kept):

@@ -997,6 +997,13 @@ def read_program(code: str) -> Program | None:
     return Program(tuple(parts), shapes["x"], tensors, types)
 
 
+def uses_operator(code: str, name: str) -> bool:
+    """Return whether a line of a source is that of the tensor operator `name`."""
+    line, init = PATTERNS.get(name, (None, None))
+    texts = [text.strip().partition(" = ")[2] for text in code.splitlines()]
+    return all(any(map(pattern.fullmatch, texts)) for pattern in (line, init) if pattern) and line is not None
+
+
 def _read_operator(line: str, created: dict[str, str]) -> tuple[TensorOperator, str, Arguments] | None:
     """Return the row, the attribute and the arguments of a line, or None if it is not that of an operator.
 

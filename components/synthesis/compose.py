@@ -288,10 +288,17 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
 
 
 def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:
-    """Yield composed tasks without end. Equal arguments give equal tasks."""
+    """Yield composed tasks without end. Equal arguments give equal tasks.
+
+    The tasks are made of the core operators, or of tensor operators (tensor_composer.py) if data.operators is
+    `kernelbench`.
+    """
+    compose = compose_task
+    if data.operators == "kernelbench":
+        from components.synthesis.tensor_composer import compose_tensor_task as compose
     rng = random.Random(seed)
     while True:
-        yield compose_task(rng, data, device)
+        yield compose(rng, data, device)
 
 
 def compose_training_tasks(seed: int, data: Data, device: Device) -> Iterator[KernelTask]:

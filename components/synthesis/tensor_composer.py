@@ -6,7 +6,7 @@ A chain becomes a task only if its output on a small input varies, and changes w
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -199,10 +199,3 @@ def _draw_shape(rng: random.Random, numel: tuple[int, int]) -> Shape:
         if rank == 1 or numel[0] <= prod(shape) <= numel[1]:
             break
     return shape
-
-
-def compose_tensor_tasks(data: Data, device: Device) -> Iterator[KernelTask]:
-    """Yield composed tasks without end. Equal arguments give equal tasks."""
-    rng = random.Random(data.seed)
-    while True:
-        yield compose_tensor_task(rng, data, device)
