@@ -89,7 +89,7 @@ class Nest:
     """A loop nest, whose output has the shape `shape`.
 
     The lines `before` change each element of `a` when it is read, and the lines `after` each element of `o`
-    before it is written. `rows` is the kept axis of which a thread computes several elements at once, because
+    before it is written. `start` is the index of the first element of `a`. `rows` is the kept axis of which a thread computes several elements at once, because
     they share elements of `a` or of an operand; it is empty if no axis is such.
     """
 
@@ -100,6 +100,7 @@ class Nest:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     rows: str = ""
+    start: int = 0
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -243,6 +244,46 @@ def sliding(slides: Sequence[Slide], lead: Sequence[Axis], taps: Strides, code: 
                 factor = window.factors[group[i].name] * window.stride
                 group[i] = replace(group[i], strides=group[i].strides | {"a": factor})
     return Nest((*lead, *positions, *axes), code, shape, tuple(windows))
+
+
+def without_windows(nest: Nest) -> list[Nest]:
+    """Return a nest that copies `a` between zeros, and the nest on this copy, which has no windows.
+
+    The result is the nest alone if it is not a convolution with windows.
+    """
+    if not nest.windows or not nest.operands or not all(window.stride for window in nest.windows):
+        return [nest]
+    spans = {axis.name: axis.size - 1 for axis in nest.axes}
+    lows, sizes = {}, []
+    for window in nest.windows:
+        ends = [spans[name] * factor for name, factor in window.factors.items()]
+        lows[window.name] = sum(min(end, 0) for end in ends)
+        sizes.append(sum(map(abs, ends)) + 1)
+    moved = [axis for axis in nest.axes if axis.strides.get("a")]
+    shape = (*(axis.size for axis in moved), *sizes)
+    steps = strides_of(shape)
+    places = dict(zip([axis.name for axis in moved], steps, strict=False))
+    strides = dict(zip(lows, steps[len(moved) :], strict=True))
+    lead = [
+        Axis(axis.name, axis.size, False, {"a": axis.strides["a"], "o": places[axis.name]}) for axis in moved
+    ]
+    ends = [
+        Axis(f"q{i}", size, False, {"o": step})
+        for i, (size, step) in enumerate(zip(sizes, strides.values(), strict=True))
+    ]
+    windows = tuple(
+        replace(window, factors={f"q{i}": 1}, offset=window.offset + lows[window.name])
+        for i, window in enumerate(nest.windows)
+    )
+    copy = Nest((*lead, *ends), Code((Loop((("sum", "total", "v"),)),), "total"), shape, windows)
+    for window in nest.windows:
+        places |= {name: factor * strides[window.name] for name, factor in window.factors.items()}
+    axes = [
+        replace(axis, strides=axis.strides | ({"a": places[axis.name]} if axis.name in places else {}))
+        for axis in nest.axes
+    ]
+    start = -sum(low * strides[name] for name, low in lows.items())
+    return [copy, replace(nest, axes=tuple(axes), windows=(), start=start)]
 
 
 def merge(nest: Nest) -> Nest:

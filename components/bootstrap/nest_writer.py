@@ -22,6 +22,7 @@ from components.bootstrap.loop_nest import (
     attach,
     elementwise_nest,
     merge,
+    without_windows,
 )
 from components.bootstrap.operator_code import replace_functions
 from components.bootstrap.tensor_operators import Program
@@ -50,13 +51,15 @@ class CpuNestSchedule:
 
     `fusion` says whether elementwise operators share the pass of their neighbour, `math` whether functions
     are those of libm or of vec.h, `loops` whether loops are vectorised, and `accumulator` the type of sums.
-    `rows` and `lanes` are the elements of a tile: of the axis `rows` of a nest, and of the innermost axis.
+    `padding` says whether convolutions check that an index is inside of the input, or first copy the input
+    between zeros. `rows` and `lanes` are the elements of a tile: of the axis `rows` of a nest, and of the innermost axis.
     """
 
     fusion: Literal["none", "all"]
     math: Literal["libm", "vec"]
     loops: Literal["scalar", "simd"]
     accumulator: Literal["float", "double"]
+    padding: Literal["check", "copy"]
     rows: Literal[1, 4]
     lanes: Literal[16, 64]
 
@@ -65,7 +68,7 @@ class CpuNestSchedule:
 class CudaNestSchedule:
     """The choices for CUDA kernels of nests.
 
-    `fusion`, `accumulator` and `rows` are those of `CpuNestSchedule`. `threads` is the number of threads of a
+    `fusion`, `accumulator`, `padding` and `rows` are those of `CpuNestSchedule`. `threads` is the number of threads of a
     block, `combine` how the threads of a block combine their values (`CudaSchedule`), and `products` whether
     products of matrices are computed by cuBLAS or by a kernel with one thread for each tile.
     """
@@ -73,6 +76,7 @@ class CudaNestSchedule:
     fusion: Literal["none", "all"]
     threads: Literal[128, 256, 512]
     accumulator: Literal["float", "double"]
+    padding: Literal["check", "copy"]
     rows: Literal[1, 4]
     combine: Literal["shared", "shuffle"]
     products: Literal["cublas", "kernel"]
@@ -120,6 +124,8 @@ def write_program(program: Program, schedule: NestSchedule) -> str:
     device: Device = "cpu" if isinstance(schedule, CpuNestSchedule) else "cuda"
     cublas = isinstance(schedule, CudaNestSchedule) and schedule.products == "cublas"
     nests = fuse(program, schedule.fusion, cublas=cublas)
+    if schedule.padding == "copy":
+        nests = [part for nest in nests for part in without_windows(nest)]
     types = {name: f"{program.types.get(name, 'float')}*" for name in program.tensors}
     arguments = [
         f"{'' if name == 'out' else 'const '}{kind} {name} = ({kind})t[{index}].data;"
@@ -185,7 +191,8 @@ def _address(nest: Nest, tensor: str) -> str:
             (window.name if window.divisor == 1 else f"{window.name} / {window.divisor}", window.stride)
             for window in nest.windows
         ]
-    return " + ".join(name if step == 1 else f"{name} * {step}" for name, step in terms) or "0"
+    start = [str(nest.start)] if tensor == "a" and nest.start else []
+    return " + ".join([*start, *(name if step == 1 else f"{name} * {step}" for name, step in terms)]) or "0"
 
 
 def _guarded(windows: Iterable[Window], body: list[str]) -> list[str]:
