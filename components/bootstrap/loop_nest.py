@@ -89,8 +89,9 @@ class Nest:
     """A loop nest, whose output has the shape `shape`.
 
     The lines `before` change each element of `a` when it is read, and the lines `after` each element of `o`
-    before it is written. `start` is the index of the first element of `a`. `rows` is the kept axis of which a thread computes several elements at once, because
-    they share elements of `a` or of an operand; it is empty if no axis is such.
+    before it is written. `start` is the index of the first element of `a`. `rows` is the kept axis of which a
+    thread computes several elements at once, because they share elements of `a` or of an operand; it is empty
+    if no axis is such.
     """
 
     axes: tuple[Axis, ...]
@@ -267,7 +268,7 @@ def without_windows(nest: Nest) -> list[Nest]:
     lead = [
         Axis(axis.name, axis.size, False, {"a": axis.strides["a"], "o": places[axis.name]}) for axis in moved
     ]
-    ends = [
+    stretched = [
         Axis(f"q{i}", size, False, {"o": step})
         for i, (size, step) in enumerate(zip(sizes, strides.values(), strict=True))
     ]
@@ -275,7 +276,7 @@ def without_windows(nest: Nest) -> list[Nest]:
         replace(window, factors={f"q{i}": 1}, offset=window.offset + lows[window.name])
         for i, window in enumerate(nest.windows)
     )
-    copy = Nest((*lead, *ends), Code((Loop((("sum", "total", "v"),)),), "total"), shape, windows)
+    copy = Nest((*lead, *stretched), Code((Loop((("sum", "total", "v"),)),), "total"), shape, windows)
     for window in nest.windows:
         places |= {name: factor * strides[window.name] for name, factor in window.factors.items()}
     axes = [

@@ -52,7 +52,8 @@ class CpuNestSchedule:
     `fusion` says whether elementwise operators share the pass of their neighbour, `math` whether functions
     are those of libm or of vec.h, `loops` whether loops are vectorised, and `accumulator` the type of sums.
     `padding` says whether convolutions check that an index is inside of the input, or first copy the input
-    between zeros. `rows` and `lanes` are the elements of a tile: of the axis `rows` of a nest, and of the innermost axis.
+    between zeros. `rows` and `lanes` are the elements of a tile: of the axis `rows` of a nest, and of the
+    innermost axis.
     """
 
     fusion: Literal["none", "all"]
@@ -68,9 +69,10 @@ class CpuNestSchedule:
 class CudaNestSchedule:
     """The choices for CUDA kernels of nests.
 
-    `fusion`, `accumulator`, `padding` and `rows` are those of `CpuNestSchedule`. `threads` is the number of threads of a
-    block, `combine` how the threads of a block combine their values (`CudaSchedule`), and `products` whether
-    products of matrices are computed by cuBLAS or by a kernel with one thread for each tile.
+    `fusion`, `accumulator`, `padding` and `rows` are those of `CpuNestSchedule`. `threads` is the number of
+    threads of a block, `combine` how the threads of a block combine their values (`CudaSchedule`), and
+    `products` whether products of matrices are computed by cuBLAS or by a kernel with one thread for each
+    tile.
     """
 
     fusion: Literal["none", "all"]
@@ -97,8 +99,9 @@ def draw_nest_schedule(rng: random.Random, device: Device) -> NestSchedule:
 def fuse(program: Program, fusion: str, *, cublas: bool = False) -> list[Nest]:
     """Return the nests of a program, with its elementwise operators as lines of nests.
 
-    Products of matrices get no lines if `cublas` is true. If `fusion` is `all`, an elementwise operator is computed by the nest before it, and by the one after it
-    if it is the first and that nest reads each element once. Otherwise it has a nest of its own.
+    If `fusion` is `all`, an elementwise operator is computed by the nest before it, and by the one after it
+    if it is the first and that nest reads each element once. Otherwise it has a nest of its own, as after a
+    product of matrices if `cublas` is true.
     """
     nests: list[Nest] = []
     pending: tuple[Line, ...] = ()

@@ -293,9 +293,11 @@ def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[Ker
     The tasks are made of the core operators, or of tensor operators (tensor_composer.py) if data.operators is
     `kernelbench`.
     """
-    compose = compose_task
+    compose: Callable[[random.Random, Data, Device], KernelTask] = compose_task
     if data.operators == "kernelbench":
-        from components.synthesis.tensor_composer import compose_tensor_task as compose
+        from components.synthesis.tensor_composer import compose_tensor_task
+
+        compose = compose_tensor_task
     rng = random.Random(seed)
     while True:
         yield compose(rng, data, device)

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from components.bootstrap.loop_nest import Nest, Shape
 from components.bootstrap.operator_chain import TASK_LAYOUT
-from components.bootstrap.tensor_operators import LINES, OPERATORS, Arguments, read_program
+from components.bootstrap.tensor_operator import Arguments
+from components.bootstrap.tensor_operators import LINES, OPERATORS, read_program
 from components.core.params import Data
 from components.core.records import Device
 from components.core.task import KernelTask
 from components.synthesis.compose import composed_task, draw_weighted, passes_ablation
-from components.synthesis.mined_operators import FIT_ERRORS
 
 # Sizes that the dimensions of inputs may have, by rank. The last two dimensions of images and volumes are
 # equal in half of all tasks.
