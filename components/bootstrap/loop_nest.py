@@ -102,6 +102,9 @@ class Nest:
     after: tuple[str, ...] = ()
     rows: str = ""
     start: int = 0
+    # Names of the tensors `a` and `o` of a nest that copies an operand of the next nest.
+    source: str = ""
+    target: str = ""
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -285,6 +288,41 @@ def without_windows(nest: Nest) -> list[Nest]:
     ]
     start = -sum(low * strides[name] for name, low in lows.items())
     return [copy, replace(nest, axes=tuple(axes), windows=(), start=start)]
+
+
+def with_near_columns(nest: Nest) -> list[Nest]:
+    """Return a nest that copies the second factor of a product, and the product with this copy.
+
+    In the copy, neighbouring columns are neighbours in memory. The result is the nest alone if it is no
+    product of matrices, or if they are so already.
+    """
+    axes = {axis.name: axis for axis in nest.axes}
+    if nest.rows != PRODUCT_ROWS:
+        return [nest]
+    name = next(key for key in nest.operands if axes["k"].strides.get(key))
+    if axes["j"].strides[name] == 1:
+        return [nest]
+    moved = sorted((axis for axis in nest.axes if axis.strides.get(name)), key=lambda axis: axis.name == "j")
+    shape, copied = tuple(axis.size for axis in moved), f"{name}_columns"
+    steps = {axis.name: step for axis, step in zip(moved, strides_of(shape), strict=True)}
+    copy = Nest(
+        tuple(
+            Axis(axis.name, axis.size, False, {"a": axis.strides[name], "o": steps[axis.name]})
+            for axis in moved
+        ),
+        Code(),
+        shape,
+        source=name,
+        target=copied,
+    )
+    code = Code((Loop((("sum", "total", f"v * {copied}@"),)),), "total")
+    strides = [
+        {key: step for key, step in axis.strides.items() if key != name}
+        | ({copied: steps[axis.name]} if axis.name in steps else {})
+        for axis in nest.axes
+    ]
+    moved_axes = (replace(axis, strides=step) for axis, step in zip(nest.axes, strides, strict=True))
+    return [copy, replace(nest, axes=tuple(moved_axes), code=code)]
 
 
 def merge(nest: Nest) -> Nest:

@@ -22,6 +22,7 @@ from components.bootstrap.loop_nest import (
     attach,
     elementwise_nest,
     merge,
+    with_near_columns,
     without_windows,
 )
 from components.bootstrap.operator_code import replace_functions
@@ -51,8 +52,9 @@ class CpuNestSchedule:
 
     `fusion` says whether elementwise operators share the pass of their neighbour, `math` whether functions
     are those of libm or of vec.h, `loops` whether loops are vectorised, and `accumulator` the type of sums.
-    `padding` says whether convolutions check that an index is inside of the input, or first copy the input
-    between zeros. `rows` and `lanes` are the elements of a tile: of the axis `rows` of a nest, and of the
+    `layout` says whether tensors are read as they are, or are first copied: the input of a convolution
+    between zeros, so that no index lies outside, and the second factor of a product so that its columns are
+    neighbours. `rows` and `lanes` are the elements of a tile: of the axis `rows` of a nest, and of the
     innermost axis.
     """
 
@@ -60,7 +62,7 @@ class CpuNestSchedule:
     math: Literal["libm", "vec"]
     loops: Literal["scalar", "simd"]
     accumulator: Literal["float", "double"]
-    padding: Literal["check", "copy"]
+    layout: Literal["given", "copy"]
     rows: Literal[1, 4]
     lanes: Literal[16, 64]
 
@@ -69,7 +71,7 @@ class CpuNestSchedule:
 class CudaNestSchedule:
     """The choices for CUDA kernels of nests.
 
-    `fusion`, `accumulator`, `padding` and `rows` are those of `CpuNestSchedule`. `threads` is the number of
+    `fusion`, `accumulator`, `layout` and `rows` are those of `CpuNestSchedule`. `threads` is the number of
     threads of a block, `combine` how the threads of a block combine their values (`CudaSchedule`), and
     `products` whether products of matrices are computed by cuBLAS or by a kernel with one thread for each
     tile.
@@ -78,7 +80,7 @@ class CudaNestSchedule:
     fusion: Literal["none", "all"]
     threads: Literal[128, 256, 512]
     accumulator: Literal["float", "double"]
-    padding: Literal["check", "copy"]
+    layout: Literal["given", "copy"]
     rows: Literal[1, 4]
     combine: Literal["shared", "shuffle"]
     products: Literal["cublas", "kernel"]
@@ -127,8 +129,9 @@ def write_program(program: Program, schedule: NestSchedule) -> str:
     device: Device = "cpu" if isinstance(schedule, CpuNestSchedule) else "cuda"
     cublas = isinstance(schedule, CudaNestSchedule) and schedule.products == "cublas"
     nests = fuse(program, schedule.fusion, cublas=cublas)
-    if schedule.padding == "copy":
+    if schedule.layout == "copy":
         nests = [part for nest in nests for part in without_windows(nest)]
+        nests = nests if cublas else [part for nest in nests for part in with_near_columns(nest)]
     types = {name: f"{program.types.get(name, 'float')}*" for name in program.tensors}
     arguments = [
         f"{'' if name == 'out' else 'const '}{kind} {name} = ({kind})t[{index}].data;"
@@ -136,17 +139,18 @@ def write_program(program: Program, schedule: NestSchedule) -> str:
     ]
     functions, calls, source = [], [], "x"
     for index, nest in enumerate(nests):
-        target = "out" if index == len(nests) - 1 else f"w{index}"
+        target = nest.target or ("out" if index == len(nests) - 1 else f"w{index}")
         if target != "out":
             calls += _buffer(target, prod(nest.shape), device)
         if isinstance(schedule, CpuNestSchedule):
-            head = [f"const float* a = {source};", f"{nest.code.type}* o = {target};"]
+            head = [f"const float* a = {nest.source or source};", f"{nest.code.type}* o = {target};"]
             calls += ["{", *indent([*head, *_cpu_pass(nest, schedule)]), "}"]
         else:
-            function, call = _cuda_pass(nest, schedule, f"pass{index}", source, target, types)
+            function, call = _cuda_pass(nest, schedule, f"pass{index}", nest.source or source, target, types)
             functions += function
             calls += call
-        source = target
+        types[target] = f"{nest.code.type}*"
+        source = source if nest.target else target
     used = "\n".join(calls)
     lines = [*(line for line in arguments if re.search(rf"\b{line.split()[-3]}\b", used)), *calls]
     text = "\n".join([*functions, "KERNEL(forward) {", *indent(lines), "}", ""])
@@ -373,6 +377,7 @@ def _cuda_pass(
     """
     if schedule.products == "cublas" and nest.rows == PRODUCT_ROWS:
         return [], _cublas_call(nest, source, target)
+    operands = nest.operands
     nest = merge(nest if schedule.rows > 1 else replace(nest, rows=""))
     kept = [axis for axis in nest.axes if not axis.reduced]
     reduced = [axis for axis in nest.axes if axis.reduced]
@@ -382,7 +387,7 @@ def _cuda_pass(
     tiles = {} if by_block else _tiles(nest, schedule.rows, 0)
     threads = schedule.threads
     total = prod(_count(axis, tiles) for axis in kept)
-    parameters = ["const float* a", *(f"const {types[key]} {key}" for key in nest.operands)]
+    parameters = ["const float* a", *(f"const {types[key]} {key}" for key in operands)]
     body = ["int64_t tile = blockIdx.x;"] if kept else []
     if not by_block:
         body = [f"int64_t tile = blockIdx.x * {threads}ll + threadIdx.x;", f"if (tile >= {total}) return;"]
@@ -391,7 +396,7 @@ def _cuda_pass(
         body += [_position(axis, tiles, f"(tile % {count})"), f"tile /= {count};"]
     body += _Group(nest, tiles, False, threads if by_block else 0).write()
     grid = total if by_block else -(-total // threads)
-    arguments = ", ".join([source, *nest.operands, target])
+    arguments = ", ".join([source, *operands, target])
     return (
         [
             f"__global__ void {name}({', '.join(parameters)}, {nest.code.type}* o) {{",
