@@ -38,6 +38,8 @@ FOLDS = {
 }
 # Largest stride in `a` and in operands of an axis that is computed in vectors or by neighbouring threads.
 MAX_LANE_STRIDE = 4
+# Number of terms of a partial sum in float.
+PART = 128
 # Declarations of cuBLAS, so that its headers are not needed.
 CUBLAS = """extern "C" int cublasCreate_v2(void** handle);
 extern "C" int cublasSetStream_v2(void* handle, cudaStream_t stream);
@@ -224,13 +226,15 @@ class _Group:
     """The writer of the code of one group, or of one tile of groups, of a nest.
 
     `tiles` has the sizes of tiles by axis. `simd` says whether loops are vectorised. `threads` is the number
-    of threads that share the group, and 0 if one thread computes it.
+    of threads that share the group, and 0 if one thread computes it. `parts` says whether one thread adds up
+    PART terms at a time, so that sums in float stay exact enough.
     """
 
     nest: Nest
     tiles: dict[str, int]
     simd: bool
     threads: int
+    parts: bool
 
     def over_tile(self, body: list[str]) -> list[str]:
         """Return the lines `body` for each element of the tile."""
@@ -242,11 +246,13 @@ class _Group:
                     body = ["#pragma omp simd", *body]
         return body
 
-    def over_group(self, body: list[str], clause: str, *, vector: bool) -> list[str]:
+    def over_group(
+        self, body: list[str], clause: str, *, vector: bool, around: tuple[list[str], list[str]] = ([], [])
+    ) -> list[str]:
         """Return the lines `body` for each element of each group of the tile.
 
         `clause` has the OpenMP reductions of the loop. `vector` says whether elements can be computed in any
-        order.
+        order. `around` are lines before and after each PART of the elements.
         """
         nest = self.nest
         inner = [window for window in nest.windows if set(window.factors) & set(self.tiles)]
@@ -254,7 +260,18 @@ class _Group:
         lines = _guarded(outer, self.over_tile(_guarded(inner, body)))
         reduced = [axis for axis in nest.axes if axis.reduced]
         for index, axis in enumerate(reversed(reduced)):
-            innermost = index == 0
+            innermost, name = index == 0, axis.name
+            within = prod(other.size for other in reduced[len(reduced) - index :])
+            if around[0] and within <= PART < within * axis.size:
+                step, size = PART // within, axis.size
+                lines = [
+                    f"for (int64_t {name}_q = 0; {name}_q < {size}; {name}_q += {step}) {{",
+                    f"  const int64_t end = {name}_q + {step} < {size} ? {name}_q + {step} : {size};",
+                    *indent([*around[0], f"for (int64_t {name} = {name}_q; {name} < end; ++{name}) {{"]),
+                    *indent([*indent(lines), "}", *around[1]]),
+                    "}",
+                ]
+                continue
             lines = _for(
                 axis,
                 lines,
@@ -270,7 +287,7 @@ class _Group:
         code, nest = self.nest.code, self.nest
         suffix = "".join(f"[{name}_t]" for name, size in self.tiles.items() if size > 1)
         sizes = "".join(f"[{size}]" for size in self.tiles.values() if size > 1)
-        names = [name for loop in code.loops for _, name, _ in loop.folds]
+        names = [name for loop in code.loops for _, each, _ in loop.folds for name in (each, f"{each}_part")]
         names += [name for loop in code.loops for name, _ in loop.values] + [name for name, _ in code.carry]
         count = prod(axis.size for axis in nest.axes if axis.reduced)
 
@@ -300,7 +317,17 @@ class _Group:
                 body.append(update.format(name, term))
                 clauses.setdefault(operator, []).append(name)
             clause = "".join(f" reduction({by} : {', '.join(each)})" for by, each in clauses.items())
-            lines += self.over_group([*load, *text(body)], clause, vector=True)
+            around: tuple[list[str], list[str]] = ([], [])
+            sums = [name for kind, name, _ in loop.folds if kind == "sum"]
+            in_parts = self.parts and len(sums) == len(loop.folds) and (self.tiles or not self.simd)
+            if in_parts and count > PART and not self.threads:
+                declared = [line for name in sums for line in declare("double", f"{name}_part", "0", "")]
+                around = declared, self.over_tile(text(f"{name} += {name}_part;" for name in sums))
+                body = [
+                    line.replace(f"{name} +=", f"{name}_part +=")
+                    for line, name in zip(body, sums, strict=True)
+                ]
+            lines += self.over_group([*load, *text(body)], clause, vector=True, around=around)
             if self.threads:
                 lines += [f"{name} = block_{kind}({name});" for kind, name, _ in loop.folds]
             for name, value in loop.values:
@@ -356,7 +383,7 @@ def _cpu_pass(nest: Nest, schedule: CpuNestSchedule) -> list[str]:
     nest = merge(nest if schedule.rows > 1 else replace(nest, rows=""))
     tiles = _tiles(nest, schedule.rows, schedule.lanes)
     tiles = {name: size for name, size in tiles.items() if size > 1}
-    lines = _Group(nest, tiles, schedule.loops == "simd", 0).write()
+    lines = _Group(nest, tiles, schedule.loops == "simd", 0, schedule.accumulator == "float").write()
     for axis in reversed([axis for axis in nest.axes if not axis.reduced]):
         if axis.name in tiles:
             index = f"{axis.name}_q"
@@ -394,7 +421,7 @@ def _cuda_pass(
     for axis in reversed(kept):
         count = _count(axis, tiles)
         body += [_position(axis, tiles, f"(tile % {count})"), f"tile /= {count};"]
-    body += _Group(nest, tiles, False, threads if by_block else 0).write()
+    body += _Group(nest, tiles, False, threads if by_block else 0, schedule.accumulator == "float").write()
     grid = total if by_block else -(-total // threads)
     arguments = ", ".join([source, *operands, target])
     return (

@@ -19,8 +19,8 @@ COMPOSED = [name for name, row in OPERATORS.items() if row.draw is not None]
 # Lowest and highest sizes of the dimensions of inputs, by rank. Most are no multiples of a tile.
 SIZES: dict[int, tuple[tuple[int, int], ...]] = {
     1: ((3, 70),),
-    2: ((2, 40), (2, 90)),
-    3: ((1, 4), (3, 12), (5, 70)),
+    2: ((2, 40), (2, 600)),
+    3: ((1, 4), (3, 40), (5, 300)),
     4: ((1, 3), (3, 12), (5, 24), (5, 24)),
     5: ((1, 2), (3, 8), (5, 9), (5, 9), (5, 12)),
 }
