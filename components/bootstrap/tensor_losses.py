@@ -66,6 +66,13 @@ LOSSES: dict[str, TensorOperator] = {
             further_inputs("y"),
         ),
         (
+            "kl_div_of_log",  # not composed, since its inputs are to be positive
+            'F.kl_div(torch.log(x), y, reduction="batchmean")',
+            _elements("y@ > 0 ? y@ * (vlog(y@) - vlog(v)) : 0"),
+            False,
+            None,
+        ),
+        (
             "hinge_loss",
             "torch.mean(torch.clamp(1.0 - x * y, min=0.0))",
             _elements("vmax(1 - v * y@, 0)"),

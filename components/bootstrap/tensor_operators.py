@@ -153,7 +153,7 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 PATTERNS = {name: (_pattern(row.line), _pattern(row.init)) for name, row in OPERATORS.items()}
-INPUT = re.compile(r"torch\.(randn?|randint)\((?:0, \d+, )?\(?([\d, ]+?),?\)?\)")
+INPUT = re.compile(r"torch\.(randn?\(|randint\(0, \d+, \()([\d, ]+?),?\)+(\.bool\(\))?")
 
 
 def read_program(code: str) -> Program | None:
@@ -168,7 +168,11 @@ def read_program(code: str) -> Program | None:
         return None
     found = [match for match in texts if match is not None]
     shapes = {name: ast.literal_eval(f"({match[2]},)") for name, match in zip(names, found, strict=True)}
-    types = {name: "int64_t" for name, match in zip(names, found, strict=True) if match[1] == "randint"}
+    types = {
+        name: "bool" if match[3] else "int64_t"
+        for name, match in zip(names, found, strict=True)
+        if match[1].startswith("randint")
+    }
     shape, state = shapes["x"], {}
     parts: list[Nest | Line] = []
     for line in source["lines"].splitlines():

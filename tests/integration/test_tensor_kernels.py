@@ -35,6 +35,8 @@ OTHERS = (
       for keep in (True, False)),
     ("self.norm(x)", "self.norm = nn.BatchNorm2d(6)", "torch.randn(3, 6, 7, 9)"),
     ("torch.matmul(x, y)", "", "torch.randn(30, 50), torch.randn(50, 1)"),
+    ('F.kl_div(torch.log(x), y, reduction="batchmean")', "", "torch.rand(30, 50), torch.rand(30, 50)"),
+    ("torch.cumsum(x * y, dim=1)", "", "torch.randn(9, 70), torch.randint(0, 2, (9, 70)).bool()"),
     ("torch.mean(torch.clamp(1.0 - x * y, min=0.0))", "", "torch.randn(30, 50), torch.randn(50)"),
     (
         "self.conv(x)",
