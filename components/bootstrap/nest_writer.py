@@ -38,6 +38,8 @@ FOLDS = {
 }
 # Largest stride in `a` and in operands of an axis that is computed in vectors or by neighbouring threads.
 MAX_LANE_STRIDE = 4
+# Least size of the innermost reduced axis of groups that the threads of a block share.
+MIN_SHARED = 32
 # Number of terms of a partial sum in float.
 PART = 128
 # Declarations of cuBLAS, so that its headers are not needed.
@@ -344,14 +346,16 @@ class _Group:
 def _tiles(nest: Nest, rows: int, lanes: int) -> dict[str, int]:
     """Return the sizes of the tiles of a nest by axis, none of which is larger than its axis.
 
-    The innermost kept axis has a tile of `lanes` elements if neighbours on it are near each other in all
-    tensors, and the axis `rows` of the nest has one of `rows` elements.
+    The innermost kept axis has a tile of `lanes` elements, and the axis `rows` of the nest one of `rows`
+    elements. There are no tiles if neighbours on the innermost kept axis are not near each other, because the
+    loops over the group are vectorised then. If `lanes` is 0, only the axis `rows` has a tile.
     """
     kept = [axis for axis in nest.axes if not axis.reduced]
     tiles = {axis.name: min(rows, axis.size) for axis in kept if axis.name == nest.rows and rows > 1}
-    if kept and lanes and _is_lane(nest, kept[-1]):
-        tiles[kept[-1].name] = min(lanes, kept[-1].size)
-    return tiles
+    if not lanes:
+        return tiles
+    near = kept and _is_lane(nest, kept[-1])
+    return tiles | {kept[-1].name: min(lanes, kept[-1].size)} if near else {}
 
 
 def _is_lane(nest: Nest, axis: Axis) -> bool:
@@ -399,8 +403,8 @@ def _cuda_pass(
     """Return the lines of the CUDA kernel `name` that computes a nest, and those that launch it.
 
     `source` and `target` are the variables of the tensors `a` and `o`, and `types` has the types of the
-    kernel's arguments. A group whose elements are near each other is computed by a block, and any other one
-    by a thread.
+    kernel's arguments. A group is computed by a block if it is long and its elements are near each other, and
+    any other one by a thread.
     """
     if schedule.products == "cublas" and nest.rows == PRODUCT_ROWS:
         return [], _cublas_call(nest, source, target)
@@ -408,9 +412,8 @@ def _cuda_pass(
     nest = merge(nest if schedule.rows > 1 else replace(nest, rows=""))
     kept = [axis for axis in nest.axes if not axis.reduced]
     reduced = [axis for axis in nest.axes if axis.reduced]
-    by_block = bool(
-        reduced and not nest.rows and not nest.code.carry and not (kept and _is_lane(nest, kept[-1]))
-    )
+    is_long = bool(reduced) and reduced[-1].size >= MIN_SHARED and not nest.rows and not nest.code.carry
+    by_block = is_long and not (kept and _is_lane(nest, kept[-1]))
     tiles = {} if by_block else _tiles(nest, schedule.rows, 0)
     threads = schedule.threads
     total = prod(_count(axis, tiles) for axis in kept)

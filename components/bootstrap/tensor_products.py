@@ -226,7 +226,7 @@ def _matrices(
         Axis("k", k, True, {"a": step_k, name: along}),
     ]
     code = Code((Loop((("sum", "total", f"v * {name}@"),)),), "total")
-    rows = "" if windows else PRODUCT_ROWS
+    rows = "" if windows or n == 1 else PRODUCT_ROWS
     return Nest(tuple(axes), code, out, windows, rows=rows)
 
 
