@@ -309,6 +309,11 @@ def _last(rng: random.Random, shape: Shape) -> Arguments:
     return {"size": shape[-1:] if len(shape) < 4 or rng.random() < 0.5 else shape[1:]}
 
 
+def _several(rng: random.Random, shape: Shape) -> Arguments | None:
+    """Draw the number of channels if a norm of the channels has several elements each, as torch demands."""
+    return channels(rng, shape) if prod(shape[2:] or shape[:1]) > 1 else None
+
+
 def _groups(rng: random.Random, shape: Shape) -> Arguments | None:
     counts = [count for count in (2, 4, 8) if shape[1] % count == 0 and prod(shape[1:]) > 4 * count]
     return {"groups": rng.choice(counts), "channels": shape[1]} if counts else None
@@ -332,7 +337,7 @@ for _count, _ranks in ((1, (2, 3)), (2, (4,)), (3, (5,))):
         f"batch_norm_{_count}": TensorOperator(
             "{self}(x)",
             _norm("batch"),
-            channels,
+            _several,
             f"nn.BatchNorm{_count}d({{channels}}, track_running_stats=False)",
             AFFINE,
             _ranks,
@@ -347,14 +352,14 @@ for _count, _ranks in ((1, (2, 3)), (2, (4,)), (3, (5,))):
         f"instance_norm_{_count}": TensorOperator(
             "{self}(x)",
             _norm("instance", affine=False),
-            channels,
+            _several,
             f"nn.InstanceNorm{_count}d({{channels}})",
             ranks=_ranks[-1:],
         ),
         f"affine_instance_norm_{_count}": TensorOperator(
             "{self}(x)",
             _norm("instance"),
-            channels,
+            _several,
             f"nn.InstanceNorm{_count}d({{channels}}, affine=True)",
             AFFINE,
             _ranks[-1:],

@@ -2,16 +2,20 @@
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
+from synthesis_fixtures import InProcess, parameters
 
 from components.bootstrap.demonstrations import make_demonstration
-from components.bootstrap.loop_nest import Axis, Nest, merge, over_dims, without_windows
+from components.bootstrap.loop_nest import Axis, Code, Loop, Nest, merge, over_dims, without_windows
 from components.bootstrap.nest_writer import draw_nest_schedule, write_program
 from components.bootstrap.tensor_operators import OPERATORS, read_program
 from components.core.config import resolve
+from components.core.progress import Quiet
 from components.synthesis.compose import compose_tasks, write_source
 from components.synthesis.contamination import count_subtrees, similarity
+from components.synthesis.dataset import build_dataset
 from components.synthesis.task_filter import find_label_error
 from components.synthesis.tensor_composer import Choice, estimate_seconds, fill, write_tensor_source
 
@@ -69,15 +73,12 @@ def test_sources_of_other_operators_have_no_program() -> None:
 
 
 def test_neighbouring_axes_are_joined_only_where_all_tensors_move_evenly() -> None:
-    nest = over_dims((2, 3, 5, 7), (2, 3), OPERATORS_SUM)
+    nest = over_dims((2, 3, 5, 7), (2, 3), Code((Loop((("sum", "total", "v"),)),), "total"))
     assert [(axis.size, axis.reduced) for axis in merge(nest).axes] == [(6, False), (35, True)]
     transposed = Nest(
         (Axis("i", 3, False, {"a": 1, "o": 5}), Axis("j", 5, False, {"a": 3, "o": 1})), nest.code, (3, 5)
     )
     assert len(merge(transposed).axes) == 2
-
-
-OPERATORS_SUM = program_of("sum", shape=(8, 16)).parts[0].code  # type: ignore[union-attr]
 
 
 def test_elementwise_operators_share_the_kernel_of_their_neighbour() -> None:
@@ -107,6 +108,13 @@ def test_composed_tasks_are_labelled_readable_and_within_the_window() -> None:
     assert len({name for task in tasks for name in task.ops}) > 35
     wrong = tasks[0].model_copy(update={"ops": ("conv_2", *tasks[0].ops[1:])})
     assert find_label_error(wrong.ops, wrong.data_source, wrong.code) == "conv_2 is not in the source"
+
+
+def test_a_data_set_of_them_needs_no_mined_table(tmp_path: Path) -> None:
+    params = parameters("data.operators=kernelbench", "data.eager_seconds=[1e-7, 10]")
+    summary = build_dataset(params, tmp_path / "tasks", InProcess(), Quiet())
+    assert len(summary.admitted) == params.data.tasks + params.data.held_out
+    assert all(read_program(task.code) is not None for task in summary.admitted)
 
 
 def test_a_longer_chain_differs_from_a_program_of_one_operator() -> None:
