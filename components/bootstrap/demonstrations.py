@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from components.bootstrap.kernel_writer import draw_schedule, write_kernel
-from components.bootstrap.operator_chain import read_chain
+from components.bootstrap.nest_writer import draw_nest_schedule, write_program
+from components.bootstrap.operator_chain import COLS, read_chain
 from components.bootstrap.operator_code import LIBM
+from components.bootstrap.tensor_operators import read_program
 from components.bootstrap.tokenizer import Message
 from components.core.records import Device
 from components.core.stage_params import Coldstart
@@ -198,12 +200,16 @@ def _balanced(kernel: str) -> bool:
 def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) -> tuple[str, bool]:
     """Return a kernel with a random schedule for a composed task, and whether it is right.
 
-    It is made wrong with the probability `wrong_share`. Raises ValueError if `code` is no composed task.
+    It is made wrong with the probability `wrong_share`. Raises ValueError if `code` is no composed task. A
+    chain of core operators has inputs of two dimensions, the second of which is one of COLS.
     """
-    chain = read_chain(code)
-    if chain is None:
+    chain, program = read_chain(code), read_program(code)
+    if chain is not None and (program is None or program.shape[1:] in [(cols,) for cols in COLS]):
+        kernel = write_kernel(chain, draw_schedule(rng, device))
+    elif program is not None:
+        kernel = write_program(program, draw_nest_schedule(rng, device))
+    else:
         raise ValueError("demonstrations are written for composed tasks only")
-    kernel = write_kernel(chain, draw_schedule(rng, device))
     if rng.random() < wrong_share:
         return mutate(kernel, rng), False
     return kernel, True

@@ -56,8 +56,11 @@ SHUFFLE = "__shfl_xor_sync(0xffffffff, v, k)"
 COMBINE = {
     "sum": "part[threadIdx.x] + part[threadIdx.x + k]",
     "max": "fmaxf(part[threadIdx.x], part[threadIdx.x + k])",
+    "min": "fminf(part[threadIdx.x], part[threadIdx.x + k])",
+    "prod": "part[threadIdx.x] * part[threadIdx.x + k]",
 }
 LANE = {"sum": f"v + {SHUFFLE}", "max": f"fmaxf(v, {SHUFFLE})"}
+LANE |= {"min": f"fminf(v, {SHUFFLE})", "prod": f"v * {SHUFFLE}"}
 # Types of vec.h, by dtype.
 VEC_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 # Lines of a kernel, and the line that launches it.
@@ -383,6 +386,23 @@ def separate_kernels(chain: OperatorChain, threads: int) -> list[Kernel]:
     return kernels
 
 
+def block_functions(body: str, threads: int, combine: str) -> list[str]:
+    """Return the device functions that `body` calls to combine a value of each of a block's threads."""
+    template = WARP_OPERATION if combine == "shuffle" else BLOCK_OPERATION
+    return [
+        template.format(
+            name=name,
+            combine=COMBINE[name],
+            lane=LANE[name],
+            threads=threads,
+            half=threads // 2,
+            warps=threads // 32,
+        )
+        for name in COMBINE
+        if f"block_{name}(" in body
+    ]
+
+
 def write_cuda_kernel(chain: OperatorChain, schedule: CudaSchedule) -> str:
     """Return the text of kernels/forward.cu for the chain according to the schedule."""
     threads = schedule.threads
@@ -394,18 +414,6 @@ def write_cuda_kernel(chain: OperatorChain, schedule: CudaSchedule) -> str:
         is_wide = schedule.width == 4 and chain.dtype == "float32"
         kernels = [(float4_kernel if is_wide else element_kernel)(chain, threads)]
     body = "\n".join(line for kernel, _ in kernels for line in kernel)
-    template = WARP_OPERATION if schedule.combine == "shuffle" else BLOCK_OPERATION
-    functions = [
-        template.format(
-            name=name,
-            combine=COMBINE[name],
-            lane=LANE[name],
-            threads=threads,
-            half=threads // 2,
-            warps=threads // 32,
-        )
-        for name in ("sum", "max")
-        if f"block_{name}(" in body
-    ]
+    functions = block_functions(body, threads, schedule.combine)
     lines = [*functions, body, "KERNEL(forward) {", *(call for _, call in kernels), "}"]
     return "\n".join(['#include "binding_registry.h"', '#include "vec.h"', *lines, ""])

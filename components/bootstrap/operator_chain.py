@@ -142,9 +142,9 @@ PATTERNS = {
 SOURCE = re.compile(
     re.escape(TASK_LAYOUT)
     .replace(r"\{init\}", r"(?P<init>(?:.+\n)*)")
-    .replace(r"\{arguments\}", r"(?P<arguments>x|x, y)")
+    .replace(r"\{arguments\}", r"(?P<arguments>x|x, y|x, y, z)")
     .replace(r"\{lines\}", r"(?P<lines>(?:.+\n)*.+)")
-    .replace(r"\{inputs\}", r".*")
+    .replace(r"\{inputs\}", r"(?P<inputs>.*)")
 )
 # Pattern of a line of the constructor that creates a parameter or a norm.
 PARAMETER = re.compile(

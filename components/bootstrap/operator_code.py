@@ -177,7 +177,13 @@ ALGORITHMS = {
     },
 }
 # Functions of libm, by the names of the functions of vec.h that compute the same.
-LIBM = {"vexp": "std::exp", "vlog1p": "std::log1p", "vtanh": "std::tanh", "verf": "std::erf"}
+LIBM = {
+    "vexp": "std::exp",
+    "vlog": "std::log",
+    "vlog1p": "std::log1p",
+    "vtanh": "std::tanh",
+    "verf": "std::erf",
+}
 LIBM |= {"vsqrt": "std::sqrt", "vabs": "std::fabs", "vmax": "std::fmax", "vmin": "std::fmin"}
 
 

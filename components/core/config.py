@@ -244,7 +244,7 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
             "needs the measurement; set data.headroom to true as well",
         ),
         (
-            data.composer and data.operators == "core",
+            data.composer and data.operators in ("core", "kernelbench"),
             "data.composer",
             "asks for mined operators; set data.operators to torch as well",
         ),

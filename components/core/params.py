@@ -46,9 +46,9 @@ class Data(FrozenModel):
         "seed that decides which sequences of operators are held out; keep it while data.seed changes from "
         "night to night"
     )
-    operators: Literal["core", "torch", "all"] = result(
-        "what tasks are made of: core (a small table that a policy from scratch knows), "
-        "torch (mined from it), all (and transformers)"
+    operators: Literal["core", "kernelbench", "torch", "all"] = result(
+        "what tasks are made of: core (a small table that a policy from scratch knows), kernelbench (the "
+        "kinds of operators of its levels 1 and 2), torch (mined from it), all (and transformers)"
     )
     transformers_share: Share = result(
         "share of tasks that are a module of transformers; counts where data.operators is all"

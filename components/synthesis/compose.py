@@ -289,9 +289,18 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
 
 
 def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:
-    """Yield composed tasks without end. Equal arguments give equal tasks."""
+    """Yield composed tasks without end. Equal arguments give equal tasks.
+
+    The tasks are made of the core operators, or of tensor operators (tensor_composer.py) if data.operators is
+    `kernelbench`.
+    """
+    compose: Callable[[random.Random, Data, Device], KernelTask] = compose_task
+    if data.operators == "kernelbench":
+        from components.synthesis.tensor_composer import compose_tensor_task
+
+        compose = compose_tensor_task
     rng = random.Random(seed)
-    tasks = (compose_task(rng, data, device) for _ in itertools.count())
+    tasks = (compose(rng, data, device) for _ in itertools.count())
     return map(cast_task, tasks, draw_dtypes(seed, data.half_share))
 
 

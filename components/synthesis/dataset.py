@@ -44,16 +44,16 @@ def build_dataset(
 
     The files are tasks.parquet, rejected.parquet, metrics.json, plots/*.csv and README.md. Equal parameters
     and verdicts give an equal data set, whatever the order of the verdicts is. `seeds` is the folder with the
-    table of mined operators, which is not needed if data.operators is `core`. If data.composer names a server
-    of a language model, its answers are stored in the folder `answers` beside `seeds`. Raises UserError if
-    data.against cannot be read, if too many candidates in a row are refused, if the composer finds nothing
-    new, or if `out` contains another data set. Raises InfrastructureError if the judge fails.
+    table of mined operators, which is needed if data.operators is `torch` or `all`. If data.composer names a
+    server of a language model, its answers are stored in the folder `answers` beside `seeds`. Raises
+    UserError if data.against cannot be read, if too many candidates in a row are refused, if the composer
+    finds nothing new, or if `out` contains another data set. Raises InfrastructureError if the judge fails.
     """
     check_output_folder(out)
     data = params.data
     builder = DatasetBuilder(params, pool, progress, task_quotas(data))
     source: Iterator[TaskCandidate]
-    if data.operators == "core":
+    if data.operators in ("core", "kernelbench"):
         source = (TaskCandidate(task) for task in compose_tasks(data.seed, data, params.device))
     else:
         if seeds is None:

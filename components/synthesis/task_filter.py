@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from components.bootstrap.operator_chain import BY_NAME, canonical
+from components.bootstrap.tensor_operators import uses_operator
 from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.core.params import Data
@@ -178,6 +179,6 @@ def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:
             line = re.escape("".join(BY_NAME[name].line.split()))
             if re.search(re.sub(r"\\\{\d\\\}", r"[-\\d.e]+", line), text):
                 continue
-        if canonical(f".{name}") not in used:
+        if canonical(f".{name}") not in used and not uses_operator(code, name):
             return f"{name} is not in the source"
     return ""

@@ -1,0 +1,346 @@
+"""Loop nests over the axes of tensors, which describe what one kernel or one pass over the memory computes.
+
+A nest reads the main tensor `a` and further operands and writes the tensor `o`. It has kept axes, over which
+the elements or groups of `o` are spread, and reduced axes, over which the loops of one group go. Sums,
+products of matrices, convolutions, pooling, norms and scans differ only in their axes and in their `Code`.
+The text of the kernels is written by nest_writer.py.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+# Name of the axis `rows` of a product of matrices.
+PRODUCT_ROWS = "i"
+Shape = tuple[int, ...]
+# Strides by the name of a tensor; a tensor that an axis does not move has none.
+Strides = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a nest: its size, whether it is reduced, and by how many elements it moves each tensor."""
+
+    name: str
+    size: int
+    reduced: bool
+    strides: Strides
+
+
+@dataclass(frozen=True)
+class Window:
+    """An index that follows from several axes, and outside of which nothing is added.
+
+    The index is `offset` plus each axis times its factor in `factors`, divided by `divisor`. Only positions
+    at which the division leaves no remainder and the index is from 0 to `size` - 1 are computed. `stride` is
+    that of the index in the tensor `a`.
+    """
+
+    name: str
+    factors: dict[str, int]
+    offset: int
+    divisor: int
+    size: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop over the reduced axes of a group.
+
+    `folds` has the kind (sum, prod, max or min), the variable and the C++ expression of each value that is
+    accumulated. `values` has variables and expressions that are computed after the loop.
+    """
+
+    folds: tuple[tuple[str, str, str], ...]
+    values: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Code:
+    """C++ code of an operator on groups of elements.
+
+    The loops are followed by the expression `result` if the operator returns one value for each group, and
+    otherwise by the lines `apply` for every element `v`. In the code, `NAME@` is the element of the operand
+    NAME, and COUNT the number of elements of a group. `carry` has variables, with their first values, that
+    the lines `apply` pass on from one element to the next; `backwards` says that they begin with the last.
+    """
+
+    loops: tuple[Loop, ...] = ()
+    result: str = ""
+    apply: tuple[str, ...] = ()
+    carry: tuple[tuple[str, str], ...] = ()
+    backwards: bool = False
+    # C++ type of the elements of `o`.
+    type: str = "float"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A C++ line that changes an element `v`, and the name and the shape of its operand, if it has one."""
+
+    text: str
+    operand: str = ""
+    shape: Shape = ()
+
+
+@dataclass(frozen=True)
+class Nest:
+    """A loop nest, whose output has the shape `shape`.
+
+    The lines `before` change each element of `a` when it is read, and the lines `after` each element of `o`
+    before it is written. `start` is the index of the first element of `a`. `rows` is the kept axis of which a
+    thread computes several elements at once, because they share elements of `a` or of an operand; it is empty
+    if no axis is such.
+    """
+
+    axes: tuple[Axis, ...]
+    code: Code
+    shape: Shape
+    windows: tuple[Window, ...] = ()
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    rows: str = ""
+    start: int = 0
+    # Names of the tensors `a` and `o` of a nest that copies an operand of the next nest.
+    source: str = ""
+    target: str = ""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Return the names of the operands, without `a` and `o`, in a fixed order."""
+        return tuple(sorted({name for axis in self.axes for name in axis.strides} - {"a", "o"}))
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Return whether each element of `o` is computed from one element of `a`."""
+        return self.code == Code()
+
+    @property
+    def reads_once(self) -> bool:
+        """Return whether every axis moves `a`, so that no element of it is read by several groups."""
+        return not self.windows and all(axis.strides.get("a") or axis.size == 1 for axis in self.axes)
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    return tuple(prod(shape[index + 1 :]) for index in range(len(shape)))
+
+
+def broadcast(shape: Shape, stride: int, following: Shape) -> int:
+    """Return the stride in a contiguous operand of an axis with the stride `stride` in another tensor.
+
+    The operand has the shape `shape`, and `following` is the shape of the other tensor, with which the
+    operand is broadcast. Dimensions of the operand with more than one element must be neighbours.
+    """
+    padded = (1,) * (len(following) - len(shape)) + shape
+    last = max((index for index, size in enumerate(padded) if size > 1), default=len(padded) - 1)
+    inner = prod(following[last + 1 :])
+    return 0 if not stride or stride % (inner * prod(shape)) == 0 else stride // inner
+
+
+def attach(nest: Nest, line: Line, *, tensor: str, following: Shape) -> Nest:
+    """Return the nest with a line for each element of `tensor`, which is `a` or `o` and has this shape."""
+    axes = nest.axes
+    if line.operand:
+        axes = tuple(
+            replace(
+                axis,
+                strides=axis.strides
+                | {line.operand: broadcast(line.shape, axis.strides.get(tensor, 0), following)},
+            )
+            for axis in axes
+        )
+    text = (line.text,) if line.text else ()
+    if tensor == "a":
+        return replace(nest, axes=axes, before=nest.before + text)
+    return replace(nest, axes=axes, after=nest.after + text)
+
+
+def over_dims(
+    shape: Shape, dims: Iterable[int], code: Code, *, keepdim: bool = False, lines: Sequence[Line] = ()
+) -> Nest:
+    """Return a nest in which `dims` of a contiguous tensor are reduced.
+
+    If the code has a result, the output has no such dimensions, or has them with size 1 if `keepdim` is true;
+    otherwise it has the shape of the input. `lines` are added for each element of the input, and follow the
+    code's own lines if it has no result.
+    """
+    reduced = {dim % len(shape) for dim in dims}
+    kept = tuple(1 if index in reduced else size for index, size in enumerate(shape))
+    outer = strides_of(kept if code.result else shape)
+    axes = tuple(
+        Axis(
+            f"d{index}",
+            size,
+            index in reduced,
+            {"a": stride, "o": 0 if code.result and index in reduced else outer[index]},
+        )
+        for index, (size, stride) in enumerate(zip(shape, strides_of(shape), strict=True))
+    )
+    if code.result and not keepdim:
+        kept = tuple(size for index, size in enumerate(shape) if index not in reduced)
+    nest = Nest(axes, code, kept if code.result else shape)
+    for line in lines:
+        nest = attach(nest, line, tensor="a" if code.result else "o", following=shape)
+    return nest
+
+
+def elementwise_nest(shape: Shape) -> Nest:
+    """Return a nest that copies a contiguous tensor, to which lines can be attached."""
+    return over_dims(shape, (), Code())
+
+
+@dataclass(frozen=True)
+class Slide:
+    """How a kernel slides over one spatial dimension, with the names of torch's arguments.
+
+    `padding` is the number of elements that are missing before the first. In a transposed convolution, the
+    stride is that of the input's elements in the output.
+    """
+
+    size: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int = 1
+    transposed: bool = False
+    output_padding: int = 0
+
+    @property
+    def out(self) -> int:
+        """Return the number of positions of the output."""
+        reach = self.dilation * (self.kernel - 1)
+        if self.transposed:
+            return (self.size - 1) * self.stride - 2 * self.padding + reach + self.output_padding + 1
+        return (self.size + 2 * self.padding - reach - 1) // self.stride + 1
+
+    def window(self, index: int, stride: int) -> Window:
+        """Return the window over the input, with `stride` in it, of the axes `p` and `k` with this index."""
+        position, tap = f"p{index}", f"k{index}"
+        if self.transposed:
+            factors = {position: 1, tap: -self.dilation}
+            return Window(f"h{index}", factors, self.padding, self.stride, self.size, stride)
+        factors = {position: self.stride, tap: self.dilation}
+        return Window(f"h{index}", factors, -self.padding, 1, self.size, stride)
+
+
+def sliding(slides: Sequence[Slide], lead: Sequence[Axis], taps: Strides, code: Code, shape: Shape) -> Nest:
+    """Return a nest that slides a kernel over the last dimensions of `a`.
+
+    `lead` are the axes before, and `taps` the strides of the whole kernel in the operands. `shape` is the
+    shape of the output.
+    """
+    sizes, outs = [slide.size for slide in slides], [slide.out for slide in slides]
+    inputs, outputs, kernel = (strides_of(part) for part in (sizes, outs, [slide.kernel for slide in slides]))
+    positions = [Axis(f"p{i}", outs[i], False, {"o": outputs[i]}) for i in range(len(slides))]
+    axes = [
+        Axis(f"k{i}", slide.kernel, True, {name: step * kernel[i] for name, step in taps.items()})
+        for i, slide in enumerate(slides)
+    ]
+    windows = []
+    for i, slide in enumerate(slides):
+        window = slide.window(i, inputs[i])
+        if slide.padding or slide.transposed:
+            windows.append(window)
+        else:
+            for group in (positions, axes):
+                factor = window.factors[group[i].name] * window.stride
+                group[i] = replace(group[i], strides=group[i].strides | {"a": factor})
+    return Nest((*lead, *positions, *axes), code, shape, tuple(windows))
+
+
+def without_windows(nest: Nest) -> list[Nest]:
+    """Return a nest that copies `a` between zeros, and the nest on this copy, which has no windows.
+
+    The result is the nest alone if it is not a convolution with windows.
+    """
+    if not nest.windows or not nest.operands or not all(window.stride for window in nest.windows):
+        return [nest]
+    spans = {axis.name: axis.size - 1 for axis in nest.axes}
+    lows, sizes = {}, []
+    for window in nest.windows:
+        ends = [spans[name] * factor for name, factor in window.factors.items()]
+        lows[window.name] = sum(min(end, 0) for end in ends)
+        sizes.append(sum(map(abs, ends)) + 1)
+    moved = [axis for axis in nest.axes if axis.strides.get("a")]
+    shape = (*(axis.size for axis in moved), *sizes)
+    steps = strides_of(shape)
+    places = dict(zip([axis.name for axis in moved], steps, strict=False))
+    strides = dict(zip(lows, steps[len(moved) :], strict=True))
+    lead = [
+        Axis(axis.name, axis.size, False, {"a": axis.strides["a"], "o": places[axis.name]}) for axis in moved
+    ]
+    stretched = [
+        Axis(f"q{i}", size, False, {"o": step})
+        for i, (size, step) in enumerate(zip(sizes, strides.values(), strict=True))
+    ]
+    windows = tuple(
+        replace(window, factors={f"q{i}": 1}, offset=window.offset + lows[window.name])
+        for i, window in enumerate(nest.windows)
+    )
+    copy = Nest((*lead, *stretched), Code((Loop((("sum", "total", "v"),)),), "total"), shape, windows)
+    for window in nest.windows:
+        places |= {name: factor * strides[window.name] for name, factor in window.factors.items()}
+    axes = [
+        replace(axis, strides=axis.strides | ({"a": places[axis.name]} if axis.name in places else {}))
+        for axis in nest.axes
+    ]
+    start = -sum(low * strides[name] for name, low in lows.items())
+    return [copy, replace(nest, axes=tuple(axes), windows=(), start=start)]
+
+
+def with_near_columns(nest: Nest) -> list[Nest]:
+    """Return a nest that copies the second factor of a product, and the product with this copy.
+
+    In the copy, neighbouring columns are neighbours in memory. The result is the nest alone if it is no
+    product of matrices, or if they are so already.
+    """
+    axes = {axis.name: axis for axis in nest.axes}
+    if nest.rows != PRODUCT_ROWS:
+        return [nest]
+    name = next(key for key in nest.operands if axes["k"].strides.get(key))
+    if axes["j"].strides[name] == 1:
+        return [nest]
+    moved = sorted((axis for axis in nest.axes if axis.strides.get(name)), key=lambda axis: axis.name == "j")
+    shape, copied = tuple(axis.size for axis in moved), f"{name}_columns"
+    steps = {axis.name: step for axis, step in zip(moved, strides_of(shape), strict=True)}
+    copy = Nest(
+        tuple(
+            Axis(axis.name, axis.size, False, {"a": axis.strides[name], "o": steps[axis.name]})
+            for axis in moved
+        ),
+        Code(),
+        shape,
+        source=name,
+        target=copied,
+    )
+    code = Code((Loop((("sum", "total", f"v * {copied}@"),)),), "total")
+    strides = [
+        {key: step for key, step in axis.strides.items() if key != name}
+        | ({copied: steps[axis.name]} if axis.name in steps else {})
+        for axis in nest.axes
+    ]
+    moved_axes = (replace(axis, strides=step) for axis, step in zip(nest.axes, strides, strict=True))
+    return [copy, replace(nest, axes=tuple(moved_axes), code=code)]
+
+
+def merge(nest: Nest) -> Nest:
+    """Return the nest with neighbouring axes joined where every tensor moves as with one axis."""
+    fixed = {name for window in nest.windows for name in window.factors} | {nest.rows}
+    axes: list[Axis] = []
+    for axis in [axis for axis in nest.axes if axis.size > 1 or axis.name in fixed]:
+        last = axes[-1] if axes else None
+        if (
+            last is not None
+            and last.reduced == axis.reduced
+            and not {last.name, axis.name} & fixed
+            and all(
+                last.strides.get(name, 0) == axis.strides.get(name, 0) * axis.size
+                for name in {*last.strides, *axis.strides}
+            )
+        ):
+            axes[-1] = replace(axis, size=last.size * axis.size)
+        else:
+            axes.append(axis)
+    return replace(nest, axes=tuple(axes))

@@ -1,0 +1,116 @@
+"""Tensor operators that return one number: the losses."""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+from components.bootstrap.loop_nest import Code, Loop, Shape, over_dims
+from components.bootstrap.operator_chain import PALETTE, SLOPES
+from components.bootstrap.tensor_operator import Parts, TensorOperator, further_inputs
+from components.bootstrap.tensor_reductions import TOP, reduction_of, sum_of
+
+
+def _loss(code: Code, *, elements: bool = True) -> Callable[..., Parts]:
+    """Return the builder of a loss: one value for each row by the code, and the sum of these over a count.
+
+    The count is that of all elements if `elements` is true, and else that of rows.
+    """
+
+    def build(shape: Shape, inputs: dict[str, Shape], name: str, **numbers: Any) -> Parts:
+        rows, total = shape[0], prod(shape) if elements else shape[0]
+        (nest,) = reduction_of(code)(
+            shape,
+            {key: of if len(of) > 1 or elements else (*of, 1) for key, of in inputs.items()},
+            name,
+            dim=tuple(range(1, len(shape))),
+            **numbers,
+        )
+        mean = Code((sum_of("total", "v"),), f"total / {total}.0f")
+        return [nest, over_dims((rows,), (0,), mean)]
+
+    return build
+
+
+def _elements(term: str) -> Code:
+    return Code((sum_of("total", term),), "total")
+
+
+_D = "(v - y@)"
+_ANY_RANK = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "hinge_loss")
+LOSSES: dict[str, TensorOperator] = {
+    name: TensorOperator(
+        line, _loss(code, elements=elements), draw, ranks=(2, 3, 4, 5) if name in _ANY_RANK else (2,)
+    )
+    for name, line, code, elements, draw in (
+        ("mse_loss", "F.mse_loss(x, y)", _elements(f"{_D} * {_D}"), True, further_inputs("y")),
+        ("l1_loss", "F.l1_loss(x, y)", _elements(f"vabs{_D}"), True, further_inputs("y")),
+        (
+            "smooth_l1_loss",
+            "F.smooth_l1_loss(x, y)",
+            _elements(f"vabs{_D} < 1 ? 0.5f * {_D} * {_D} : vabs{_D} - 0.5f"),
+            True,
+            further_inputs("y"),
+        ),
+        (
+            "huber_loss",
+            "F.huber_loss(x, y, delta={delta})",
+            _elements(f"vabs{_D} < <delta> ? 0.5f * {_D} * {_D} : <delta> * (vabs{_D} - 0.5f * <delta>)"),
+            True,
+            further_inputs("y", delta=SLOPES),
+        ),
+        (
+            "kl_div",
+            'F.kl_div(x, y, reduction="batchmean", log_target=True)',
+            _elements("vexp(y@) * (y@ - v)"),
+            False,
+            further_inputs("y"),
+        ),
+        (
+            "kl_div_of_log",  # not composed, since its inputs are to be positive
+            'F.kl_div(torch.log(x), y, reduction="batchmean")',
+            _elements("y@ > 0 ? y@ * (vlog(y@) - vlog(v)) : 0"),
+            False,
+            None,
+        ),
+        (
+            "hinge_loss",
+            "torch.mean(torch.clamp(1.0 - x * y, min=0.0))",
+            _elements("vmax(1 - v * y@, 0)"),
+            True,
+            further_inputs("y"),
+        ),
+        (
+            "cross_entropy",
+            "F.cross_entropy(x, y)",
+            Code(
+                (
+                    TOP,
+                    Loop(
+                        (("sum", "total", "vexp(v - top)"), ("sum", "chosen", "<axis> == y@ ? v : 0")),
+                        (("level", "std::log(total)"),),
+                    ),
+                ),
+                "top - chosen + level",
+            ),
+            False,
+            lambda rng, shape: {"inputs": {"y": shape[:1]}, "classes": shape[1]},
+        ),
+        (
+            "triplet_margin_loss",
+            "F.triplet_margin_loss(x, y, z, margin={margin})",
+            Code(
+                (
+                    Loop(
+                        (
+                            ("sum", "near", "(v - y@ + 1e-6f) * (v - y@ + 1e-6f)"),
+                            ("sum", "far", "(v - z@ + 1e-6f) * (v - z@ + 1e-6f)"),
+                        )
+                    ),
+                ),
+                "vmax(std::sqrt(near) - std::sqrt(far) + <margin>, 0)",
+            ),
+            False,
+            further_inputs("y", "z", margin=PALETTE),
+        ),
+    )
+}

@@ -1,0 +1,224 @@
+"""The tensor operators: a table of what single operators and short chains of KernelBench's kind are made of.
+
+Each row has the operator's line in the layout of composed tasks (TASK_LAYOUT), the loop nests that compute
+it, and the arguments that a composer draws for it. `read_program` reads a source in that layout, and
+nest_writer.py writes its kernels. Inputs have any rank, and dimensions any size. The rows of elementwise
+operators are below, and the others in tensor_reductions.py, tensor_losses.py and tensor_products.py.
+"""
+
+import ast
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from components.bootstrap.loop_nest import Line, Nest, Shape
+from components.bootstrap.operator_chain import CORE_OPERATORS, PALETTE, SLOPES, SOURCE
+from components.bootstrap.operator_code import ELEMENTWISE
+from components.bootstrap.tensor_losses import LOSSES
+from components.bootstrap.tensor_operator import (
+    ALL_RANKS,
+    Arguments,
+    Parts,
+    TensorOperator,
+    channels,
+    constants_of,
+    same_shape,
+)
+from components.bootstrap.tensor_products import PRODUCTS, SLIDING
+from components.bootstrap.tensor_reductions import ALONG, NORMS, REDUCTIONS
+
+
+@dataclass(frozen=True)
+class Program:
+    """The computation of a task: its nests and lines, the shape of its first input, and its tensors.
+
+    `tensors` has the names of the kernel's arguments in their order, and `types` the C++ types of those that
+    are not float.
+    """
+
+    parts: tuple[Nest | Line, ...]
+    shape: Shape
+    tensors: tuple[str, ...]
+    types: dict[str, str]
+
+
+# --- elementwise operators ----------------------------------------------------------------------------------
+
+
+def _line(code: str, operand: str = "") -> Callable[..., Parts]:
+    """Return the builder of an elementwise operator with this C++ line.
+
+    In the line, `{NAME}` is a constant and `NAME@` the operand: an input, or a parameter, whose name begins
+    with `self`.
+    """
+
+    def build(shape: Shape, inputs: dict[str, Shape], name: str, **constants: Any) -> Parts:
+        of = constants.pop("size", constants.pop("channels", inputs.get(operand, ())))
+        if isinstance(of, int):
+            of = (of, *(1,) * (len(shape) - 2))
+        values = {key: f"{float(value)!r}f" for key, value in constants.items()}
+        text = re.sub(r"\{(\w+)\}f?", lambda match: values[match[1]], code)
+        own = f"{name}{operand.removeprefix('self')}" if operand.startswith("self") else operand
+        return [Line(text.replace(f"{operand}@", f"{own}@") if operand else text, own, of)]
+
+    return build
+
+
+def _parameter(rng: random.Random, shape: Shape) -> Arguments:
+    """Draw the shape of a parameter: of the channels of images, or of the last dimension of rows."""
+    return {"size": (shape[1], *(1,) * (len(shape) - 2)) if len(shape) > 3 else (shape[-1],)}
+
+
+_PARAMETER = "nn.Parameter(torch.randn({size}))"
+LINES: dict[str, TensorOperator] = {
+    core.name: TensorOperator(
+        re.sub(r"\{(\d)\}", r"{c\1}", core.line),
+        _line(re.sub(r"\{(\d)\}", r"{c\1}", ELEMENTWISE[core.name])),
+        constants_of(**{f"c{index}": palette for index, palette in enumerate(core.constants)}),
+        ranks=ALL_RANKS,
+    )
+    for core in CORE_OPERATORS
+    if core.kind == "elementwise"
+}
+LINES |= {
+    name: TensorOperator(line, _line(code), constants_of(**palettes), ranks=ALL_RANKS)
+    for name, line, code, palettes in (
+        (
+            "selu",
+            "F.selu(x)",
+            "v = 1.05070099f * (v < 0 ? 1.67326324f * (vexp(v) - 1) : v);",
+            {},
+        ),
+        ("celu", "F.celu(x, alpha={a})", "v = v < 0 ? {a} * (vexp(v / {a}) - 1) : v;", {"a": SLOPES}),
+        ("hardtanh", "F.hardtanh(x)", "v = vmin(vmax(v, -1), 1);", {}),
+        ("hardshrink", "F.hardshrink(x, {a})", "v = vabs(v) > {a} ? v : 0;", {"a": SLOPES}),
+        (
+            "gelu_tanh",
+            'F.gelu(x, approximate="tanh")',
+            "v = v * (1 + vtanh(0.79788456f * (v + 0.044715f * v * v * v))) / 2;",
+            {},
+        ),
+        ("div_constant", "x / {a}", "v = v / {a};", {"a": PALETTE}),
+        ("sub_constant", "x - {a}", "v = v - {a};", {"a": PALETTE}),
+        ("clamp_min", "torch.clamp(x, min={a})", "v = vmax(v, {a});", {"a": SLOPES}),
+        ("sin", "torch.sin(x)", "v = std::sin(v);", {}),
+        ("cos", "torch.cos(x)", "v = std::cos(v);", {}),
+        ("exp_of_minus_abs", "torch.exp(-torch.abs(x))", "v = vexp(-vabs(v));", {}),
+    )
+}
+LINES |= {
+    name: TensorOperator(f"x {sign} {{self}}", _line(code, "self"), _parameter, _PARAMETER, ("",), ALL_RANKS)
+    for name, sign, code in (
+        ("bias", "+", "v = v + self@;"),
+        ("minus_bias", "-", "v = v - self@;"),
+        ("scaling", "*", "v = v * self@;"),
+    )
+}
+LINES |= {
+    name: TensorOperator(f"x {sign} y", _line(code, "y"), same_shape, ranks=ALL_RANKS)
+    for name, sign, code in (
+        ("add_input", "+", "v = v + y@;"),
+        ("mul_input", "*", "v = v * y@;"),
+        ("sub_input", "-", "v = v - y@;"),
+    )
+}
+LINES["prelu"] = TensorOperator(
+    "{self}(x)",
+    _line("v = v < 0 ? v * self_weight@ : v;", "self_weight"),
+    channels,
+    "nn.PReLU({channels})",
+    ("_weight",),
+)
+
+OPERATORS = LINES | REDUCTIONS | ALONG | NORMS | LOSSES | SLIDING | PRODUCTS
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    """Return the pattern of a line or a statement, with a group for each field."""
+    seen: set[str] = set()
+
+    def group(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in seen:
+            return f"(?P={name})"
+        seen.add(name)
+        return rf"(?P<{name}>self[.]\w+)" if name == "self" else f"(?P<{name}>.+?)"
+
+    return re.compile(re.sub(r"\\\{(\w+)\\\}", group, re.escape(template)))
+
+
+PATTERNS = {name: (_pattern(row.line), _pattern(row.init)) for name, row in OPERATORS.items()}
+INPUT = re.compile(r"torch\.(randn?\(|randint\(0, \d+, \()([\d, ]+?),?\)+(\.bool\(\))?")
+
+
+def read_program(code: str) -> Program | None:
+    """Return the program of a source in the layout of composed tasks, or None for another source."""
+    source = SOURCE.fullmatch(code)
+    if source is None:
+        return None
+    names = source["arguments"].split(", ")
+    texts = [INPUT.fullmatch(text) for text in re.split(r", (?=torch\.)", source["inputs"])]
+    created = dict(line.strip().split(" = ", 1) for line in source["init"].splitlines() if " = " in line)
+    if None in texts or len(texts) != len(names):
+        return None
+    found = [match for match in texts if match is not None]
+    shapes = {name: ast.literal_eval(f"({match[2]},)") for name, match in zip(names, found, strict=True)}
+    types = {
+        name: "bool" if match[3] else "int64_t"
+        for name, match in zip(names, found, strict=True)
+        if match[1].startswith("randint")
+    }
+    shape, state = shapes["x"], {}
+    parts: list[Nest | Line] = []
+    for line in source["lines"].splitlines():
+        step = _read_operator(line.strip().removeprefix("x = "), created)
+        if step is None:
+            return None
+        operator, attribute, arguments = step
+        name = attribute.removeprefix("self.")
+        new = operator.build(shape, {key: of for key, of in shapes.items() if key != "x"}, name, **arguments)
+        state[attribute] = [
+            f"{name}{end}" for end in operator.state if end != "_bias" or arguments.get("bias", True)
+        ]
+        parts += new
+        for part in new:
+            if isinstance(part, Nest):
+                shape = part.shape
+                types |= {"out": part.code.type} if part.code.type != "float" else {}
+    direct = sorted(created, key=lambda key: not created[key].startswith("nn.Parameter"))
+    tensors = (*names, *(entry for key in direct for entry in state.get(key, ())), "out")
+    return Program(tuple(parts), shapes["x"], tensors, types)
+
+
+def uses_operator(code: str, name: str) -> bool:
+    """Return whether a line of a source is that of the tensor operator `name`."""
+    line, init = PATTERNS.get(name, (None, None))
+    texts = [text.strip().partition(" = ")[2] for text in code.splitlines()]
+    return all(any(map(pattern.fullmatch, texts)) for pattern in (line, init) if pattern) and line is not None
+
+
+def _read_operator(line: str, created: dict[str, str]) -> tuple[TensorOperator, str, Arguments] | None:
+    """Return the row, the attribute and the arguments of a line, or None if it is not that of an operator.
+
+    `created` has the statements of the constructor by attribute.
+    """
+    for name, (pattern, init) in PATTERNS.items():
+        match = pattern.fullmatch(line)
+        if match is None:
+            continue
+        values = match.groupdict()
+        attribute = values.pop("self", "")
+        made = init.fullmatch(created.get(attribute, ""))
+        if made is None:
+            continue
+        try:
+            arguments = {key: ast.literal_eval(text) for key, text in {**values, **made.groupdict()}.items()}
+        except (ValueError, SyntaxError):
+            continue
+        return OPERATORS[name], attribute, arguments
+    return None

@@ -1,0 +1,204 @@
+"""Composition of tasks of the kinds of KernelBench's levels 1 and 2 from the tensor operators.
+
+A task is a single operator of components/bootstrap/tensor_operators.py or a short chain of them, on inputs of
+any rank, whose sizes are often no powers of two. The kernel writer can write kernels for all of these tasks.
+A chain becomes a task only if its output on a small input varies, and changes when any operator is left out.
+"""
+
+import random
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from components.bootstrap.loop_nest import Nest, Shape
+from components.bootstrap.operator_chain import TASK_LAYOUT
+from components.bootstrap.tensor_operator import Arguments
+from components.bootstrap.tensor_operators import LINES, OPERATORS, read_program
+from components.core.params import Data
+from components.core.records import Device
+from components.core.task import KernelTask
+from components.synthesis.compose import composed_task, draw_weighted, passes_ablation
+
+# Sizes that the dimensions of inputs may have, by rank. The last two dimensions of images and volumes are
+# equal in half of all tasks.
+ROWS = (1, 16, 64, 100, 128, 256, 512, 1000, 1024, 2048, 4096, 8192, 16384, 32768)
+WIDTHS = (64, 100, 128, 255, 256, 512, 768, 1000, 1024, 2048, 2949, 4096, 8192, 16384, 65536)
+BATCHES, CHANNELS = (1, 2, 4, 8, 16, 32, 64, 128), (3, 8, 16, 32, 48, 64, 96, 128, 256)
+SIDES = (7, 14, 16, 28, 32, 56, 64, 100, 112, 128, 224, 255, 256, 512)
+DIMENSIONS: dict[int, tuple[tuple[int, ...], ...]] = {
+    1: (WIDTHS,),
+    2: (ROWS, WIDTHS),
+    3: (BATCHES, CHANNELS, WIDTHS),
+    4: (BATCHES, CHANNELS, SIDES, SIDES),
+    5: (BATCHES[:5], CHANNELS[:6], SIDES[:8], SIDES[:8], SIDES[:8]),
+}
+# Probabilities of the ranks of a chain's input.
+RANKS = {1: 0.02, 2: 0.33, 3: 0.2, 4: 0.3, 5: 0.15}
+# Largest sizes of the small input on which chains are tried.
+SMALL = (4, 16, 9, 9, 9)
+# Probability that an operator after the first is elementwise.
+ELEMENTWISE_SHARE = 0.6
+# Approximate seconds of a multiplication and an addition of a product, and of an element of other operators.
+SECONDS: dict[Device, tuple[float, float]] = {"cpu": (5e-11, 5e-10), "cuda": (5e-14, 3e-12)}
+# Number of draws after which a chain is accepted although its estimated eager time lies outside of
+# data.eager_seconds.
+MAX_DRAWS = 300
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An operator of a chain, and the seed by which its arguments are drawn for any shape."""
+
+    name: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operator of a chain with its arguments. `attribute` names its module or parameter."""
+
+    name: str
+    arguments: Arguments
+    attribute: str
+
+
+def fill(choices: Sequence[Choice], shape: Shape) -> tuple[list[Step], dict[str, Shape]] | None:
+    """Return the steps of a chain on an input of this shape, and the shapes of all inputs by name.
+
+    The result is None if an operator does not fit the output of the one before.
+    """
+    inputs: dict[str, Shape] = {"x": shape}
+    steps = []
+    for index, choice in enumerate(choices, 1):
+        operator = OPERATORS[choice.name]
+        assert operator.draw is not None
+        fits = len(shape) in operator.ranks
+        drawn = operator.draw(random.Random(choice.seed), shape) if fits else None
+        more = {} if drawn is None else drawn.pop("inputs", {})
+        if drawn is None or more.keys() & inputs.keys() or ("classes" in drawn and "y" not in more):
+            return None
+        steps.append(Step(choice.name, drawn, f"self.{choice.name}_{index}"))
+        inputs |= more
+        arguments = {key: value for key, value in drawn.items() if key != "classes"}
+        further = {key: value for key, value in inputs.items() if key != "x"}
+        for part in operator.build(shape, further, choice.name, **arguments):
+            shape = part.shape if isinstance(part, Nest) else shape
+    return steps, inputs
+
+
+def write_tensor_source(steps: Sequence[Step], inputs: dict[str, Shape]) -> str:
+    """Return the Python source of a task that applies the steps in order to inputs of these shapes."""
+    init, lines, classes = "", [], 0
+    for step in steps:
+        operator, arguments = OPERATORS[step.name], step.arguments
+        if operator.init:
+            init += f"        {step.attribute} = {operator.init.format(**arguments)}\n"
+        lines.append(f"        x = {operator.line.format(self=step.attribute, **arguments)}")
+        classes = arguments.get("classes", classes)
+    return TASK_LAYOUT.format(
+        init=init,
+        lines="\n".join(lines),
+        arguments=", ".join(inputs),
+        inputs=", ".join(
+            f"torch.randint(0, {classes}, {shape})"
+            if classes and name == "y"
+            else f"torch.randn({', '.join(map(str, shape))})"
+            for name, shape in inputs.items()
+        ),
+    )
+
+
+def every_operator_matters(choices: Sequence[Choice], shape: Shape) -> bool:
+    """Return whether the output of a chain is usable and leaving out any operator changes it.
+
+    The chain is tried on a small input, for which its arguments are drawn anew (`passes_ablation`).
+    """
+    small = tuple(min(size, limit) for size, limit in zip(shape, SMALL, strict=False))
+    filled = fill(choices, small)
+    if filled is None:
+        return False
+    steps, inputs = filled
+
+    def run(chain: Sequence[Step], dtype: torch.dtype) -> Tensor:
+        space: dict[str, Any] = {}
+        exec(write_tensor_source(chain, inputs), space)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(20260227)
+            tensors = [
+                value.to(dtype) if value.is_floating_point() else value for value in space["get_inputs"]()
+            ]
+            output: Tensor = space["Model"]().eval().to(dtype)(*tensors)
+        return output
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about the deviation of a single number.
+            return passes_ablation(
+                steps, run, max_float32_error=1e-5, min_values=1, max_samples=2048, ablate_single=False
+            )
+    except (IndexError, KeyError):
+        return False
+
+
+def estimate_seconds(code: str, device: Device) -> float:
+    """Estimate the eager time of one call of a task in seconds, by which its size is chosen."""
+    program = read_program(code)
+    assert program is not None
+    product, element = SECONDS[device]
+    seconds, shape = 0.0, program.shape
+    for part in program.parts:
+        if isinstance(part, Nest):
+            is_product = any("@" in term for loop in part.code.loops for _, _, term in loop.folds)
+            seconds += prod(axis.size for axis in part.axes) * (product if is_product else element)
+            shape = part.shape
+        else:
+            seconds += prod(shape) * element
+    return seconds
+
+
+def compose_tensor_task(rng: random.Random, data: Data, device: Device) -> KernelTask:
+    """Return a random task whose estimated eager time lies within data.eager_seconds if possible.
+
+    `rng` draws the number of operators (by data.operator_mix), the operators, their arguments, and the shape.
+    """
+    count = draw_weighted(rng, data.operator_mix)
+    fastest, slowest = data.eager_seconds
+    composed = [name for name, operator in OPERATORS.items() if operator.draw is not None]
+    heavy = [name for name in composed if name not in LINES]
+    elementwise = [name for name in composed if name in LINES]
+    draws = 0
+    while True:
+        shape = _draw_shape(rng, data.numel)
+        first = rng.choice(composed if count == 1 else heavy)
+        names = [first] + [
+            rng.choice(elementwise if rng.random() < ELEMENTWISE_SHARE else composed)
+            for _ in range(count - 1)
+        ]
+        choices = [Choice(name, rng.getrandbits(32)) for name in names]
+        filled = fill(choices, shape)
+        if filled is None or len(set(names)) < count:
+            continue
+        code = write_tensor_source(*filled)
+        draws += 1
+        measurable = 1.3 * fastest <= estimate_seconds(code, device) <= slowest / 1.3
+        if (measurable or draws > MAX_DRAWS) and every_operator_matters(choices, shape):
+            return composed_task(code, tuple(names), data.held_out_seed)
+
+
+def _draw_shape(rng: random.Random, numel: tuple[int, int]) -> Shape:
+    """Return a random shape, with a number of elements within `numel` if such a shape is soon found."""
+    for _ in range(MAX_DRAWS):
+        rank = draw_weighted(rng, RANKS)
+        shape = tuple(rng.choice(sizes) for sizes in DIMENSIONS[rank])
+        if rank > 3 and rng.random() < 0.5:
+            shape = (*shape[:3], *shape[2:3] * (rank - 3))
+        if rank == 2 and rng.random() < 0.2:
+            shape = (shape[1], shape[1])
+        if rank == 1 or numel[0] <= prod(shape) <= numel[1]:
+            break
+    return shape

@@ -1,0 +1,177 @@
+"""The kernels of tensor operators: each is built, and computes what torch computes on shapes of any size."""
+
+import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from emulated_cuda import SHIM, emulated
+from kernel_bench import WORKDIR, build, call
+
+from components.bootstrap.nest_writer import draw_nest_schedule, write_program
+from components.bootstrap.operator_chain import TASK_LAYOUT
+from components.bootstrap.tensor_operators import LINES, OPERATORS, read_program
+from components.core.records import Device
+from components.synthesis.tensor_composer import Choice, fill, write_tensor_source
+
+COMPOSED = [name for name, row in OPERATORS.items() if row.draw is not None]
+# Lowest and highest sizes of the dimensions of inputs, by rank. Most are no multiples of a tile.
+SIZES: dict[int, tuple[tuple[int, int], ...]] = {
+    1: ((3, 70),),
+    2: ((2, 40), (2, 600)),
+    3: ((1, 4), (3, 40), (5, 300)),
+    4: ((1, 3), (3, 12), (5, 24), (5, 24)),
+    5: ((1, 2), (3, 8), (5, 9), (5, 9), (5, 12)),
+}
+# Operators or forms that are not composed: outputs that are no floats, a state that never matters, and inputs
+# or arguments that no draw has.
+OTHERS = (
+    *((f"torch.{name}(x, dim={dim}, keepdim={keep})", "", f"torch.randn({shape})")
+      for name in ("argmax", "argmin")
+      for dim, shape in ((1, "7, 33"), (0, "40, 5"), (1, "3, 9, 20"))
+      for keep in (True, False)),
+    ("self.norm(x)", "self.norm = nn.BatchNorm2d(6)", "torch.randn(3, 6, 7, 9)"),
+    ("torch.matmul(x, y)", "", "torch.randn(30, 50), torch.randn(50, 1)"),
+    ('F.kl_div(torch.log(x), y, reduction="batchmean")', "", "torch.rand(30, 50), torch.rand(30, 50)"),
+    ("torch.cumsum(x * y, dim=1)", "", "torch.randn(9, 70), torch.randint(0, 2, (9, 70)).bool()"),
+    ("torch.mean(torch.clamp(1.0 - x * y, min=0.0))", "", "torch.randn(30, 50), torch.randn(50)"),
+    (
+        "self.conv(x)",
+        "self.conv = nn.ConvTranspose2d(8, 12, (3, 5), stride=(2, 3), padding=(1, 2), dilation=(2, 1), "
+        "output_padding=0, groups=4, bias=True)",
+        "torch.randn(2, 8, 9, 11)",
+    ),
+)  # fmt: skip
+
+
+def draw_shape(rng: random.Random, ranks: tuple[int, ...], largest: int) -> tuple[int, ...]:
+    """Draw a shape with one of the ranks, of which no dimension but the last is above `largest`."""
+    *bounds, last = SIZES[rng.choice(ranks)]
+    return (*(rng.randint(low, min(high, largest)) for low, high in bounds), rng.randint(*last))
+
+
+def draw_source(rng: random.Random, names: list[str], largest: int = 40) -> str:
+    """Draw shapes until the chain of operators fits one, and return its source."""
+    while True:
+        shape = draw_shape(rng, (1, 2, 2, 3, 4, 4, 5), largest)
+        if len(shape) == 2 and rng.random() < 0.3:
+            shape = (shape[0], shape[0])
+        if filled := fill([Choice(name, rng.getrandbits(32)) for name in names], shape):
+            return write_tensor_source(*filled)
+
+
+def draw_sources(rng: random.Random, each: int, chains: int, largest: int = 40) -> list[str]:
+    """Return sources of every operator alone, of chains, and of what is not composed."""
+    sources = [draw_source(rng, [name], largest) for name in COMPOSED for _ in range(each)]
+    for _ in range(chains):
+        first = rng.choice([name for name in COMPOSED if name not in (*LINES, "diagonal")])
+        found = None
+        while found is None:
+            rest = rng.sample(list(LINES) if rng.random() < 0.5 else COMPOSED, rng.randint(1, 4))
+            shape = draw_shape(rng, OPERATORS[first].ranks, largest)
+            found = fill([Choice(name, rng.getrandbits(32)) for name in (first, *rest)], shape)
+            first = rng.choice([name for name in COMPOSED if name not in (*LINES, "diagonal")])
+        sources.append(write_tensor_source(*found))
+    for line, init, inputs in OTHERS:
+        arguments = "x, y" if "), torch" in inputs else "x"
+        text = f"        {init}\n" if init else ""
+        sources.append(
+            TASK_LAYOUT.format(init=text, arguments=arguments, lines=f"        x = {line}", inputs=inputs)
+        )
+    return sources
+
+
+def kernel_of(code: str, rng: random.Random, device: Device) -> str:
+    program = read_program(code)
+    assert program is not None, code
+    return write_program(program, draw_nest_schedule(rng, device))
+
+
+@torch.no_grad()
+def reference(code: str) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Return a task's kernel arguments without the output, and its float32 and float64 outputs."""
+    space: dict = {}
+    exec(code, space)
+    torch.manual_seed(1)
+    model, inputs = space["Model"]().eval(), space["get_inputs"]()
+    for name, value in model.state_dict().items():
+        if value.is_floating_point():
+            value.copy_(torch.rand_like(value) + 0.5 if "running" in name else torch.randn_like(value))
+    state = [value.clone() for value in model.state_dict().values()]
+    expected = model(*inputs).contiguous()
+    wide = [value.double() if value.is_floating_point() else value for value in inputs]
+    return [*inputs, *state], expected, model.double()(*wide)
+
+
+def errors(sources: list[str], kernels: list[str], folder: Path, head: str = "") -> list[float]:
+    """Return the largest error of each kernel, relative to the output's scale and to what is allowed.
+
+    Sums in float, one term after the other, are less exact than torch's.
+    """
+    library = build(kernels, folder, head)
+    found = []
+    for index, code in enumerate(sources):
+        arguments, expected, exact = reference(code)
+        out = torch.full_like(expected, float("nan") if expected.is_floating_point() else -1)
+        call(library, index, [value.reshape(-1) for value in (*arguments, out)])
+        finite = expected.isfinite()  # a product along a dimension may overflow
+        out, expected, exact = out[finite].double(), expected[finite].double(), exact[finite].double()
+        scale = exact.abs().max().item() or 1.0
+        own = ((expected - exact).abs().max() / scale).item()
+        error = ((out - exact).abs().max() / scale).item() / max(1e-5, 20 * own)
+        found.append(error if error == error else float("inf"))
+    return found
+
+
+def test_every_operator_computes_what_torch_computes_on_any_shape(tmp_path: Path) -> None:
+    rng = random.Random(7)
+    sources = draw_sources(rng, each=4, chains=80)
+    found = errors(sources, [kernel_of(code, rng, "cpu") for code in sources], tmp_path)
+    wrong = [code for code, error in zip(sources, found, strict=True) if not error < 1]
+    assert not wrong, f"{len(wrong)} of {len(sources)}, such as {wrong[0]}"
+
+
+def test_cuda_kernels_compute_the_same_where_they_are_emulated(tmp_path: Path) -> None:
+    rng = random.Random(9)
+    sources = draw_sources(rng, each=1, chains=20, largest=8)
+    kernels = [emulated(kernel_of(code, rng, "cuda")) for code in sources]
+    found = errors(sources, kernels, tmp_path, "#include <cstdint>\n" + SHIM)
+    wrong = [code for code, error in zip(sources, found, strict=True) if not error < 1]
+    assert not wrong, f"{len(wrong)} of {len(sources)}, such as {wrong[0]}"
+
+
+def test_a_wrong_kernel_of_an_operator_is_seen(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    changes = (("softmax", "v - top", "v * 0.5f - top"), ("sum", "total += v", "total += 1.001f * v"))
+    changes += (("conv_2", "total += v", "total = v"), ("cumsum", "total += v", "total = v"))
+    sources = [draw_source(rng, [name]) for name, _, _ in changes]
+    right = [kernel_of(code, rng, "cpu") for code in sources]
+    kernels = [changed_kernel(text, old, new) for text, (_, old, new) in zip(right, changes, strict=True)]
+    assert all(error > 1 for error in errors(sources, kernels, tmp_path))
+
+
+def changed_kernel(text: str, old: str, new: str) -> str:
+    """The kernel with one expression changed, whatever the indices of its tiles are."""
+    pattern = re.escape(old).replace("total", r"(total[\w\[\]]*)").replace("top", r"(top[\w\[\]]*)")
+    changed = re.sub(pattern, lambda m: re.sub("total|top", lambda _: m[1], new, count=1), text)
+    assert changed != text
+    return changed
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_cuda_kernels_of_every_operator_compile(tmp_path: Path) -> None:
+    rng = random.Random(5)
+    text = '#include "binding_registry.h"\n#include "vec.h"\n#include <cmath>\n'
+    for index, code in enumerate(draw_sources(rng, each=1, chains=40)):
+        kernel = kernel_of(code, rng, "cuda")
+        body = "\n".join(line for line in kernel.splitlines() if not line.startswith("#include"))
+        text += f"namespace kernel{index} {{\n{body}\n}}\n"
+    (tmp_path / "all.cu").write_text(text)
+    subprocess.run(
+        ["nvcc", "-std=c++17", "-arch=sm_90", "-I", str(WORKDIR), "-c", "all.cu", "-o", "all.o"],
+        cwd=tmp_path,
+        check=True,
+    )

@@ -1,0 +1,135 @@
+"""The table of tensor operators: each row is read back from the source that the composer writes."""
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+from synthesis_fixtures import InProcess, parameters
+
+from components.bootstrap.demonstrations import make_demonstration
+from components.bootstrap.loop_nest import Axis, Code, Loop, Nest, merge, over_dims, without_windows
+from components.bootstrap.nest_writer import draw_nest_schedule, write_program
+from components.bootstrap.tensor_operators import OPERATORS, read_program
+from components.core.config import resolve
+from components.core.progress import Quiet
+from components.synthesis.compose import compose_tasks, write_source
+from components.synthesis.contamination import count_subtrees, similarity
+from components.synthesis.dataset import build_dataset
+from components.synthesis.task_filter import find_label_error
+from components.synthesis.tensor_composer import Choice, estimate_seconds, fill, write_tensor_source
+
+PARAMS = resolve("smoke", ("data.operators=kernelbench",)).params
+SHAPES = ((64,), (24, 24), (3, 8, 20), (2, 8, 9, 11), (2, 4, 6, 7, 9))
+
+
+def source_of(*names: str, shape: tuple[int, ...], seed: int = 0) -> str | None:
+    """The source of a chain on an input of this shape, or None if the chain does not fit it."""
+    filled = fill([Choice(name, seed + index) for index, name in enumerate(names)], shape)
+    return None if filled is None else write_tensor_source(*filled)
+
+
+def drawn(*names: str, shape: tuple[int, ...]) -> str:
+    """The source of a chain, with the first seed for which it fits an input of this shape."""
+    return next(code for seed in range(100) if (code := source_of(*names, shape=shape, seed=seed)))
+
+
+def program_of(*names: str, shape: tuple[int, ...]):
+    program = read_program(drawn(*names, shape=shape))
+    assert program is not None
+    return program
+
+
+@pytest.mark.parametrize("name", [name for name, row in OPERATORS.items() if row.draw is not None])
+def test_a_composed_operator_is_read_back(name: str) -> None:
+    sources = [
+        code
+        for shape, seed in itertools.product(SHAPES, range(4))
+        if (code := source_of(name, shape=shape, seed=seed))
+    ]
+    assert sources
+    for code in sources:
+        space: dict = {}
+        exec(code, space)
+        model = space["Model"]()
+        program = read_program(code)
+        assert program is not None
+        inputs = space["get_inputs"]()
+        expected = [entry.replace(".", "_") for entry in model.state_dict()]
+        assert program.tensors[len(inputs) : -1] == tuple(expected)
+        shape = program.shape
+        for part in program.parts:
+            shape = part.shape if isinstance(part, Nest) else shape
+        assert shape == model(*inputs).shape
+
+
+def test_sources_of_other_operators_have_no_program() -> None:
+    code = source_of("softmax", shape=(8, 16))
+    assert code is not None and read_program(code) is not None
+    assert read_program(code.replace("torch.softmax", "torch.fft.fft")) is None
+    assert read_program(code.replace("return x", "return x + x")) is None
+    assert read_program(code.replace("torch.randn(8, 16)", "[torch.randn(8, 16)]")) is None
+    assert read_program("print(") is None
+
+
+def test_neighbouring_axes_are_joined_only_where_all_tensors_move_evenly() -> None:
+    nest = over_dims((2, 3, 5, 7), (2, 3), Code((Loop((("sum", "total", "v"),)),), "total"))
+    assert [(axis.size, axis.reduced) for axis in merge(nest).axes] == [(6, False), (35, True)]
+    transposed = Nest(
+        (Axis("i", 3, False, {"a": 1, "o": 5}), Axis("j", 5, False, {"a": 3, "o": 1})), nest.code, (3, 5)
+    )
+    assert len(merge(transposed).axes) == 2
+
+
+def test_elementwise_operators_share_the_kernel_of_their_neighbour() -> None:
+    program = program_of("relu", "softmax", "mul_constant", shape=(8, 64))
+    rng = random.Random(1)
+    texts = {}
+    while len(texts) < 2:
+        schedule = draw_nest_schedule(rng, "cpu")
+        texts[schedule.fusion] = write_program(program, schedule)
+    assert texts["all"].count("float* o =") == 1 and texts["none"].count("float* o =") == 3
+
+
+def test_a_convolution_on_a_padded_copy_has_no_windows() -> None:
+    program = program_of("conv_transpose_2", shape=(2, 8, 9, 11))
+    copy, product = without_windows(program.parts[0])  # type: ignore[arg-type]
+    assert copy.windows and not product.windows and product.operands
+
+
+def test_composed_tasks_are_labelled_readable_and_within_the_window() -> None:
+    tasks = list(itertools.islice(compose_tasks(3, PARAMS.data), 40))
+    low, high = PARAMS.data.eager_seconds
+    for task in tasks:
+        assert not find_label_error(task.ops, task.data_source, task.code)
+        assert read_program(task.code) is not None
+        assert low <= estimate_seconds(task.code, "cpu") <= high
+    assert tasks == list(itertools.islice(compose_tasks(3, PARAMS.data), 40))
+    assert len({name for task in tasks for name in task.ops}) > 35
+    wrong = tasks[0].model_copy(update={"ops": ("conv_2", *tasks[0].ops[1:])})
+    assert find_label_error(wrong.ops, wrong.data_source, wrong.code) == "conv_2 is not in the source"
+
+
+def test_a_data_set_of_them_needs_no_mined_table(tmp_path: Path) -> None:
+    params = parameters("data.operators=kernelbench", "data.eager_seconds=[1e-7, 10]")
+    summary = build_dataset(params, tmp_path / "tasks", InProcess(), Quiet())
+    assert len(summary.admitted) == params.data.tasks + params.data.held_out
+    assert all(read_program(task.code) is not None for task in summary.admitted)
+
+
+def test_a_longer_chain_differs_from_a_program_of_one_operator() -> None:
+    alone, chain = (
+        drawn(*names, shape=(2, 8, 9, 11)) for names in (("conv_2",), ("conv_2", "mish", "instance_norm_2"))
+    )
+    assert similarity(count_subtrees(alone), count_subtrees(chain)) < PARAMS.data.max_similarity
+
+
+def test_demonstrations_are_written_for_composed_tasks_of_both_kinds() -> None:
+    rng = random.Random(0)
+    tasks = [*itertools.islice(compose_tasks(5, PARAMS.data), 20)]
+    for task, device in itertools.product(tasks, ("cpu", "cuda")):
+        messages = make_demonstration(task, rng, PARAMS.coldstart, device)
+        assert any("KERNEL(forward)" in message["content"] for message in messages)
+    core = write_source((("softmax", ()),), 64, 512)
+    with pytest.raises(ValueError, match="composed tasks only"):
+        make_demonstration(tasks[0].model_copy(update={"code": core + "\n"}), rng, PARAMS.coldstart, "cpu")
