@@ -41,7 +41,10 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
     rollouts = rejection.rollouts
 
     def choose(tasks: Sequence[KernelTask], wave: int) -> list[KernelTask]:
-        """Return the task of each trajectory to sample before (wave 0) or after the fine-tuning (wave 1)."""
+        """Return the task of each trajectory to sample before (wave 0) or after the fine-tuning (wave 1).
+
+        After it, at most MAX_TASKS_AFTER of the tasks are sampled, once each.
+        """
         chosen = choose_tasks(tasks, rollouts.tasks, seed=params.seed, step=0)
         return (
             chosen[:MAX_TASKS_AFTER] if wave else [task for task in chosen for _ in range(rollouts.samples)]
@@ -104,6 +107,7 @@ def schedule(
 
     A row is a pair of token ids and action mask. rejection.replay_share sets the share of demonstrations in
     each batch of rejection.batch rows. `replay` takes a number and returns that many rows of demonstrations.
+    The result is empty if `kept` is empty.
     """
     replayed = rejection.replayed
     kept_rows = max(1, rejection.batch - replayed)
