@@ -53,8 +53,10 @@ class NotPassed(UserError):
 class Promotion:
     """The operations that promote, refuse, expire and roll back versions of one registered model.
 
-    `home` contains the files of the evidence. It also contains the audit chain, unless `registry.audit` names
-    another folder. In the methods, `who` and `reason` become the fields of the audit entry with these names;
+    `home`, the folder in which runs keep everything, contains the evaluations and reports on which decisions
+    rest. It also contains the audit chain, the log of decisions, unless `registry.audit` names another
+    folder. In the methods, `version` is a version's number; in `evidence`, `approve`, `decline`, `promote`
+    and `waiting` also an alias, `who` and `reason` become the fields of the audit entry with these names;
     without `who`, the entry names the present user.
     """
 
@@ -82,11 +84,12 @@ class Promotion:
             return self._append("registered", version, entries, "", evidence=dict(evidence))
 
     def evidence(self, version: str, *, verify: bool = True) -> tuple[str, dict[str, Any]]:
-        """Return the number of a version and its recorded evidence.
+        """Return the number of a version and its evidence, which `register` has recorded.
 
-        `version` is a number or an alias. The evidence is that of `register`. With `verify`, the files are
-        verified, and `report.digest` is added if the report exists. Raises UserError as the methods of
-        `Evidence` do.
+        It has the paths and digests of checkpoint, evaluations and report by names such as
+        `checkpoint.digest`. `version` is a number or an alias. With `verify`, the files are verified, and
+        `report.digest` is added if the report exists. Raises UserError if a file is missing or has changed,
+        or if the version or the entry of its registration does not exist.
         """
         with self._changing() as entries:
             number = self._number(version, entries)
@@ -94,7 +97,10 @@ class Promotion:
             return number, read(number, entries)
 
     def aliases(self) -> dict[str, str]:
-        """Return the version numbers of the champion and the previous champion by the audit chain."""
+        """Return the version numbers by the aliases `champion` and `previous`, as the audit chain has them.
+
+        An alias that no version has is not a key.
+        """
         with self._changing() as entries:
             return recorded_aliases(entries)
 
@@ -186,9 +192,10 @@ class Promotion:
     def promote(self, version: str, *, who: str = "", reason: str = "", override: bool = False) -> AuditEntry:
         """Make a version the champion if its gates have passed, for example a former champion.
 
-        With `override`, which needs a `reason`, the gates need not have passed. Promoting the champion again
-        adds an entry but changes no alias. Raises NotPassed if the gates of the version did not pass, and
-        UserError if the version waits for approval or its checkpoint is damaged.
+        With `override`, which needs a `reason`, the version may wait for approval or its gates may have
+        failed. Promoting the champion again adds an entry but changes no alias. Without `override`, raises
+        NotPassed if the gates of the version did not pass and UserError if it waits. Also raises UserError if
+        its checkpoint or an evaluation is damaged, or if `override` is given without a `reason`.
         """
         with self._changing() as entries:
             version = self._number(version, entries)
@@ -215,7 +222,7 @@ class Promotion:
     def rollback(self, *, who: str = "", reason: str = "") -> AuditEntry:
         """Make the previous champion the champion again, by exchanging the aliases champion and previous.
 
-        Raises UserError if there is no previous champion.
+        Raises UserError if there is no previous champion, or if its checkpoint or evaluations have changed.
         """
         with self._changing() as entries:
             back = recorded_aliases(entries).get(PREVIOUS)
@@ -238,9 +245,10 @@ class Promotion:
             ]
 
     def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
-        """Add an audit entry with the results of gates that were run again on the champion.
+        """Add an audit entry with the results of gates that were run again on the champion, and return it.
 
-        The decision on the version and the aliases do not change.
+        The decision on the version and the aliases do not change. Raises UserError if a file of the version
+        has changed.
         """
         with self._changing() as entries:
             gates = [gate.model_dump() for gate in decision.gates]
@@ -314,7 +322,10 @@ class Promotion:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[list[AuditEntry]]:
-        """Hold the lock of the chain, complete an interrupted change, and yield all entries."""
+        """Hold the lock of the audit chain, complete an interrupted change, and yield all entries.
+
+        Raises AuditChainError if an entry was changed or removed.
+        """
         with self.chain.locked():
             yield self._recover()
 
