@@ -29,7 +29,7 @@ PLACES = ("stages", "stages/*", "stages/*/state", "runs", "datasets", "champions
 
 @dataclass(frozen=True)
 class Removable:
-    """A file or folder of the home that can be removed, and why."""
+    """A file or folder that can be removed from the home (the folder of all runs), and why."""
 
     path: Path
     reason: str
@@ -57,9 +57,10 @@ def note_use(run_folder: Path, stage: Path) -> None:
 
 
 def removable(home: Path, references: Mapping[str, str], seconds: float) -> list[Removable]:
-    """Return the files and folders of the home that can be removed and are older than `seconds`.
+    """Return the files and folders of `home` that can be removed and are older than `seconds`.
 
-    A temporary file must also be older than ABANDONED_SECONDS. `references` maps the keys of runs, and
+    They are stages that no kept run uses, states of finished stages, and temporary files, which must also be
+    older than ABANDONED_SECONDS. `home` is the folder of all runs. `references` maps the keys of runs, and
     digests, to reasons to keep them (`registry.models.references`). This function removes nothing.
     """
     now = time.time()

@@ -55,8 +55,8 @@ class Promotion:
 
     `home`, the folder in which runs keep everything, contains the evaluations and reports on which decisions
     rest. It also contains the audit chain, the log of decisions, unless `registry.audit` names another
-    folder. In the methods, `version` is a version's number; in `evidence`, `approve`, `decline`, `promote`
-    and `waiting` also an alias, `who` and `reason` become the fields of the audit entry with these names;
+    folder. In the methods, `version` is a version's number, in `evidence`, `approve`, `decline`, `promote`
+    and `waiting` also an alias. `who` and `reason` become the fields of the audit entry with these names;
     without `who`, the entry names the present user.
     """
 
