@@ -1,8 +1,8 @@
 """The Prefect task that builds the data set with DVC and keeps every version of it.
 
-DVC decides which of its stages have to run again. It works in the folder `dvc` of the home, with the resolved
-parameters of the run. DVC allows one writer at a time and fails at once if its lock is held, so this module
-tries a command four times before the run fails.
+DVC decides which of its stages have to run again. It works in the folder `dvc` of the home, the folder of all
+runs, with the resolved parameters of the run. DVC allows one writer at a time and fails at once if its lock
+is held, so this module tries a command four times before the run fails.
 """
 
 import os

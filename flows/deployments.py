@@ -1,9 +1,9 @@
 """The flows of the deployments `nightly` and `data` in prefect.yaml: the pipeline, and the data set alone.
 
-Each flow works in the home that its deployment names. To ensure that only one flow at a time writes in a
-home, a flow takes a slot of a global concurrency limit and then the lock file of the home. The slot has a
-short lease, so Prefect frees the slot of a killed flow within a minute. Prefect's limits on tags are not
-used, because their slots stay occupied for minutes after a flow is killed.
+Each flow works in the home that its deployment names, a folder in which runs keep everything. To ensure that
+only one flow at a time writes in a home, a flow takes a slot of a global concurrency limit and then the lock
+file of the home. The slot has a short lease, so Prefect frees the slot of a killed flow within a minute.
+Prefect's limits on tags are not used, because their slots stay occupied for minutes after a flow is killed.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Find what can be removed from a home: states of finished stages, unused stages, abandoned temporary files.
 
-A stage is used if a run that is kept names it. A run is kept if a version that it registered has an alias, if
-it is not finished, if it is younger than a given limit, if it is the newest one, or if it left a stage
-unfinished that no later run has continued yet.
+A home is a folder in which runs keep everything. A stage is used if a run that is kept names it. A run is
+kept if a version that it registered has an alias, if it is not finished, if it is younger than a given limit,
+if it is the newest one, or if it left a stage unfinished that no later run has continued yet.
 """
 
 import re
@@ -48,7 +48,10 @@ class Removable:
 
 
 def note_use(run_folder: Path, stage: Path) -> None:
-    """Record in a run's folder that the run uses a stage, so that the stage is kept as long as the run."""
+    """Record in a run's folder that the run uses the stage with the folder `stage`.
+
+    The stage is then kept as long as the run.
+    """
     file = run_folder / USED
     line = f"stages/{stage.name}"
     lines = file.read_text().splitlines() if file.is_file() else []

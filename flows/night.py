@@ -44,7 +44,7 @@ MAX_ANCESTORS = 10
 
 
 class StartPolicy(FrozenModel):
-    """The champion that a night starts from: its version and the digest of its checkpoint.
+    """The champion, the promoted version, that a run starts from: its number and its checkpoint's digest.
 
     `source` is the value of policy.source, `scratch` or a folder, from which the champion's line of training
     began.
@@ -56,10 +56,10 @@ class StartPolicy(FrozenModel):
 
 
 class Night(FrozenModel):
-    """The decisions that are made once when a night begins.
+    """The decisions that are made once when a night, one run of the pipeline in a series, begins.
 
-    `started` is the time.time() at which the night began, before its data set was made. `champion` is None if
-    the night starts from another policy.
+    `started` is the time.time() at which it began, before its data set was made. `champion` is None if it
+    starts from another policy than the promoted version.
     """
 
     started: float

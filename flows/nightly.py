@@ -255,8 +255,9 @@ def run_record(
 ) -> RunRecord:
     """Return the run's record for JSON, with its data set, stages, evaluations, version and gates.
 
-    `before` and `after` are the evaluations of the first and the last policy. `nightly_pipeline` and
-    `publish` add the rest: the night, the durations and the address of the stored files.
+    `stages` has the records of the stages by their names. `before` and `after` are the evaluations of the
+    first and the last policy. `nightly_pipeline` and `publish` add the rest: the night, the durations and the
+    address of the stored files.
     """
     run, data = context.run, context.dataset
     splits = [kernel.split for kernel in read_tasks(context.dataset_folder / "tasks.parquet")]

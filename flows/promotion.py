@@ -38,7 +38,7 @@ def register(
 ) -> str:
     """Register a checkpoint and its evidence as a model version, and return the version's number.
 
-    The evidence are the paths and digests of the files that decisions on the version rest on; it becomes an
+    The evidence has the paths and digests of the files that decisions on the version rest on; it becomes an
     entry of the audit chain, the log of decisions. `policy` is the record of the checkpoint, `before` and
     `evaluation` are the evaluations of the run's first policy and of the checkpoint, and `lineage` has the
     tags of the version's descent. The version gets the alias `candidate`.
@@ -121,10 +121,10 @@ def decide(
 def promote(context: Context, version: str, decision: Decision, champion: Compared | None) -> None:
     """Apply the decision to the model registry, with an audit entry.
 
-    `champion` is the champion with which the gates compared the version, or None if there was none. A version
-    that waits for a person keeps the alias `candidate`. If the version is refused or has learned nothing, the
-    decision is written to refusal.json in the run's folder. Raises UserError if the champion or a file of the
-    version has changed since the gates.
+    Waiting versions whose deadline has passed expire before. `champion` is the champion with which the gates
+    compared the version, or None if there was none. A version that waits for a person keeps the alias
+    `candidate`. If the version is refused or has learned nothing, the decision is written to refusal.json in
+    the run's folder. Raises UserError if the champion or a file of the version has changed since the gates.
     """
     run, promotion = context.run, open_promotion(context)
     promotion.expire()

@@ -1,6 +1,7 @@
 """The identity and the folders of a pipeline run, and the lock that admits one run at a time to a home.
 
-This module does not import Prefect, MLflow or torch, so that a finished run is reported without delay.
+A home is a folder in which runs keep everything. This module does not import Prefect, MLflow or torch, so
+that a finished run is reported without delay.
 
     home/lock                       held by the run that works in the home
     home/dvc, home/remote           the data set's workspace and its DVC remote
@@ -323,7 +324,7 @@ def check_environment(run: PipelineRun) -> None:
 
 
 def undecidable_gates(params: Params) -> list[str]:
-    """Return a sentence for each gate that the suite is too small for (`gates.too_few_tasks`).
+    """Return a sentence for each gate of promotion that the suite has too few tasks for.
 
     The number of tasks is data.held_out, or that of the suite `evaluation.suite`.
     """

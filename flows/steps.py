@@ -1,9 +1,9 @@
 """The execution of a stage as a Prefect task, whose result is cached by the digests of its inputs.
 
-A task returns a small JSON record (paths relative to the home, digests, figures), never a model. Prefect
-stores the record under the stage's key, so a stage with the same inputs returns the stored record without
-running. If the files of a stored record are missing, the task runs again. If they are damaged, UserError
-names the file.
+A task returns a small JSON record (paths relative to the home, the folder of all runs; digests; figures),
+never a model. Prefect stores the record under the stage's key, so a stage with the same inputs returns the
+stored record without running. If the files of a stored record are missing, the task runs again. If they are
+damaged, UserError names the file.
 """
 
 import functools
@@ -141,7 +141,7 @@ def counted(work: Callable[P, T]) -> Callable[P, T]:
 
 
 def count_task_runs() -> int:
-    """Return the number of task runs that this process has started."""
+    """Return the number of task runs that this process has started, including those that were cached."""
     return len(_started)
 
 

@@ -67,7 +67,10 @@ class _Message(_ServerRecord):
 
 
 class ChatTurn(_ServerRecord):
-    """One turn of the assistant: its message, and the reason why it ended, such as "stop"."""
+    """One turn of the assistant: its message, and the reason why it ended, such as "stop".
+
+    `finish_reason` is None if the server sends none.
+    """
 
     message: _Message
     finish_reason: str | None = None
@@ -166,7 +169,7 @@ class ChatClient:
         temperature: float,
         seed: int,
     ) -> ChatTurn:
-        """Sample the assistant's next turn after `messages`.
+        """Sample the assistant's next turn after `messages`, which are dictionaries with role and content.
 
         `tools` are the descriptions of the tools that the model may call, in the form of the server's
         interface. Raises ServerFailed if no attempt returned a usable turn, ToolsUnsupported if the server

@@ -19,9 +19,9 @@ RESTORE = "restore it from the artifact store's backup, or promote another versi
 class Evidence:
     """Reads the evidence of versions of one registered model from entries of its audit chain.
 
-    The evidence of a version are the paths and digests of its checkpoint, evaluations and report, on which
-    decisions rest. `home` contains the evaluations and reports. `chain` is the folder of the audit chain, the
-    log of decisions; the entries that methods take are all of the chain.
+    The evidence of a version has the digests of its checkpoint and evaluations and the paths of evaluations
+    and report, on which decisions rest. `home` contains the evaluations and reports. `chain` is the folder of
+    the audit chain, the log of decisions; the entries that methods take are all of the chain.
     """
 
     def __init__(self, client: MlflowClient, model: str, home: Path, chain: Path):

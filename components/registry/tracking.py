@@ -306,8 +306,8 @@ class MlflowRun:
 def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
     """Return the id of the experiment, which is created if it does not exist.
 
-    Its artifacts are stored in the home folder if `registry.tracking_uri` is empty. Raises UserError if the
-    experiment was deleted in MLflow.
+    Its artifacts are stored in `home`, the folder of all runs, if `registry.tracking_uri` is empty. Raises
+    UserError if the experiment was deleted in MLflow.
     """
     found = client.get_experiment_by_name(params.experiment)
     if found is None:

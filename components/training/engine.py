@@ -236,7 +236,7 @@ class DeepSpeedEngine:
             yield
 
     def save(self, folder: Path) -> None:
-        """Write parameters, optimizer state and random state below the new folder `folder`."""
+        """Write parameters, optimizer state and random state below `folder`; every rank must call this."""
         self.engine.save_checkpoint(str(folder), tag=SHARDS, client_state={"rng": torch.get_rng_state()})
 
     def load(self, folder: Path) -> None:

@@ -57,8 +57,8 @@ def fine_tune(
     an Actor. The stage continues from its newest state; a state is saved every `save_every` steps, or minutes
     if it is a text such as "2min". Returns the stage's TrainState and how the training ended. The metrics of
     a step are "loss" (nats per token to learn), "gradient_norm" (before clipping), "learning_rate",
-    "seconds_update" and "tokens_per_second_update". Raises NotFinite and Terminated as `training_loop.fit`
-    does.
+    "seconds_update" and "tokens_per_second_update". Raises NotFinite if loss or gradient is not finite, and
+    Terminated after SIGTERM.
     """
 
     def tuning_step(step: int, record: StepRecord) -> None:

@@ -32,10 +32,10 @@ VALUE_HEAD = "value_head.safetensors"
 
 
 def hidden_states(model: nn.Module, packed: Packed) -> Tensor:
-    """Return the last hidden states [n, hidden] at the positions before the n own tokens of `packed`.
+    """Return the hidden states [n, hidden] of `model` at the positions before the n own tokens of `packed`.
 
-    Own tokens are those that the policy sampled (action mask 1). `model` predicts each of them from the state
-    at the position before it.
+    They are those after the last layer and its norm. Own tokens are those that the policy sampled (action
+    mask 1). `model` predicts each of them from the state at the position before it.
     """
     states: Tensor = model(
         input_ids=packed.ids,

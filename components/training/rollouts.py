@@ -259,10 +259,10 @@ class TrainedPolicy:
     def sample(self, count: int, *, step: int, steps: int) -> tuple[list[Trajectory], Figures]:
         """Return the trajectories of step `step` of `steps`, with metrics; every rank must call this.
 
-        If the step's trajectories are not on disk yet, rank 0 waits for `count` of them and stores them.
-        Those that are not trainable (`is_trainable`) are left out of the result. Raises UserError, and stores
-        nothing, if no trajectory is trainable or if the judge failed on too many (`TrajectoryQueue.take`);
-        the next run then samples the step again.
+        Steps are counted from 0. If the step's trajectories are not on disk yet, rank 0 waits for `count` of
+        them and stores them. Those that are not trainable (`is_trainable`) are left out of the result. Raises
+        UserError, and stores nothing, if no trajectory is trainable or if the judge failed on too many
+        (`TrajectoryQueue.take`); the next run then samples the step again.
 
         The metrics are the number of trajectories that were left out because the judge failed (`dropped`),
         and the mean and the largest age, in steps of training, of the weights that sampled the tokens (`age`,

@@ -47,8 +47,9 @@ EXPECTED_FROM = 3
 class StateStore:
     """States of a stage's engines in the stage's folder; every rank must call `save` and `load`.
 
-    The keys of `engines` are "actor" and "critic". `save` deletes the oldest states if there are more than
-    `kept` on disk. Only states of this layout are loaded: the same precision, ZeRO stage and number of ranks.
+    The keys of `engines` are "actor", "critic" or both. `save` deletes the oldest states if there are more
+    than `kept` on disk. Only states of this layout are loaded: the same precision, ZeRO stage and number of
+    ranks.
     """
 
     stage: Stage
@@ -214,9 +215,10 @@ class StepRecord:
 class FitEnd:
     """Way in which the training of a stage ended: after its last step, early, or at its time budget.
 
-    `reason` is a clause on the collapse of the policy that ended it early, such as "entropy is not a number
-    in update 4; the last good weights were kept", and "" otherwise. `progress` has the number of steps that
-    are done and of steps in all if the time budget ended it before the last step, and is None otherwise.
+    `reason` is a clause on the collapse or the loss that is not finite that ended it early, such as "entropy
+    is not a number in update 4; the last good weights were kept", and "" otherwise. `progress` has the number
+    of steps that are done and of steps in all if the time budget ended it before the last step, and is None
+    otherwise.
     """
 
     reason: str = ""
@@ -309,13 +311,13 @@ def finish(
 ) -> StageResult:
     """Write the checkpoint of `model` and then stage.json; every rank calls this and gets the result.
 
-    `end` is what `fit` returned, and `stopped` a remark on a stage that ran to its end. If the deadline ended
-    the stage, its weights so far and unfinished.json are written instead, and trajectories that no step has
-    taken are kept for the next run. `started` is the time.monotonic() at which this process began the stage.
-    The seconds of steps that earlier processes ran are added to the result. `rewards` are the mean rewards
-    before and after training. `extra` has the tensors of additional checkpoint files, by file name. `figures`
-    must not contain times, because they are part of the checkpoint's manifest, which must be the same after a
-    resume.
+    `end` is what `fit` returned, and `stopped` a remark on a stage that ran to its end, "" if there is none.
+    If the deadline ended the stage, its weights so far and unfinished.json are written instead, and
+    trajectories that no step has taken are kept for the next run. `started` is the time.monotonic() at which
+    this process began the stage. The seconds of steps that earlier processes ran are added to the result.
+    `rewards` are the mean rewards before and after training, None for a stage that samples nothing. `extra`
+    has the tensors of additional checkpoint files, by file name. `figures` must not contain times, because
+    they are part of the checkpoint's manifest, which must be the same after a resume.
     """
     stage = state.stage
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}

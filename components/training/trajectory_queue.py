@@ -79,10 +79,12 @@ class TrajectoryQueue:
     ):
         """Read the trajectories that an earlier process left in the folder `out` of the stage.
 
-        `request_of(wave)` makes the request of a wave, and `run(request, index)` samples a trajectory of it;
-        at most `capacity()` run at a time. A trajectory is dropped when the oldest weights that sampled a
-        token of it are more than `staleness` steps old. Each `group` consecutive attempts of a wave are taken
-        together or not at all. The waiting jobs of `pool` are cancelled when the sampling ends early.
+        An attempt is the sampling of one trajectory, and a wave is a list of attempts with one request.
+        `request_of(wave)` makes the request of a wave, by its index, and `run(request, index)` samples a
+        trajectory of it; at most `capacity()` run at a time. A trajectory is dropped when the oldest weights
+        that sampled a token of it are more than `staleness` steps old. Each `group` consecutive attempts of a
+        wave are taken together or not at all. The waiting jobs of `pool` are cancelled when the sampling ends
+        early.
         """
         self.out, self.folder = out, out / SAMPLING
         self.request_of, self.run, self.capacity = request_of, run, capacity
@@ -198,9 +200,10 @@ class TrajectoryQueue:
         return self.folder / f"{attempt[0]:04d}-{attempt[1]:05d}"
 
     def _ready(self) -> list[Attempt]:
-        """Return the finished attempts that can be taken, beginning with those of the oldest weights.
+        """Return the finished trajectories that can be taken, beginning with those of the oldest weights.
 
-        They are those whose group, `group` consecutive attempts of a wave, is complete.
+        Each is a pair of its wave and its index there. A trajectory can be taken if its group, `group` of
+        consecutive indices of a wave, is finished.
         """
         groups: dict[Attempt, list[Attempt]] = {}
         for attempt in self.finished:

@@ -27,9 +27,10 @@ class Replica:
     weights, and `restarted` if it was found to have lost its weights and no push began since then. `lost` is
     set while `doubted` is true, `examining` is held while the server is examined, and `examined` is the
     time.monotonic() at which `doubted` was last assigned. No request is sent before the time.monotonic()
-    `resting_until`; `failures` are those since the last answer. At most `limit` sequences are kept in flight,
-    and `completed` requests were completed since the limit last changed. `sessions` has the time.monotonic()
-    of the last request of each trajectory, infinity while a request is in flight.
+    `resting_until`; `failures` are those since the last answer. `limit` is the number of sequences to keep in
+    flight, and `completed` that of requests completed since it last changed. `load` is what the server last
+    reported. `sessions` has the time.monotonic() of the last request of each trajectory, infinity while a
+    request is in flight.
     """
 
     server: VllmServer

@@ -226,7 +226,7 @@ class VllmServer:
 
         `version` names the weights of its tokens if the answer does not. Raises UserError if there is not one
         log-probability and one name of weights for each token, or if the completion ended for another reason
-        than those in `ENDS`.
+        than "stop", "length" and "abort".
         """
         choice = answer["choices"][0]
         logprobs = choice["logprobs"] or {}

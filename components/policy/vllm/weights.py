@@ -274,10 +274,11 @@ class Sent:
     def fault(self, reports: Sequence[Mapping[str, Any]]) -> str:
         """Return a phrase that says how one server's weights differ from those sent, or "" if they do not.
 
-        `reports` has one report of each worker of the server (`worker.Fingerprint`). Every worker
-        must have received all weights. The parameters of all workers together must also have the values that
-        were sent: a parameter that is equal in all workers counts once, and of any other parameter, each
-        worker has a part. This is not checked if several workers have copies of the same key and value heads.
+        `reports` has what `weight_report` (`worker.Fingerprint`) returned for each worker of the server.
+        Every worker must have received all weights. The parameters of all workers together must also have the
+        values that were sent: a parameter that is equal in all workers counts once, and of any other
+        parameter, each worker has a part. This is not checked if several workers have copies of the same key
+        and value heads.
         """
         for number, report in enumerate(reports):
             if report["received"] != self.named:
