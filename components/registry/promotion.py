@@ -71,11 +71,10 @@ class Promotion:
         """Record the evidence of a version that was registered, on which all decisions on it will rest.
 
         `evidence` has the digests of the checkpoint's files (`checkpoint.digest`) and manifest
-        (`manifest.digest`), the paths relative to the home and the digests of the evaluations of the version
+        (`manifest.digest`), the paths relative to `home` and the digests of the evaluations of the version
         (`evaluation`, `evaluation.digest`) and of the policy that its run began with (`start.evaluation`,
-        `start.digest`), the path of the report (`report`), and further facts. The files are not read. If
-        the newest registration entry of the version has equal evidence, that entry is returned and none is
-        added.
+        `start.digest`), the path of the report (`report`), and further facts. The files are not read. If the
+        newest registration entry has equal evidence, it is returned and none is added.
         """
         with self._changing() as entries:
             known = newest(entries, version, {"registered"})
@@ -97,10 +96,7 @@ class Promotion:
             return number, read(number, entries)
 
     def aliases(self) -> dict[str, str]:
-        """Return the version numbers by the aliases `champion` and `previous`, as the audit chain has them.
-
-        An alias that no version has is not a key.
-        """
+        """Return the version numbers by alias, `champion` or `previous`; one without version is no key."""
         with self._changing() as entries:
             return recorded_aliases(entries)
 
@@ -247,8 +243,7 @@ class Promotion:
     def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
         """Add an audit entry with the results of gates that were run again on the champion, and return it.
 
-        The decision on the version and the aliases do not change. Raises UserError if a file of the version
-        has changed.
+        No alias or earlier decision changes. Raises UserError if a file of the version has changed.
         """
         with self._changing() as entries:
             gates = [gate.model_dump() for gate in decision.gates]
@@ -322,10 +317,7 @@ class Promotion:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[list[AuditEntry]]:
-        """Hold the lock of the audit chain, complete an interrupted change, and yield all entries.
-
-        Raises AuditChainError if an entry was changed or removed.
-        """
+        """Hold the lock of the chain, complete an interrupted change (`_recover`), and yield all entries."""
         with self.chain.locked():
             yield self._recover()
 
@@ -346,10 +338,7 @@ class Promotion:
         return self._apply_entry(self.chain.append(action, version, aliases, who or person(), **rest))
 
     def _apply_entry(self, entry: AuditEntry) -> AuditEntry:
-        """Change the aliases and tags in the registry according to the entry, and return the entry.
-
-        Repeating the call changes nothing.
-        """
+        """Set the registry's aliases and tags as the entry says, and return it; repeating changes nothing."""
         actual = self._actual()
         for alias in (PREVIOUS, CHAMPION):
             wanted = entry.aliases.get(alias)

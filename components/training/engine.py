@@ -45,8 +45,8 @@ Loss = Callable[[nn.Module, Packed, Values], tuple[Tensor, dict[str, Tensor]]]
 class NotFinite(Exception):
     """Error raised if a loss, a gradient or a metric is NaN or infinite.
 
-    The weights in memory may be NaN then, so they must not be used or saved. The message is a clause, such as
-    "policy_loss is not a number".
+    The weights in memory must not be used or saved then. The message is such as "policy_loss is not a
+    number".
     """
 
 
@@ -122,7 +122,7 @@ class DeepSpeedEngine:
 
         The gradient of a step is scaled down to the norm `gradient_clip` if its norm is larger. Every rank
         must call this with equal weights, or with a module loaded within `sharded_loading`. Raises UserError
-        if engine.sequence_parallel does not fit the number of ranks or the model's heads.
+        if engine.sequence_parallel does not fit the ranks or the model's heads.
         """
         self.world = join_world(device, engine)
         self.settings = engine
@@ -209,10 +209,9 @@ class DeepSpeedEngine:
         return hooks
 
     def _local_norm(self) -> float:
-        """Return the norm of the gradients if this process has all of them, and NaN otherwise.
+        """Return the norm of the gradients if this is the only rank, under ZeRO 0, and NaN otherwise.
 
-        This process has all gradients if it is the only rank and trains under ZeRO 0. DeepSpeed may report no
-        norm then.
+        DeepSpeed may report no norm then.
         """
         if self.settings.zero_stage > 0 or self.world.size > 1:
             return math.nan
@@ -385,11 +384,10 @@ def train_step(
 
 
 def evaluate(engine: DeepSpeedEngine | FrozenNetwork, batch: Batch) -> tuple[Tensor, ...]:
-    """Return the outputs of the network of `engine` on the whole batch, each float32 [own tokens].
+    """Return the outputs of the network of `engine` on the whole batch, each float32 [own tokens], on cpu.
 
     Own tokens are those that the policy sampled. An actor has the outputs log-probability and entropy (nats),
-    and a critic the value. Every rank must call this; it computes some of the micro-batches and gets the
-    complete outputs, in host memory.
+    a critic the value. Every rank must call this, computes some micro-batches and gets the complete outputs.
     """
     results: list[Tensor] = []
     world, limit = engine.world, engine.settings.tokens_per_microbatch
