@@ -28,10 +28,11 @@ DEPLOYMENT = "approval/approval"
 
 
 def settings(profile: str, sets: str, home: str, *first: str) -> Resolved:
-    """Return the parameters that result from a profile, KEY=VALUE words and a home folder.
+    """Return the parameters that result from a profile, KEY=VALUE words and the folder `home` of all runs.
 
-    `sets` has KEY=VALUE words separated by spaces, as in a shell. `first` has KEY=VALUE words that `sets` and
-    `home` override. Raises UserError if a parameter is not valid.
+    `profile` is a name such as "smoke". `sets` has words such as "seed=1" separated by spaces, as in a shell,
+    and `first` has such words that `sets` and `home` override. If `home` is "", the parameter home is not
+    changed. Raises UserError if a parameter is not valid.
     """
     return resolve(profile, (*first, *shlex.split(sets), *([f"home={json.dumps(home)}"] if home else ())))
 
@@ -57,10 +58,10 @@ def approval(
 ) -> dict[str, Any]:
     """Ask a person whether a waiting version becomes the champion, and return the audit entry of the answer.
 
-    `version` is a version's number or alias. The parameters are those of `settings` for `profile`, `sets` and
-    `home`. Prefect looks for the answer every `poll_seconds` seconds. If nobody answers before the version's
-    deadline, the version expires and the entry of its expiry is returned. Raises UserError if the version
-    does not wait for an answer.
+    The entry, of the log of decisions, is a dictionary. `version` is a version's number or alias. The
+    parameters are those of `settings` for `profile`, `sets` and `home`. Prefect looks for the answer every
+    `poll_seconds` seconds. If nobody answers before the version's deadline, the version expires and the entry
+    of its expiry is returned. Raises UserError if the version does not wait for an answer.
     """
     params = settings(profile, sets, home).params
     folder = Path(params.home).expanduser().resolve()
@@ -89,7 +90,8 @@ def approval(
 def ask(version: str, profile: str, sets: str, home: str) -> bool:
     """Start the deployed approval flow for a waiting version, and return whether that flow is deployed.
 
-    The call does not wait for the flow. The arguments are passed on to `approval`.
+    The call does not wait for the flow. `version` is a version's number. `profile` (such as "smoke"), `sets`
+    (KEY=VALUE words) and `home` (the folder of all runs) give the parameters, as in `settings`.
     """
     try:
         run_deployment(

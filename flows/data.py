@@ -1,8 +1,8 @@
 """The Prefect task that builds the data set with DVC and keeps every version of it.
 
-DVC decides which of its stages have to run again. It works in the folder `dvc` of the home, with the resolved
-parameters of the run. DVC allows one writer at a time and fails at once if its lock is held, so this module
-tries a command four times before the run fails.
+DVC decides which of its stages have to run again. It works in the folder `dvc` of the home, the folder of all
+runs, with the resolved parameters of the run. DVC allows one writer at a time and fails at once if its lock
+is held, so this module tries a command four times before the run fails.
 """
 
 import os
@@ -64,8 +64,10 @@ MAKERS = ("components/synthesis/", "components/bootstrap/operator_chain.py", "co
 def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
     """Build the data set if its inputs changed, push it to the DVC remote, and copy it into the home.
 
-    The inputs are parameters, sources and library versions. The copy is the folder `datasets/<version>`.
-    `cached` is true in the returned record if nothing was built. Raises what the function `dvc` raises.
+    The inputs are parameters, sources and library versions. The copy is the folder `datasets/<version>` of
+    the home, the folder of all runs. `cached` is true in the returned record if nothing was built. Raises
+    Busy if DVC's lock stays held, UserError for bad input or a full disk, IsolationUnavailable without a
+    sandbox, and StageFailed if DVC fails for another reason.
     """
     started = time.monotonic()
     workspace = prepare_workspace(run)
@@ -93,7 +95,7 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
 
 
 def prepare_workspace(run: PipelineRun) -> Path:
-    """Create or update the DVC workspace in the home, and return its folder.
+    """Create or update the DVC workspace, and return its path: `dvc` in the folder of all runs (home).
 
     It contains the project's dvc.yaml, a params.yaml with the run's parameters, and the address of the
     remote.
@@ -105,7 +107,10 @@ def prepare_workspace(run: PipelineRun) -> Path:
 
 
 def keep_version(run: PipelineRun, workspace: Path) -> Path:
-    """Return the folder `datasets/<version>` in the home, after copying the data set into it if necessary."""
+    """Return the folder `datasets/<version>` in the home, after copying the data set into it if necessary.
+
+    The home is the folder of all runs. `workspace` is the DVC workspace that has the data set.
+    """
     version = dataset_version(workspace / OUTPUT / "tasks.parquet")
     folder = run.home / "datasets" / version
     if not has_version(folder, version) or not (folder / "dvc.lock").is_file():
@@ -119,10 +124,10 @@ def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: P
     """Run a DVC command in the workspace, and try it again while another process holds its lock.
 
     `arguments` are the words after `dvc`. Steps of the data set that the command prints are reported to
-    `progress`, unless it is None. Raises Busy if another process still holds the lock after the last try.
-    Raises UserError or IsolationUnavailable with the message of the data set stage if that stage ended with
-    BAD_INPUT or NO_ISOLATION, and UserError if the disk is full. Raises StageFailed, which names a log file,
-    after any other failure.
+    `progress`, unless it is None. Raises Busy if another process still holds the lock after the last try. If
+    the command that builds the data set failed because of bad input or without a sandbox, raises UserError or
+    IsolationUnavailable with its message. Raises UserError if the disk is full, and StageFailed, which names
+    a log file, after any other failure.
     """
 
     def report(line: str) -> None:

@@ -88,7 +88,7 @@ def run_dvc(
 
 
 def push(params: Params, home: Path, folder: Path) -> str:
-    """Upload the data set in `folder` to the DVC remote, and return its version.
+    """Upload the data set in `folder` to the DVC remote, and return its version, a digest of 64 digits.
 
     A version that is already stored is not uploaded again. Raises UserError if the folder has no
     tasks.parquet, or if DVC fails, for instance because the remote cannot be reached.
@@ -110,7 +110,7 @@ def push(params: Params, home: Path, folder: Path) -> str:
 
 
 def keep_lock(params: Params, home: Path, version: str, lock: Path) -> None:
-    """Store the dvc.lock file of a version whose files `dvc push` has already uploaded.
+    """Store the dvc.lock file `lock` of a version whose files `dvc push` has already uploaded.
 
     If the artifact store has a dvc.lock file of this version already, that file is kept. It names equal
     files, although the parameters in it may differ.
@@ -121,10 +121,11 @@ def keep_lock(params: Params, home: Path, version: str, lock: Path) -> None:
 
 
 def pull(params: Params, home: Path, version: str) -> Path:
-    """Return the folder `datasets/<version>` in the home, and restore it from the remote if it is missing.
+    """Return the folder `datasets/<version>` in `home`, and restore it from the remote if it is missing.
 
-    `version` has all 64 digits, or at least its first 8. Raises UserError if no version or more
-    than one begins with these digits, if DVC fails, or if the downloaded data set has another version.
+    `home` is the folder of all runs. `version`, the digest of a data set, has all 64 digits, or at least its
+    first 8. Raises UserError if no version or more than one begins with these digits, if DVC fails, or if the
+    downloaded data set has another version.
     """
     store = open_store(params.store, home)
     keys = [entry.key for entry in store.entries(f"datasets/{version}")]
@@ -156,7 +157,7 @@ def pull(params: Params, home: Path, version: str) -> Path:
 
 
 def has_version(folder: Path, version: str) -> bool:
-    """Return whether tasks.parquet in the folder has this version. Return False if it cannot be read."""
+    """Return whether tasks.parquet in the folder has this version (a digest); False if it cannot be read."""
     try:
         return dataset_version(folder / "tasks.parquet") == version
     except UserError:

@@ -1,8 +1,8 @@
 """Find what can be removed from a home: states of finished stages, unused stages, abandoned temporary files.
 
-A stage is used if a run that is kept names it. A run is kept if a version that it registered has an alias, if
-it is not finished, if it is younger than a given limit, if it is the newest one, or if it left a stage
-unfinished that no later run has continued yet.
+A home is a folder in which runs keep everything. A stage is used if a run that is kept names it. A run is
+kept if a version that it registered has an alias, if it is not finished, if it is younger than a given limit,
+if it is the newest one, or if it left a stage unfinished that no later run has continued yet.
 """
 
 import re
@@ -29,7 +29,7 @@ PLACES = ("stages", "stages/*", "stages/*/state", "runs", "datasets", "champions
 
 @dataclass(frozen=True)
 class Removable:
-    """A file or folder of the home that can be removed, and why."""
+    """A file or folder that can be removed from the home (the folder of all runs), and why."""
 
     path: Path
     reason: str
@@ -48,7 +48,10 @@ class Removable:
 
 
 def note_use(run_folder: Path, stage: Path) -> None:
-    """Record in a run's folder that the run uses a stage, so that the stage is kept as long as the run."""
+    """Record in a run's folder that the run uses the stage with the folder `stage`.
+
+    The stage is then kept as long as the run.
+    """
     file = run_folder / USED
     line = f"stages/{stage.name}"
     lines = file.read_text().splitlines() if file.is_file() else []
@@ -57,9 +60,10 @@ def note_use(run_folder: Path, stage: Path) -> None:
 
 
 def removable(home: Path, references: Mapping[str, str], seconds: float) -> list[Removable]:
-    """Return the files and folders of the home that can be removed and are older than `seconds`.
+    """Return the files and folders of `home` that can be removed and are older than `seconds`.
 
-    A temporary file must also be older than ABANDONED_SECONDS. `references` maps the keys of runs, and
+    They are stages that no kept run uses, states of finished stages, and temporary files, which must also be
+    older than ABANDONED_SECONDS. `home` is the folder of all runs. `references` maps the keys of runs, and
     digests, to reasons to keep them (`registry.models.references`). This function removes nothing.
     """
     now = time.time()

@@ -44,7 +44,7 @@ MAX_ANCESTORS = 10
 
 
 class StartPolicy(FrozenModel):
-    """The champion that a night starts from: its version and the digest of its checkpoint.
+    """The champion, the promoted version, that a run starts from: its number and its checkpoint's digest.
 
     `source` is the value of policy.source, `scratch` or a folder, from which the champion's line of training
     began.
@@ -56,10 +56,10 @@ class StartPolicy(FrozenModel):
 
 
 class Night(FrozenModel):
-    """The decisions that are made once when a night begins.
+    """The decisions that are made once when a night, one run of the pipeline in a series, begins.
 
-    `started` is the time.time() at which the night began, before its data set was made. `champion` is None if
-    the night starts from another policy.
+    `started` is the time.time() at which it began, before its data set was made. `champion` is None if it
+    starts from another policy than the promoted version.
     """
 
     started: float
@@ -69,7 +69,9 @@ class Night(FrozenModel):
 def open_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
     """Return what was decided when this night began; at the first call, decide it and store the decision.
 
-    `started` is the time.time() at which the night began.
+    A night is one run of the pipeline in a series. `started` is the time.time() at which it began. If the run
+    continues another one, it starts from the same policy. Raises UserError if the kept copy of the champion's
+    checkpoint is damaged.
     """
     file = run.folder / NIGHT
     if file.is_file():
@@ -84,11 +86,12 @@ def open_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
 
 
 def find_champion(run: PipelineRun, promotion: Promotion) -> StartPolicy | None:
-    """Return the champion that the run starts from, or None.
+    """Return the champion, the promoted version, if the run starts from it, and None otherwise.
 
-    The result is None if policy.source is not `champion` or there is no champion. The champion's checkpoint
-    is copied into the home. Its manifest records the policy from which the champion's line of training began;
-    if it does not, that policy is assumed to be policy.base. Raises UserError if the copy is damaged.
+    The run starts from it if the parameter policy.source is "champion" and a version was promoted. The
+    champion's checkpoint is copied into the home, the folder of all runs. The `source` of the result is the
+    policy.source that the checkpoint's manifest records, or policy.base if it records none. Raises UserError
+    if the copy is damaged.
     """
     policy = run.params.policy
     version = promotion.aliases().get(models.CHAMPION) if policy.source == "champion" else None
@@ -103,8 +106,8 @@ def find_champion(run: PipelineRun, promotion: Promotion) -> StartPolicy | None:
 def keep_checkpoint(promotion: Promotion, version: str) -> Path:
     """Return the folder in the home with a copy of a version's checkpoint, which is made if it is missing.
 
-    `version` is a number or an alias. Raises UserError if the digest of the copy is not the recorded one, or
-    if the audit chain has no entry of the version's registration.
+    The home is the folder of all runs. `version` is a number or an alias. Raises UserError if the digest of
+    the copy is not the recorded one, or if the audit chain has no entry of the version's registration.
     """
     number, evidence = promotion.evidence(version, verify=False)
     digest = evidence["checkpoint.digest"]
@@ -125,9 +128,9 @@ def keep_checkpoint(promotion: Promotion, version: str) -> Path:
 def night_params(params: Params, champion: StartPolicy | None) -> Params:
     """Return `params` with the value `champion` of policy.source replaced by `scratch` or a folder.
 
-    `champion` is the champion that the night starts from. The new value is the source from which that
-    champion's line of training began, or policy.base if `champion` is None. Parameters with another
-    policy.source are returned unchanged.
+    `champion` is the champion that the run starts from. The new value is its `source`, from which its line of
+    training began, or policy.base if `champion` is None. Parameters with another policy.source are returned
+    unchanged.
     """
     if params.policy.source != "champion":
         return params
@@ -138,11 +141,12 @@ def night_params(params: Params, champion: StartPolicy | None) -> Params:
 def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) -> float | None:
     """Return the time.time() at which training has to end, or None without a time budget.
 
-    `before` is the evaluation of the night's first policy. What follows training is expected to last as long
-    as in the newest finished run of the home with the same profile. In the first run it is expected to last
-    twice as long as an evaluation of the first policy, and at least FIRST_SHARE of the budget, because the
-    gates judge a sample of exploits too. Measured times are multiplied by MARGIN, and SPARE_SECONDS are
-    added.
+    The end is the beginning of `night` plus the budget night.hours, less a reserve for what follows training.
+    `before` is the evaluation of the first policy of this run. What follows training is expected to last as
+    long as in the newest finished run with the same profile in the folder of all runs, and at least as long
+    as `before`. In the first run it is expected to last twice as long as an evaluation of the first policy,
+    and at least FIRST_SHARE of the budget, because the gates judge a sample of exploits too. Measured times
+    are multiplied by MARGIN, and SPARE_SECONDS are added.
     """
     hours = run.params.night.hours
     if not hours:
@@ -165,9 +169,10 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
 def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool:
     """Return whether a stage may be begun now, so that it makes an update before the deadline.
 
-    `deadline` is a time.time(), or None without a time budget. The stage `rejection` samples all its
-    trajectories before its first update. It may be begun only if it took less time than is left when it was
-    last finished in this home. Every other stage may be begun until the deadline.
+    `deadline` is a time.time(), or None without a time budget; any stage may be begun then. The stage
+    `rejection` samples all its trajectories before its first update. It may be begun only if the newest
+    finished one in the folder of all runs took less time than is left. Every other stage may be begun until
+    the deadline.
     """
     if deadline is None:
         return True
@@ -182,8 +187,10 @@ def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool
 def changes_since(run: PipelineRun, client: MlflowClient, version: str) -> list[str]:
     """Return phrases that say in what a run differs from the run that registered a version.
 
-    There is one for each result parameter with another value, and "code" if the sources differ. The result is
-    empty if the folder of the version's run is not in this home.
+    `version` is the number or an alias. There is a phrase such as "seed 1 -> 2", with the value of the
+    version's run first, for each parameter that can change results and differs, and "code" if the sources
+    differ. The list is empty if nothing differs, or if the folder of the version's run is not in the home of
+    `run`, the folder of all its runs. Raises UserError if there is no such version.
     """
     key = models.describe(client, run.params.registry.model, version)["tags"].get(RUN_KEY, "")
     file = run.home / "runs" / key[:12] / SETTINGS
@@ -203,9 +210,11 @@ def changes_since(run: PipelineRun, client: MlflowClient, version: str) -> list[
 def night_lineage(context: Context, night: Night, unfinished: dict[str, Any] | None) -> dict[str, Any]:
     """Return the night's descent, which is what its policy was trained from, as a dictionary for JSON.
 
-    It has the time budget in hours, the policy that the night started from, the version of its champion
-    (`parent`), the stage of the earlier night that it continued and the stage that it left unfinished (both
-    as `left_unfinished` returns them), and the phrases of `changes_since` for the champion (`new`).
+    A night is one run in a series. The keys are `hours` (the time budget), `start` (the first policy, such as
+    "version 3" or "scratch"), `parent` (the version number of the champion that it started from, or None),
+    `continues` and `unfinished` (the stage of an earlier run that it continued and the stage that it left
+    unfinished, each as `left_unfinished` returns it, or None), and `new` (phrases on what differs from the
+    champion's run). `unfinished` is given by the caller.
     """
     run, champion = context.run, night.champion
     return {
@@ -219,9 +228,10 @@ def night_lineage(context: Context, night: Night, unfinished: dict[str, Any] | N
 
 
 def lineage_tags(lineage: dict[str, Any]) -> dict[str, str]:
-    """Return the descent of a night as tags for its model version and its MLflow run, without empty ones.
+    """Return the descent of a run's policy as tags for its model version and its MLflow run.
 
-    `lineage` is a result of `night_lineage`.
+    `lineage` is a result of `night_lineage`. Tags are such as `lineage.parent`; those without text are left
+    out.
     """
     tags = {
         "lineage.start": lineage["start"],
@@ -243,7 +253,8 @@ def _phrase(stage: dict[str, Any] | None) -> str:
 def descent(client: MlflowClient, model: str, version: str) -> list[dict[str, Any]]:
     """Return a row for a version and for each version that it descends from, the newest first.
 
-    A row maps columns of the report's table to texts. There are at most MAX_ANCESTORS rows.
+    A row maps columns of the report's table, such as "version" and "started from", to texts, "" where nothing
+    is known. There are at most MAX_ANCESTORS rows. Raises UserError if a version does not exist.
     """
     rows: list[dict[str, Any]] = []
     aliases = models.aliases(client, model)

@@ -62,9 +62,9 @@ RunRecord = dict[str, Any]
 def run_pipeline(run: PipelineRun, progress: Progress, server: Server | None = None) -> RunRecord:
     """Run the pipeline as a Prefect flow in this process, and return the run's record.
 
-    The caller holds the lock of the home and has called `prepare_environment` (run_context.py). `server` is
-    the run's own Prefect server, whose attribute `task_runs` is set at the end. It is None if the run uses a
-    server that was already there.
+    The caller holds the lock of the run's home, the folder of all runs, and has called `prepare_environment`
+    (run_context.py). `server` is the run's own Prefect server, whose attribute `task_runs` is set at the end.
+    It is None if the run uses a server that was already there.
     """
 
     @flow(name="nightly", flow_run_name="{profile}-{run_id}", persist_result=False)
@@ -106,9 +106,10 @@ def raise_interruption(error: Exception) -> None:
 def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool = False) -> RunRecord:
     """Run every stage inside the current Prefect flow, and return the run's record.
 
-    `owns_server` says whether Prefect's server has runs of this home only. Then all its other unfinished flow
-    runs are marked as crashed, and otherwise only those of this pipeline run. Raises StageFailed if the time
-    budget ended before the first update, and UserError for bad parameters or a full disk.
+    The record is the content of run.json. `owns_server` says whether Prefect's server has runs of this home
+    (folder of all runs) only. Then all its other unfinished flow runs are marked as crashed, and otherwise
+    only those of this pipeline run. Raises StageFailed if the time budget ended before the first update, and
+    UserError for bad parameters or a full disk.
     """
     started = time.monotonic()
     check_stages(run.params)
@@ -172,11 +173,13 @@ def has_updates(stages: dict[str, CheckpointRecord]) -> bool:
 def train_stages(
     context: Context, stages: dict[str, CheckpointRecord], deadline: float | None
 ) -> dict[str, Any] | None:
-    """Run the training stages of the night in their order, and add their records to `stages`.
+    """Run the training stages of the pipeline in their order, and add their records to `stages`.
 
-    `stages` has the record of the first policy. `deadline` is the time.time() at which training ends, or
-    None. Returns the stage at which the deadline ended training, as `run_context.left_unfinished` does, or
-    None if all stages are finished.
+    `stages` maps names of stages to their records and has that of the first policy, `coldstart`. `deadline`
+    is the time.time() at which training ends, or None without a time budget. Returns None if all stages are
+    finished. Otherwise the result describes the stage at which the deadline ended training, by the keys
+    `run_id`, `seed`, `stage` (its name) and `progress` (updates that are done and updates in all, or None if
+    the stage was not begun).
     """
     run = context.run
     for name in stages_of_run(context.params):
@@ -211,7 +214,8 @@ def note_start(run: PipelineRun) -> float:
 def open_context(run: PipelineRun, progress: PageProgress, data: DatasetRecord) -> Context:
     """Create the objects that all stages share, and begin the MLflow run.
 
-    Writes the parameters and the digests of the sources to settings.json in the run's folder.
+    `data` is the record of the data set. Writes the parameters and the digests of the sources to
+    settings.json in the run's folder.
     """
     sources = project_digests() | reward_digests(run.params.reward)
     # `cuda-agent runs compare` reads the full parameters and the digest of every source.
@@ -251,8 +255,9 @@ def run_record(
 ) -> RunRecord:
     """Return the run's record for JSON, with its data set, stages, evaluations, version and gates.
 
-    `before` and `after` are the evaluations of the first and the last policy. `nightly_pipeline` and
-    `publish` add the rest: the night, the durations and the address of the stored files.
+    `stages` has the records of the stages by their names. `before` and `after` are the evaluations of the
+    first and the last policy. `nightly_pipeline` and `publish` add the rest: the night, the durations and the
+    address of the stored files.
     """
     run, data = context.run, context.dataset
     splits = [kernel.split for kernel in read_tasks(context.dataset_folder / "tasks.parquet")]

@@ -46,7 +46,10 @@ SERVER_SETTINGS = {
 
 
 class Server:
-    """A Prefect server process, which is started by the constructor and can be used after `wait` returns."""
+    """A Prefect server process, which is started by the constructor and can be used after `wait` returns.
+
+    Its log is `prefect/server.log` in `home`, the folder of all runs.
+    """
 
     def __init__(self, home: Path):
         self.log = home / "prefect" / "server.log"
@@ -146,9 +149,9 @@ class Server:
 def prefect_server(home: Path) -> Iterator[Server | None]:
     """Run a Prefect server for this home while the block runs, and set PREFECT_API_URL to its address.
 
-    Yields None and starts no server if PREFECT_API_URL is already set. Prefect must be imported only inside
-    the block, because the import reads the variable. Raises UserError if the block fails because the server
-    has ended.
+    The home is the folder of all runs, in which the server writes its log. Yields None and starts no server
+    if PREFECT_API_URL is already set. Prefect must be imported only inside the block, because the import
+    reads the variable. Raises UserError if the block fails because the server has ended.
     """
     if "PREFECT_API_URL" in os.environ:
         yield None

@@ -33,10 +33,11 @@ PROGRESS_SECONDS = 60.0
 
 @dataclass
 class DiskGuard:
-    """A `Progress` that raises UserError if the disk of the home is full.
+    """A `Progress` that raises UserError if less than FULL_BYTES are free on the disk of `home`.
 
-    Each progress report checks the disk, so that the run stops between two steps and not in the middle of a
-    write. The same command then continues the run.
+    `home` is the folder of all runs, and every report is also forwarded to `progress`. Each progress report
+    checks the disk, so that the run stops between two steps and not in the middle of a write. The same
+    command then continues the run.
     """
 
     progress: Progress
@@ -50,11 +51,15 @@ class DiskGuard:
 
 @dataclass
 class MetricsProgress:
-    """A `Progress` that sets the Prometheus metrics of each stage and writes them to METRICS_FILE."""
+    """A `Progress` that sets the Prometheus metrics of each stage and writes them to `home`/metrics.prom.
+
+    They are written at most every WRITE_SECONDS and at the last step of a stage, and every report is also
+    forwarded to `progress`. `home` is the folder of all runs, and `written` the time.monotonic() of the last
+    write.
+    """
 
     progress: Progress
     home: Path
-    # The time.monotonic() of the last write.
     written: float = float("-inf")
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
@@ -69,7 +74,7 @@ class MetricsProgress:
 
 @dataclass
 class RenamedProgress:
-    """A `Progress` that reports every stage under the fixed name `name`."""
+    """A `Progress` that forwards every report to `progress` with `name` as the name of the stage."""
 
     progress: Progress
     name: str
@@ -80,10 +85,10 @@ class RenamedProgress:
 
 @dataclass
 class EventProgress:
-    """A `Progress` that also emits the event PROGRESS for the flow run with the id `run_id`.
+    """A `Progress` that forwards each report and emits a Prefect event for the flow run with the id `run_id`.
 
-    The event is emitted at most every PROGRESS_SECONDS, and `emitted` is the time.monotonic() of the last
-    one.
+    The event, cuda-agent.progress, is emitted at most every PROGRESS_SECONDS, and `emitted` is the
+    time.monotonic() of the last one.
     """
 
     progress: Progress

@@ -38,9 +38,10 @@ def register(
 ) -> str:
     """Register a checkpoint and its evidence as a model version, and return the version's number.
 
-    `policy` is the record of the checkpoint, `before` and `evaluation` are the evaluations of the run's first
-    policy and of the checkpoint, and `lineage` has the tags of the version's descent. The evidence becomes an
-    entry of the audit chain, and the version gets the alias `candidate`.
+    The evidence has the paths and digests of the files that decisions on the version rest on; it becomes an
+    entry of the audit chain, the log of decisions. `policy` is the record of the checkpoint, `before` and
+    `evaluation` are the evaluations of the run's first policy and of the checkpoint, and `lineage` has the
+    tags of the version's descent. The version gets the alias `candidate`.
     """
     run, tracking = context.run, context.tracking
     evidence = {
@@ -89,8 +90,10 @@ def decide(
 ) -> Decision:
     """Run the gates on the version, write the run's report, and return the decision.
 
-    `policy` is the record of the version's checkpoint. `before` and `evaluation` are the evaluations of the
-    run's first policy and of the version. If `champion` is None, the version is compared with no champion.
+    `stages` has the records of the run's stages by their names, and `policy` is that of the version's
+    checkpoint. `before` and `evaluation` are the evaluations of the run's first policy and of the version.
+    `champion` is the evaluation of the champion; if it is None, the version is compared with no champion.
+    Raises UserError if a file of the checkpoint is damaged.
     """
     run = context.run
     # One of the gates checks that the report is complete, so the report is first written without a decision.
@@ -118,8 +121,10 @@ def decide(
 def promote(context: Context, version: str, decision: Decision, champion: Compared | None) -> None:
     """Apply the decision to the model registry, with an audit entry.
 
-    A version that waits for a person keeps the alias `candidate`. If the version is refused or has learned
-    nothing, the decision is written to refusal.json.
+    Waiting versions whose deadline has passed expire before. `champion` is the champion with which the gates
+    compared the version, or None if there was none. A version that waits for a person keeps the alias
+    `candidate`. If the version is refused or has learned nothing, the decision is written to refusal.json in
+    the run's folder. Raises UserError if the champion or a file of the version has changed since the gates.
     """
     run, promotion = context.run, open_promotion(context)
     promotion.expire()
@@ -164,8 +169,8 @@ def write_run_report(
 ) -> None:
     """Write the report of the run to report.html in the run's folder.
 
-    `before` and `after` are the evaluations of the run's first and last policy. If `decision` is None, the
-    report has no section on the gates.
+    `stages` has the records of the run's stages by their names, and `before` and `after` are the evaluations
+    of the run's first and last policy. If `decision` is None, the report has no section on the gates.
     """
     run, client = context.run, context.tracking.client
     model = run.params.registry.model

@@ -1,6 +1,7 @@
 """The identity and the folders of a pipeline run, and the lock that admits one run at a time to a home.
 
-This module does not import Prefect, MLflow or torch, so that a finished run is reported without delay.
+A home is a folder in which runs keep everything. This module does not import Prefect, MLflow or torch, so
+that a finished run is reported without delay.
 
     home/lock                       held by the run that works in the home
     home/dvc, home/remote           the data set's workspace and its DVC remote
@@ -93,9 +94,11 @@ class Busy(UserError):
 class PipelineRun:
     """One pipeline run, whose key is a digest of its parameters, code, rerun request and `continues`.
 
-    The key does not depend on the home, on parameters that only change throughput, or on comments in the
-    code. `continues` is the id of the run with the same parameters whose time budget ended its training, and
-    whose stages this run continues. It is empty for the first run with its parameters.
+    `resolved` are the parameters with their profile. The run's folder is `runs/<run_id>` in the home, the
+    folder of all runs, and `run_id` is the beginning of the key. The key does not depend on the home, on
+    parameters that only change throughput, or on comments in the code. `continues` is the id of the run with
+    the same parameters whose time budget ended its training, and whose stages this run continues. It is empty
+    for the first run with its parameters.
     """
 
     def __init__(self, resolved: Resolved, rerun: Rerun | None = None, continues: str = ""):
@@ -126,11 +129,12 @@ class PipelineRun:
 def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     """Return the run with these parameters, including the rerun request that the home stores for it.
 
-    If the time budget ended the training of that run, the run that continues its stages is returned, unless
-    `rerun_from` is given. If `rerun_from` names a stage, request that this stage and all later stages run
-    again. The request is stored in redo.json in the home. So if the rerun is killed, the same command
-    continues it, with or without `--from`. After the rerun has finished, `--from` makes a new request. Raises
-    UserError if `rerun_from` is not a stage of the run, or if nothing was run in the home yet.
+    The home is the folder of all runs. If the time budget ended the training of that run, the run that
+    continues its stages is returned, unless `rerun_from` is given. If `rerun_from` names a stage, request
+    that this stage and all later stages run again. The request is stored in redo.json in the home. So if the
+    rerun is killed, the same command continues it, with or without `--from`. After the rerun has finished,
+    `--from` makes a new request. Raises UserError if `rerun_from` is not a stage of the run, or if nothing
+    was run in the home yet.
     """
     first = PipelineRun(resolved)
     file = first.home / "redo.json"
@@ -162,9 +166,10 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
 
 
 def _newest_night(run: PipelineRun, resolved: Resolved) -> PipelineRun:
-    """Return the run, or the first later one with its parameters that left no stage unfinished.
+    """Return `run`, or the first later run with its parameters `resolved` that left no stage unfinished.
 
-    A run that has not begun counts as one that left nothing unfinished.
+    The time budget of the runs before it ended in a stage, which the next one continues. A run that has not
+    begun counts as one that left nothing unfinished.
     """
     while left_unfinished(run.folder):
         run = PipelineRun(resolved, run.rerun, run.run_id)
@@ -174,8 +179,9 @@ def _newest_night(run: PipelineRun, resolved: Resolved) -> PipelineRun:
 def left_unfinished(folder: Path) -> dict[str, Any] | None:
     """Return the stage at which the time budget of the run in `folder` ended training, or None.
 
-    The result has the keys `run_id`, `seed`, `stage` and `progress` (updates that are done and updates in
-    all, or None if the stage was not begun).
+    The result is None if all stages were finished, or if the run is not finished. Its keys are `run_id`,
+    `seed`, `stage` (a name) and `progress` (updates that are done and updates in all, or None if the stage
+    was not begun).
     """
     try:
         record = read_json(folder / RUN_FILE)
@@ -187,7 +193,7 @@ def left_unfinished(folder: Path) -> dict[str, Any] | None:
 
 
 def newest_runs(home: Path) -> list[Path]:
-    """Return the folders of the finished runs of a home, the newest first."""
+    """Return the folders of the finished runs in `home`, the folder of all runs, the newest first."""
     files = (home / "runs").glob(f"*/{RUN_FILE}")
     return [file.parent for file in sorted(files, key=lambda file: -file.stat().st_mtime)]
 
@@ -211,7 +217,7 @@ def finished(run: PipelineRun) -> dict[str, Any] | None:
 
 
 def prepare_home(home: Path) -> None:
-    """Create the home folder if it is missing.
+    """Create the folder `home`, in which runs keep everything, if it is missing.
 
     Raises UserError if the folder cannot be written, or if less than LEAST_FREE_BYTES of its disk are free.
     """
@@ -232,9 +238,10 @@ def prepare_home(home: Path) -> None:
 
 @contextlib.contextmanager
 def home_lock(home: Path) -> Iterator[None]:
-    """Hold the lock of the home while the block runs.
+    """Hold the lock of `home`, the folder of all runs, while the block runs; create the folder if need be.
 
-    Raises Busy, which names the process that holds the lock, if the lock is not free within LOCK_SECONDS.
+    Raises Busy, which names the process that holds the lock, if the lock is not free within LOCK_SECONDS, and
+    UserError if the folder cannot be written or its disk is almost full.
     """
     prepare_home(home)
     with (home / "lock").open("a+") as file:
@@ -317,7 +324,7 @@ def check_environment(run: PipelineRun) -> None:
 
 
 def undecidable_gates(params: Params) -> list[str]:
-    """Return a sentence for each gate that the suite is too small for (`gates.too_few_tasks`).
+    """Return a sentence for each gate of promotion that the suite has too few tasks for.
 
     The number of tasks is data.held_out, or that of the suite `evaluation.suite`.
     """
@@ -331,9 +338,10 @@ def undecidable_gates(params: Params) -> list[str]:
 def interface_commands(run: PipelineRun, record: Mapping[str, Any]) -> dict[str, str]:
     """Return the commands that serve the web pages of MLflow and Prefect for this home, by program name.
 
-    Each text is a command line and the address to open in a browser after it was started. `record` is the
-    run's record, which has the id of the MLflow experiment. Without `workflowType` in the address, MLflow
-    shows the traces of applications first.
+    The names are "mlflow" and "prefect", and the home is the folder of all runs. Each text is a command line
+    and the address to open in a browser after it was started. `record` is the run's record, which has the id
+    of the MLflow experiment. Without `workflowType` in the address, MLflow shows the traces of applications
+    first.
     """
     programs = Path(sys.executable).parent
     home = f"PREFECT_HOME={shlex.quote(str(run.home / 'prefect'))}"
@@ -349,12 +357,16 @@ def interface_commands(run: PipelineRun, record: Mapping[str, Any]) -> dict[str,
 
 
 def prefect_database(home: Path) -> str:
-    """Return the address of the database of Prefect's server in a home."""
+    """Return the SQLAlchemy URL of the database of Prefect's server in `home`, the folder of all runs."""
     return f"sqlite+aiosqlite:///{sqlalchemy_path(home / 'prefect' / 'prefect.db')}"
 
 
 def prepare_environment(home: Path) -> None:
-    """Set the environment variables that Prefect and MLflow read on import, unless they are set already."""
+    """Set the environment variables that Prefect and MLflow read on import, unless they are set already.
+
+    Files are kept below `home`, the folder of all runs. PREFECT_HOME is replaced in any case if
+    PREFECT_API_URL is not set, because the run then starts a Prefect server of its own.
+    """
     defaults = {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "CRITICAL",

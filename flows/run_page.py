@@ -59,7 +59,10 @@ def show_logs() -> None:
 
 
 def parameters(run: PipelineRun) -> dict[str, Any]:
-    """Return the values that distinguish this run from others, by the names that Prefect's page shows."""
+    """Return the values that distinguish this run from others, by the names that Prefect's page shows.
+
+    The names are run_id, profile, sets (the `--set` words), seed, start_policy, device and home.
+    """
     return {
         "run_id": run.run_id,
         "profile": run.profile or "base",
@@ -86,15 +89,18 @@ def show_run(run: PipelineRun) -> None:
 
 @dataclass
 class PageProgress:
-    """A `Progress` that also shows each report in the log and in the progress artifact of its stage."""
+    """A `Progress` that forwards each report and shows it in Prefect's log and its stage's progress artifact.
+
+    `artifacts` has the id of each stage's artifact, and `events` the time.monotonic() at which its last
+    report was shown. No request is sent before the time.monotonic() `paused_until`. `context` is the task or
+    flow run that began or reported last. A report of a thread is shown with it, because Prefect does not
+    determine the run to which a thread belongs.
+    """
 
     progress: Progress
-    # The artifact of each stage, and the time.monotonic() of its last event.
     artifacts: dict[str, UUID] = field(default_factory=dict)
     events: dict[str, float] = field(default_factory=dict)
     paused_until: float = float("-inf")
-    # The task or flow run that began or reported last. A report of a thread is shown with it, because Prefect
-    # does not determine the run to which a thread belongs.
     context: FlowRunContext | TaskRunContext | None = None
 
     def begin(self) -> None:
@@ -158,7 +164,10 @@ class PageProgress:
 
 
 def show_result(record: Mapping[str, Any]) -> None:
-    """Show the record of a finished run as artifacts: its stages, figures and verdict, and its report."""
+    """Show a finished run as Prefect artifacts: its stages, figures and verdict, and a link to its report.
+
+    `record` is the content of the run's run.json. If Prefect's server fails, nothing is raised.
+    """
     report = Path(record["report"])
     with contextlib.suppress(httpx.HTTPError):
         create_markdown_artifact(stages_table(record), "stages", "What each stage made")

@@ -94,16 +94,17 @@ READS = {
 
 
 class KeyParts(FrozenModel):
-    """The values and digests from which the key of a stage is computed; `name` is a key of READS."""
+    """The values and digests from which the key of a stage is computed.
+
+    `name` is the form of the stage, a key of READS. `params` has the values of the parameters that the stage
+    reads by dotted name, `upstream` the digests of its inputs by name, and `sources` those of its source
+    files by path. `redo` is the number of the request to run the stage again, 0 if there is none.
+    """
 
     name: str
-    # Values of the parameters, by dotted key.
     params: dict[str, Any]
-    # Digests of the inputs, by their names.
     upstream: dict[str, str]
-    # Digests of the source files, by path.
     sources: dict[str, str]
-    # Number of the request to run this stage again; 0 if there is none.
     redo: int
 
     @property
@@ -111,13 +112,14 @@ class KeyParts(FrozenModel):
         return digest_json(self.model_dump(mode="json"))
 
     def folder(self, home: Path) -> Path:
-        """Return the folder of the stage in the home."""
+        """Return the folder of the stage, `home`/stages/`name`-KEY with the first 12 digits of its key."""
         return home / "stages" / f"{self.name}-{self.key[:12]}"
 
     def changes(self, older: "KeyParts") -> list[str]:
         """Return a phrase for each parameter, input and source file that differs from those of `older`.
 
-        "--from" is added if the number of the rerun request differs.
+        Phrases are such as "seed 1 -> 2", "input policy" and the path of a file. "--from" is added if the
+        number of the request to run the stage again differs.
         """
         found = [
             f"{name} {older.params.get(name, 'absent')!r} -> {self.params.get(name, 'absent')!r}"
@@ -137,8 +139,8 @@ def _different(older: dict[str, Any], newer: dict[str, Any]) -> list[str]:
 def key_parts(params: Params, name: str, upstream: dict[str, str], redo: int) -> KeyParts:
     """Return everything that enters the key of the stage with the form `name`, which is a key of READS.
 
-    `upstream` maps the names of the stage's inputs to their digests, and `redo` is the number of the request
-    to run the stage again, or 0.
+    A form is a way to make a stage; `coldstart` has several, such as `adopted`. `upstream` maps the names of
+    the stage's inputs to their digests, and `redo` is the number of the request to run the stage again, or 0.
     """
     reads = READS[name]
     rewards = reward_digests(params.reward) if "reward" in reads.params else {}
@@ -169,9 +171,10 @@ def reward_digests(reward: str) -> dict[str, str]:
 
 
 def changes_since_last(parts: KeyParts, home: Path) -> list[str]:
-    """Return what differs between `parts` and the newest other stage of this name in the home.
+    """Return what differs between `parts` and the newest other stage of this name in `home`.
 
-    The list has the phrases of `KeyParts.changes`. It is empty if there is no such stage.
+    `home` is the folder of all runs. The list has phrases such as "seed 1 -> 2" (`KeyParts.changes`). It is
+    empty if there is no such stage.
     """
     files = (home / "stages").glob(f"{parts.name}-*/{KEY_FILE}")
     others = [file for file in files if file.parent != parts.folder(home)]

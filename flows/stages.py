@@ -24,7 +24,11 @@ CHECKPOINT = "checkpoint"
 
 
 def start_policy(context: Context, champion: StartPolicy | None) -> CheckpointRecord:
-    """Return the checkpoint that a night starts from: the champion's, or `cold_start`'s if there is none."""
+    """Return the record of the checkpoint that the run starts from.
+
+    It is that of `champion`, or that of the first policy (`cold_start`) if `champion` is None. Raises
+    UserError if the champion's checkpoint is damaged.
+    """
     if champion is None:
         return cold_start(context)
     run = context.run
@@ -47,7 +51,7 @@ def start_policy(context: Context, champion: StartPolicy | None) -> CheckpointRe
 
 
 def cold_start(context: Context) -> CheckpointRecord:
-    """Return the checkpoint of the first policy.
+    """Return the record of the checkpoint of the first policy, which cached stages make.
 
     If policy.source is `scratch`, a small policy is trained from scratch on demonstrations, which are answers
     that rules have written (components/bootstrap/demonstrations.py). Otherwise the policy is made from the
@@ -88,7 +92,10 @@ def cold_start(context: Context) -> CheckpointRecord:
 
 
 def adopt(context: Context, source: Path) -> CheckpointRecord:
-    """Return a checkpoint of the Hugging Face folder or GGUF file `source`, which a cached stage makes."""
+    """Return the record of a checkpoint made of the Hugging Face folder or GGUF file `source`.
+
+    A cached stage makes it. Raises UserError if transformers cannot read the source.
+    """
 
     def work(folder: Path) -> CheckpointRecord:
         started = time.monotonic()
@@ -119,8 +126,9 @@ def train(
     `sampled` are the stages whose trajectories the stage reads, and `earlier` the stages of this run before
     it, whose states for resuming are deleted when this stage has one. `deadline` is the time.time() after
     which the stage ends with its current update. If `may_begin` is false, a stage that no earlier attempt has
-    begun is not run, and None is returned. `form` is the form of the stage if it is not its name
-    (`Context.parts`).
+    begun is not run, and None is returned. `form` is a key of READS (stage_keys.py) if it is not the stage's
+    name, such as "fine_tuned" for the cold start of a language model. Raises UserError for inputs with which
+    the stage cannot run, and StageFailed if training fails.
     """
     home, inputs, form = context.run.home, sampled or [], form or name
     upstream = {"policy": policy.digest} | ({"critic": critic.digest} if critic else {})
@@ -186,9 +194,9 @@ def checkpoint_record(
 def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: str) -> EvaluationRecord:
     """Evaluate a checkpoint on the run's suite, or return the cached record of its evaluation.
 
-    `checkpoint` is a path relative to the home, and `digest` is that of the checkpoint's files. `title` is
-    shown to people in order to distinguish the evaluations of one run. It is not part of the cache key,
-    because the same policy under another title gives the same evaluation.
+    `checkpoint` is a path relative to the home, the folder of all runs, and `digest` is that of the
+    checkpoint's files. `title` is shown to people in order to distinguish the evaluations of one run. It is
+    not part of the cache key, because the same policy under another title gives the same evaluation.
     """
     run, params = context.run, context.params
     suite = load_suite(params, context.dataset_folder)
@@ -229,7 +237,7 @@ def load(context: Context, record: EvaluationRecord) -> Evaluation:
 
 
 def figures(summary: Summary) -> dict[str, Any]:
-    """Return those figures of an evaluation that `cuda-agent run --json` prints, by their names."""
+    """Return those figures of an evaluation that `cuda-agent run --json` prints, such as "pass_rate"."""
     names = {
         "pass_rate",
         "faster_rate",
@@ -244,9 +252,10 @@ def figures(summary: Summary) -> dict[str, Any]:
 
 
 def table(results: tuple[TaskResult, ...]) -> list[dict[str, Any]]:
-    """Return one row for each task's result, which maps columns to values.
+    """Return one row for each task's result, which maps columns, such as "status", to values.
 
-    MLflow shows the rows of several runs side by side. The speedups are those over the two baselines.
+    MLflow shows the rows of several runs side by side. "speedup_eager" and "speedup_compile" are the
+    speed-ups over eager mode and torch.compile, None if they were not measured.
     """
     return [
         {

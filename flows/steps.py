@@ -1,9 +1,9 @@
 """The execution of a stage as a Prefect task, whose result is cached by the digests of its inputs.
 
-A task returns a small JSON record (paths relative to the home, digests, figures), never a model. Prefect
-stores the record under the stage's key, so a stage with the same inputs returns the stored record without
-running. If the files of a stored record are missing, the task runs again. If they are damaged, UserError
-names the file.
+A task returns a small JSON record (paths relative to the home, the folder of all runs; digests; figures),
+never a model. Prefect stores the record under the stage's key, so a stage with the same inputs returns the
+stored record without running. If the files of a stored record are missing, the task runs again. If they are
+damaged, UserError names the file.
 """
 
 import functools
@@ -41,8 +41,9 @@ from flows.stage_keys import KEY_FILE, RECORD, KeyParts, changes_since_last, key
 class DatasetRecord(FrozenModel):
     """The record of a data set that a run built or reused.
 
-    `folder` is relative to the home, `figures` is the content of metrics.json, and `seconds` is how long the
-    task took. `cached` is true if nothing was built.
+    `version` is the digest of its tasks. `folder` is relative to the home (the folder of all runs), `figures`
+    is the content of metrics.json, and `seconds` is how long the task took. `cached` is true if nothing was
+    built.
     """
 
     version: str
@@ -55,18 +56,18 @@ class DatasetRecord(FrozenModel):
 class StageRecord(FrozenModel):
     """The result of a stage, from which later stages take its digest, key and folder.
 
-    `digest` is that of the stage's output, and `figures` are numbers that are logged to MLflow. Prefect
-    caches all fields except `cached`, `key` and `folder`, which `Context.stage` sets after each call.
+    `digest` is that of the stage's output, and `figures` are numbers that are logged to MLflow. `progress`
+    has the updates that are done and the updates in all if the time budget ended the stage, and is None if it
+    is finished. `key` is the digest of everything on which the result depends, and `folder` the stage's
+    folder, relative to the home (the folder of all runs). Prefect caches all fields except `cached`, `key`
+    and `folder`, which `Context.stage` sets after each call.
     """
 
     digest: str
     figures: dict[str, Any]
-    # Updates that are done and updates in all, if the time budget ended the stage; None if it is finished.
     progress: tuple[int, int] | None = None
     cached: bool = False
-    # Digest of everything on which the result depends (KeyParts.key).
     key: str = ""
-    # Folder of the stage, relative to the home.
     folder: str = ""
 
     def cacheable(self) -> dict[str, Any]:
@@ -76,15 +77,16 @@ class StageRecord(FrozenModel):
 class CheckpointRecord(StageRecord):
     """The record of a stage that makes a checkpoint.
 
-    `checkpoint` is the checkpoint's folder, relative to the home. The rewards are the mean rewards before and
-    after training, or None for a stage without them. `seconds` is how long the stage took.
+    `checkpoint` is the checkpoint's folder, relative to the home (the folder of all runs). The rewards are
+    the mean rewards before and after training, or None for a stage without them. `seconds` is how long the
+    stage took. `stopped` is a remark on a stage that did not run as intended, such as why it ended early, and
+    "" otherwise.
     """
 
     checkpoint: str
     reward_before: float | None
     reward_after: float | None
     seconds: float
-    # Reason why the stage ended before its last step. It is empty if the stage ran to its end.
     stopped: str
 
     def output(self, home: Path) -> Path:
@@ -102,7 +104,8 @@ class CheckpointRecord(StageRecord):
 class EvaluationRecord(StageRecord):
     """The record of an evaluation.
 
-    `results` is the path of its results file relative to the home, and `digest` is that file's SHA-256.
+    `results` is the path of its results file relative to the home (the folder of all runs), and `digest` is
+    that file's SHA-256.
     """
 
     results: str
@@ -138,7 +141,7 @@ def counted(work: Callable[P, T]) -> Callable[P, T]:
 
 
 def count_task_runs() -> int:
-    """Return the number of task runs that this process has started."""
+    """Return the number of task runs that this process has started, including those that were cached."""
     return len(_started)
 
 
@@ -158,10 +161,10 @@ def run_in_folder(folder: Path, upstream: dict[str, str], work: Callable[[Path],
 
 
 class Context:
-    """The objects that all tasks of one run share.
+    """The objects that all tasks of one run share, among them its judge pool, MLflow run and data set.
 
-    This is not a dataclass, because Prefect would search the fields of a dataclass for futures at every task
-    call.
+    `params` are the parameters of the stages, in which policy.source is never "champion". This is not a
+    dataclass, because Prefect would search the fields of a dataclass for futures at every task call.
     """
 
     def __init__(
@@ -173,7 +176,6 @@ class Context:
         dataset: DatasetRecord,
     ):
         self.run = run
-        # The parameters of the stages, in which policy.source is never `champion`.
         self.params = run.params
         self.progress = progress
         self.pool = pool

@@ -97,7 +97,10 @@ class RankMemory:
 
 
 def roles_of(params: Params, shapes: ModelShapes) -> Roles:
-    """Return the networks that at least one of the two PPO stages needs."""
+    """Return the networks that at least one of the two PPO stages needs for a model of these shapes.
+
+    Raises UserError if `policy.adapter.targets` names a layer that cannot have an adapter.
+    """
     adapter = params.policy.adapter
     stages = (params.warmup, params.agentic)
     return Roles(

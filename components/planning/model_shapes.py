@@ -71,7 +71,7 @@ class ModelShapes:
 
 
 def policy_shapes(params: Params) -> ModelShapes:
-    """Return the shapes of the policy that a run trains, of which only the configuration is read.
+    """Return the shapes of the policy that a run with `params` trains; only its configuration is read.
 
     For the champion, which is the promoted policy of the registry, they are those of policy.base. Raises
     UserError if there is no such policy, or if transformers does not know its model.

@@ -80,15 +80,16 @@ def name_in_run(name: str) -> str:
     """Return the name by which all processes of this run find the actor `name` in the Ray cluster.
 
     It begins with the identifier of the run, so that no run finds an actor of another run. `connect` must
-    have been called in this process or in one that started it.
+    have been called in this process or in one that started it; KeyError is raised otherwise.
     """
     return f"{os.environ[RUN]}-{name}"
 
 
 def bundle(params: Params) -> dict[str, float]:
-    """Return the amount of each Ray resource, by its name, that one trainer or judge takes.
+    """Return the amount of each Ray resource that one trainer or judge takes, such as {"CPU": 1.0}.
 
-    A judge on cpu measures on one core. With a GPU it needs cores only for its builds, which are rare.
+    The other names are "GPU", on the device cuda, and `pool.resource`, if that is set. A judge on cpu
+    measures on one core. With a GPU it needs cores only for its builds, which are rare.
     """
     resources = {"CPU": 1.0}
     if params.device == "cuda":
@@ -140,7 +141,10 @@ class _Announcement:
 
 @contextmanager
 def announcing(urls: Sequence[str]) -> Iterator[None]:
-    """Return a context in which every process on the cluster finds the vLLM servers at `urls`."""
+    """Return a context in which every process on the cluster finds the vLLM servers at `urls` (`announced`).
+
+    Raises UserError if there is no cluster.
+    """
     connect()
     actor: Any = ray.remote(num_cpus=0)(_Announcement)
     held = [actor.options(name=f"{ANNOUNCED}{secrets.token_hex(4)} {url}").remote() for url in urls]
@@ -152,7 +156,10 @@ def announcing(urls: Sequence[str]) -> Iterator[None]:
 
 
 def announced() -> list[str]:
-    """Return the addresses of the vLLM servers that are announced on the cluster."""
+    """Return the addresses of the vLLM servers that are announced on the cluster, sorted.
+
+    Raises UserError if there is no cluster.
+    """
     connect()
     actors: list[dict[str, str]] = list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]

@@ -62,7 +62,7 @@ def memory_of_roles(params: Params, shapes: ModelShapes) -> dict[str, RoleMemory
 
 
 def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
-    """Return the memory of the first rank, whose GPU is the fullest.
+    """Return the memory of the first rank of the trainers, whose GPU is the fullest.
 
     It is the larger of the memory during training and during sampling. Not included are the key-value cache
     of the backend transformers, and a judge whose memory is not limited because `sandbox.device_bytes` is 0.
@@ -175,8 +175,8 @@ def refusal(params: Params, shapes: ModelShapes) -> str:
 def check_fits(params: Params) -> None:
     """Raise UserError if trainers or samplers cannot fit the memory of the GPU `pool.gpu`.
 
-    Also raises it if engine.sequence_parallel does not fit the attention heads of the model. Nothing is
-    checked on the cpu.
+    Also raises it if engine.sequence_parallel does not fit the attention heads of the model, or if the policy
+    cannot be read. Nothing is checked on the cpu.
     """
     if params.device == "cuda" and (sentence := refusal(params, policy_shapes(params))):
         raise UserError(sentence)

@@ -86,7 +86,8 @@ def _matches(layer: str, target: str) -> bool:
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the dotted names of the linear layers of `model` that can have an adapter.
 
-    The output head is left out, and in a mixture of experts the layers with a name in `EXPERT_NAMES`.
+    The output head is left out, and in a mixture of experts the layers whose last name is one of those of
+    experts and routers (`EXPERT_NAMES`), such as "gate_proj".
     """
     head = model.get_output_embeddings()
     names = [

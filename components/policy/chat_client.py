@@ -49,7 +49,10 @@ class _ServerRecord(BaseModel):
 
 
 class NativeCall(_ServerRecord):
-    """A tool call that the server has parsed. `arguments` is JSON text or an object."""
+    """A tool call that the server has parsed.
+
+    `arguments` is JSON text or an object, and None if the server sends none.
+    """
 
     id: str = ""
     name: str = Field(default="", validation_alias=AliasPath("function", "name"))
@@ -64,7 +67,10 @@ class _Message(_ServerRecord):
 
 
 class ChatTurn(_ServerRecord):
-    """One turn of the assistant: its message, and the reason why it ended, such as "stop"."""
+    """One turn of the assistant: its message, and the reason why it ended, such as "stop".
+
+    `finish_reason` is None if the server sends none.
+    """
 
     message: _Message
     finish_reason: str | None = None
@@ -104,7 +110,7 @@ class ChatClient:
 
         If `model` is empty, the first model in the server's list of models is used. `option` is the command
         line option that gave `url`; error messages name it. `pause` is called with the seconds to wait
-        between attempts.
+        between attempts. Raises UserError if `url` is no http or https address.
         """
         base = url.rstrip("/")
         self.url = base if re.search(r"/v\d+$", base) else f"{base}/v1"
@@ -163,7 +169,7 @@ class ChatClient:
         temperature: float,
         seed: int,
     ) -> ChatTurn:
-        """Sample the assistant's next turn after `messages`.
+        """Sample the assistant's next turn after `messages`, which are dictionaries with role and content.
 
         `tools` are the descriptions of the tools that the model may call, in the form of the server's
         interface. Raises ServerFailed if no attempt returned a usable turn, ToolsUnsupported if the server
@@ -190,10 +196,11 @@ class ChatClient:
             raise
 
     def _request(self, send: Callable[[int], Any], form: type[R], tries: int) -> R:
-        """Return the answer to a request, which `send` sends, in the form `form`.
+        """Return the answer to a request, which `send` sends, as a record of the class `form`.
 
-        `send` takes the number of the attempt, from 0 on, and returns a raw response of the openai package.
-        Raises ServerFailed if `tries` attempts fail or the answer does not have the form.
+        `send` takes the index of the attempt, from 0 on, and returns a raw response of the openai package.
+        Raises ServerFailed if `tries` attempts fail, if the server refuses the request for good, or if the
+        answer is no such record.
         """
         for attempt in range(tries):
             wait = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (attempt + 1))

@@ -222,7 +222,7 @@ def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
 
 
 def load_arguments(source: Path) -> dict[str, Any]:
-    """Return the arguments of transformers' `from_pretrained` for a folder or a GGUF file."""
+    """Return the keyword arguments of transformers' `from_pretrained` that name a folder or a GGUF file."""
     if is_gguf(source):
         return {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     return {"pretrained_model_name_or_path": source}

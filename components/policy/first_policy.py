@@ -46,11 +46,12 @@ def adopt(
 ) -> Manifest:
     """Make the checkpoint `folder` from `source`, a Hugging Face folder or a GGUF file.
 
-    The files of a folder are copied. The weights of a GGUF file are dequantised to float32. `dataset`, `code`
-    and `origin`, for instance the licence, are recorded in the manifest. If `origin` is empty and the source
-    is itself a checkpoint, the origin in its manifest is kept. `notices` are files, such as the text of a
-    licence, that are added to the checkpoint. Raises UserError if transformers cannot read the source, or if
-    the source has no chat template.
+    The files of a folder are copied. The weights of a GGUF file are dequantised to float32. The version of a
+    data set (`dataset`), the revision of the source code (`code`) and facts on the source (`origin`, for
+    instance its licence) are recorded in the manifest. If `origin` is empty and the source is itself a
+    checkpoint, the origin in its manifest is kept. `notices` are files, such as the text of a licence, that
+    are added to the checkpoint. Raises UserError if transformers cannot read the source, or if the source has
+    no chat template.
     """
     load_tokenizer(source)
     with atomic_folder(folder) as temporary:
@@ -82,7 +83,10 @@ def adopt(
 
 
 def _convert(source: Path, folder: Path) -> None:
-    """Write the model and the tokenizer of a GGUF file to `folder` in Hugging Face's format."""
+    """Write the model and the tokenizer of a GGUF file to `folder` in Hugging Face's format.
+
+    Raises UserError if transformers cannot read the file, or if tensors of the model are missing in it.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.quantization_config import GgufConfig
@@ -108,10 +112,11 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def adopted(source: Path, parent: Path) -> Path:
-    """Return a checkpoint of `source` below `parent`, which is made unless an earlier call made it.
+    """Return the folder of a checkpoint of `source` below `parent`, made unless an earlier call made it.
 
-    The name of its folder is the beginning of `source_digest`, and errors are those of `adopt`. Of several
-    processes that call this at once, one makes it, and the others wait.
+    `source` is a Hugging Face folder or a GGUF file, and the folder is named after its digest. Of several
+    processes that call this at once, one makes it, and the others wait. Raises UserError if transformers
+    cannot read the source, or if it has no chat template.
     """
     folder = parent / source_digest(source)[:12]
     parent.mkdir(parents=True, exist_ok=True)

@@ -27,8 +27,9 @@ def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -
     """Return the content of the user message for a task with the source `code`.
 
     If `policy.prompt` is `compact`, the message is the source itself. Otherwise the message has the text of
-    SKILL.md, the device and the source. If `in_turns` is true, the message ends with IN_TURNS. If it is
-    false, a message that is not compact ends with the instruction to answer in one turn.
+    SKILL.md, the device and the source. If `in_turns` is true, the message ends with the instruction to work
+    in several turns (IN_TURNS). If it is false, a message that is not compact ends with the instruction to
+    answer in one turn.
     """
     if policy.prompt == "compact":
         return code + IN_TURNS if in_turns else code
@@ -39,8 +40,9 @@ def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -
 def workloads_section(code: str, evidence: Mapping[str, Any]) -> str:
     """Return the last section of SKILL.md for a task with the source `code`: the calls that make its inputs.
 
-    The shapes are added if `evidence`, that of the task's admission, has them. The result is empty if the
-    task names no workloads.
+    Such calls, for instance `get_inputs(32, 128)`, are the task's workloads; if it names none, the result is
+    "". `evidence` is the record of the check with which the judge admitted the task. The shapes of the inputs
+    are added if the list `workloads` in it has them. Raises UserError if the source is not valid.
     """
     calls = [workload.call for workload in workloads_of(code, "model.py")]
     if calls == [""]:

@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 class Completion:
     """Sampled token ids and their log-probabilities, in nats under the distribution after temperature.
 
-    The ids include the end-of-turn token if it was sampled.
+    The ids include the end-of-turn token if it was sampled. `finish_reason` is "stop" after an end-of-turn
+    token, or "length" if a limit was reached. Within components/policy/vllm, it is also "abort" if a vLLM
+    server ended the completion early. `versions` has the name of the weights that sampled each token.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    # Reason of the end: `stop` after an end-of-turn token, or `length` if a limit was reached. Within
-    # components/policy/vllm, also `abort` if a vLLM server ended the completion early.
     finish_reason: str
-    # Name of the weights that sampled each token.
     versions: tuple[str, ...]
 
 
@@ -40,7 +39,7 @@ class Sampler(Protocol):
     async def complete(
         self, prompt: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int, session: str
     ) -> Completion:
-        """Sample one completion of `prompt`.
+        """Sample one completion of the token ids `prompt`, of at most `max_new_tokens` tokens.
 
         At temperature 0, each token is the most probable one. Equal arguments and weights give equal results,
         unless the documentation of the backend says otherwise. A completion ends at the end of the context
@@ -53,7 +52,7 @@ class Sampler(Protocol):
 def complete_all(
     sampler: Sampler, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, temperature: float, seed: int
 ) -> list[Completion]:
-    """Return one completion for each prompt, in the order of the prompts.
+    """Return one completion for each prompt (token ids), in the order of the prompts.
 
     Each completion has a seed of its own, which is derived from `seed` and the prompt's index. At most
     `sampler.capacity()` completions are sampled at the same time.

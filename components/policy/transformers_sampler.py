@@ -42,18 +42,19 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(eq=False)
 class _Sequence:
-    """The state of one sequence while it is sampled."""
+    """The state of one sequence while it is sampled.
 
-    # The tokens so far, and how many of them are the prompt.
+    `ids` are the tokens so far, of which the first `prompt` are the prompt. `uniforms` has a random number in
+    [0, 1) for each token that may be sampled, so its length is the limit of their number. `future` gets the
+    result; the caller may cancel it while the sequence is waiting or sampled. `logprobs` (nats) and
+    `versions` (names of the weights) are those of the tokens that were sampled so far.
+    """
+
     ids: list[int]
     prompt: int
-    # Random numbers in [0, 1), one for each token that may be sampled. The length of this list is therefore
-    # the limit of the number of tokens.
     uniforms: list[float]
     temperature: float
-    # Result, which the caller may cancel while the sequence is waiting or sampled.
     future: Future[Completion] = field(default_factory=Future)
-    # Log-probabilities in nats, and names of the weights, of the tokens that were sampled so far.
     logprobs: list[float] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
 
@@ -98,9 +99,11 @@ class TransformersSampler:
     async def complete(
         self, prompt: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int, session: str
     ) -> Completion:
-        """Sample one completion of `prompt`, as specified by `Sampler.complete`.
+        """Sample one completion of the token ids `prompt`, of at most `max_new_tokens` tokens.
 
-        At temperature 0, the log-probabilities are those under the distribution at temperature 1.
+        It ends after a token that ends a turn, or at the end of the context window, and is empty if the
+        prompt fills the window. At temperature 0, each token is the most probable one, and the
+        log-probabilities are those at temperature 1. `session` is not used.
         """
         limit = min(max_new_tokens, self.context - len(prompt))
         if limit <= 0:
@@ -190,7 +193,8 @@ class TransformersSampler:
     def _step(self, running: Sequence[_Sequence], cache: RowCache) -> dict[int, str]:
         """Sample one token for each sequence, and return why sequences ended, by their index in `running`.
 
-        The reason is "stop" or "length", or "" for a sequence that was cancelled.
+        The reason is "stop" or "length", or "" for a sequence that was cancelled. Sequences that go on are
+        not in the result.
         """
         empty = self._rows(len(running)) - len(running)
         ids = torch.tensor([one.ids[-1] for one in running] + [0] * empty, device=self.device)
@@ -245,13 +249,13 @@ class _RowLayer(DynamicLayer):
 
     Memory is allocated for more rows and tokens than a forward pass uses. The rows in use, which are the
     first ones, are those of the present forward pass, including its empty ones. `width` is the number of
-    tokens in each of them that the pass uses.
+    tokens in each of them that the pass uses, and `positions` [rows in use] has the positions of their next
+    tokens.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.key_rows, self.value_rows = torch.zeros(0), torch.zeros(0)
-        # Positions of the next token of the rows in use, [rows in use], and the width that they need.
         self.positions = torch.zeros(0, dtype=torch.long)
         self.width = 0
 
@@ -344,7 +348,8 @@ class RowCache(DynamicCache):
 
         `positions` [rows in use] has the position of each row's new token. The mask is 0 where a token may
         attend and the least number of `dtype` elsewhere, [rows in use, 1, 1, width]. If only some layers have
-        a sliding window, the result is a dictionary of two masks with the keys FULL and SLIDING.
+        a sliding window, the result is a dictionary of masks with the keys FULL ("full_attention") and
+        SLIDING ("sliding_attention").
         """
         width = -(-(int(positions.max()) + 1) // WIDTH_STEP) * WIDTH_STEP
         for layer in self.row_layers:

@@ -58,11 +58,12 @@ class _Weight:
 def weight_buckets(model: PreTrainedModel, limit_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Yield all weights of `model` by their names in the public format, in buckets of complete tensors.
 
-    The buckets are in the order of the model's modules. Each has at most `limit_bytes` of the model's
-    parameters, or one larger parameter, or one larger group of parameters that the public format stores as
-    one tensor. If ZeRO 3 has sharded the model, every rank must iterate over the whole stream, and only the
-    parameters of the present bucket are gathered. The tensors may be the model's own memory, so they are
-    valid until the next bucket is requested, and the caller must not write to them.
+    The public format is the one that `save_pretrained` writes. The buckets are in the order of the model's
+    modules. Each has at most `limit_bytes` of the model's parameters, or one larger parameter, or one larger
+    group of parameters that the public format stores as one tensor. If ZeRO 3 has sharded the model, every
+    rank must iterate over the whole stream, and only the parameters of the present bucket are gathered. The
+    tensors may be the model's own memory, so they are valid until the next bucket is requested, and the
+    caller must not write to them.
     """
     for bucket in _split(_conversion_groups(model, _weights(model)), limit_bytes):
         with _gathered([part for weight in bucket for part in weight.parts()]):
@@ -110,10 +111,11 @@ def _weights(model: PreTrainedModel) -> Iterator[_Weight]:
 
 
 def _conversion_groups(model: PreTrainedModel, weights: Iterator[_Weight]) -> list[list[_Weight]]:
-    """Return the weights in groups whose weights the public format stores as one tensor.
+    """Return the weights in groups whose weights the public checkpoint format stores as one tensor.
 
-    The weights of a group must be converted together. Most groups have one weight. Some formats fuse matrices
-    that transformers separates, such as query, key and value.
+    That is the format that `save_pretrained` writes. The weights of a group must be converted together. Most
+    groups have one weight. Some formats fuse matrices that transformers separates, such as query, key and
+    value.
     """
     conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(
         model, add_legacy=False
@@ -131,7 +133,7 @@ def _conversion_groups(model: PreTrainedModel, weights: Iterator[_Weight]) -> li
 
 
 def _split(groups: Sequence[list[_Weight]], limit_bytes: int) -> Iterator[list[_Weight]]:
-    """Yield lists of consecutive groups with at most `limit_bytes`, or with one larger group."""
+    """Yield lists with the weights of consecutive groups, of at most `limit_bytes` or of one larger group."""
     bucket: list[_Weight] = []
     filled = 0
     for group in groups:

@@ -60,31 +60,29 @@ DECISIONS: tuple[Action, ...] = (
 
 
 class AuditEntry(FrozenModel):
-    """One entry of the chain.
+    """One entry of the audit chain, the log of decisions on model versions.
 
-    `aliases` maps the aliases `champion` and `previous` to their version numbers after the change; an alias
-    that no version has is not a key.
+    `number` counts from 1, and `before` is the digest of the previous entry, or 64 zeros. `when` is a time in
+    UTC (ISO 8601, seconds). `who` is the user and host in the operating system, or the name that a person
+    gave. `aliases` maps the aliases `champion` and `previous` to their version numbers after the change; an
+    alias that no version has is not a key. `evidence` has the facts on which the change is based, such as
+    digests, figures with intervals, and thresholds. `key` identifies a change, so that a repeated call adds
+    no second entry; it is "" for changes of which every call adds one. `digest` and `signature`, by a trusted
+    key, cover all other fields.
     """
 
     number: int
-    # Digest of the previous entry, or FIRST in the first entry.
     before: str
-    # Time of the entry in UTC, in ISO 8601 with a resolution of seconds.
     when: str
-    # The user and the host in the operating system, or the name that a person gave with the decision.
     who: str
     action: Action
     model: str
     version: str
     aliases: dict[str, str]
     reason: str = ""
-    # Facts on which the change is based, such as digests, figures with intervals, and thresholds.
     evidence: dict[str, Any] = Field(default_factory=dict)
-    # Identity of the change, with which a repeated call finds its entry and adds no second one. It is empty
-    # for changes of which every call adds an entry.
     key: str = ""
     digest: str
-    # Signature of all fields above but `digest`, by a trusted key.
     signature: str = ""
 
     @property
@@ -97,7 +95,7 @@ class AuditChainError(UserError):
 
 
 class AuditChain:
-    """The audit chain of the registered model `model`, in a folder of its own below the folder `folder`.
+    """Log of decisions on versions of the registered model `model`, in a folder of its own below `folder`.
 
     Every method that reads the chain checks all of its entries. `signer` signs new entries and knows the
     trusted keys.
@@ -112,7 +110,10 @@ class AuditChain:
 
     @classmethod
     def of(cls, registry: Registry, home: Path) -> "AuditChain":
-        """Return the chain of the model `registry.model`, below `registry.audit` or else `home`/audit."""
+        """Return the chain of the model `registry.model`, below `registry.audit` or else `home`/audit.
+
+        `home` is the folder in which the runs keep everything.
+        """
         folder = Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit"
         return cls(folder, registry.model, Signer(registry))
 
@@ -202,7 +203,10 @@ def newest(entries: list[AuditEntry], version: str, actions: Collection[Action])
 
 
 def recorded_aliases(entries: list[AuditEntry]) -> dict[str, str]:
-    """Return the version numbers after these entries by alias, which is `champion` or `previous`."""
+    """Return the version numbers after these entries by alias, which is `champion` or `previous`.
+
+    An alias that no version has is not a key.
+    """
     return entries[-1].aliases if entries else {}
 
 

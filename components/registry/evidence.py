@@ -19,8 +19,9 @@ RESTORE = "restore it from the artifact store's backup, or promote another versi
 class Evidence:
     """Reads the evidence of versions of one registered model from entries of its audit chain.
 
-    `home` contains the evaluations and reports, and `chain` is the folder of the audit chain. The entries
-    that methods take are those of the chain.
+    The evidence of a version has the digests of its checkpoint and evaluations and the paths of evaluations
+    and report, on which decisions rest. `home` contains the evaluations and reports. `chain` is the folder of
+    the audit chain, the log of decisions; the entries that methods take are all of the chain.
     """
 
     def __init__(self, client: MlflowClient, model: str, home: Path, chain: Path):
@@ -44,9 +45,10 @@ class Evidence:
         return evidence
 
     def recorded(self, version: str, entries: list[AuditEntry]) -> dict[str, Any]:
-        """Return the evidence that was recorded at the registration of a version (`Promotion.register`).
+        """Return the evidence that was recorded when a version was registered, without verifying it.
 
-        Raises UserError if the chain has no entry of the registration.
+        Its keys are names such as `checkpoint.digest`, `evaluation` (a path) and `evaluation.digest`. Raises
+        UserError if the chain has no entry of the registration.
         """
         registered = newest(entries, version, {"registered"})
         if registered is None:
@@ -57,7 +59,10 @@ class Evidence:
         return dict(registered.evidence)
 
     def verify(self, version: str, evidence: Mapping[str, Any]) -> None:
-        """Raise UserError unless checkpoint and evaluations of a version have the digests of `evidence`."""
+        """Raise UserError unless checkpoint and evaluations of a version have the digests of `evidence`.
+
+        `evidence` is what `recorded` returns.
+        """
         with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
             folder = models.checkpoint(self.client, self.model, version, Path(scratch))
             digest, manifest = verify_files(folder, RESTORE), digest_file(folder / MANIFEST)
@@ -77,7 +82,7 @@ class Evidence:
                 )
 
     def match(self, path: str, digest: str) -> bool:
-        """Return whether a file of the home, by its relative path, exists and has this digest."""
+        """Return whether the file `path`, relative to `home`, exists and has this digest."""
         return (self.home / path).is_file() and digest_file(self.home / path) == digest
 
     def disagreements(self, version: str, entries: list[AuditEntry]) -> list[str]:
@@ -106,7 +111,10 @@ class Evidence:
         ]
 
     def untrusted_runs(self, signer: Signer) -> list[str]:
-        """Return a sentence for each run.json of the home that `signer` finds unsigned or wrongly signed."""
+        """Return a sentence for each run's record (`home`/runs/*/run.json) without a trusted signature.
+
+        `signer` has the trusted keys.
+        """
         found = []
         for file in sorted(self.home.glob("runs/*/run.json")):
             try:

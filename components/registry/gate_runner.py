@@ -72,8 +72,8 @@ def evaluate_gates(
     `start` is the evaluation of the policy that the run began with, and `champion` that of the champion, both
     on the same tasks; `champion` is None if there is no champion. `sample` is the result of judging exploits.
     `digests_match` says whether the checkpoint's files have the digests of the registration and of the
-    evaluation, and `report_complete` whether the report was written to its end.
-    The gate on exploits fails if they ran on another device than the evaluation.
+    evaluation, and `report_complete` whether the report was written to its end. The gate on exploits fails if
+    they ran on another device than the evaluation.
     """
     found = gates.floors(after.overall, after.levels, thresholds)
     if thresholds.improvement:
@@ -114,8 +114,8 @@ def gate_again(
 
     Returns the number of the version, the decision, and the champion, which is None if there is no champion.
     Raises UserError if the version was evaluated on another device, in another precision or in another dtype
-    than `params` say, or with labels (judge/verdict.py) other than the default, or if its checkpoint or an
-    evaluation is missing or changed.
+    than `params` say, or under other rules of the judge than the default ones (`Labels` in judge/verdict.py),
+    or if its checkpoint or an evaluation is missing or changed.
     """
     home = promotion.home
     number, evidence = promotion.evidence(version)

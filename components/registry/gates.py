@@ -39,7 +39,11 @@ REFUSALS = ("refused", "nothing_learned")
 
 
 class Gate(FrozenModel):
-    """The result of one gate: a figure with its interval, the threshold, and whether the gate passed."""
+    """The result of one gate: a figure with its interval, the threshold, and whether the gate passed.
+
+    `value` is None if the figure could not be measured, and `low` and `high` are None without an interval.
+    `note` has further details, such as the names of exploits that succeeded.
+    """
 
     name: str
     value: float | None
@@ -47,15 +51,15 @@ class Gate(FrozenModel):
     high: float | None = None
     threshold: float
     passed: bool
-    # Further details, such as the names of exploits that succeeded.
     note: str = ""
 
     @property
     def decisive(self) -> float | None:
         """Return the number that is compared with the threshold.
 
-        It is the lower end of the interval, and the upper end for changes from the start. If there is no
-        interval, or the gate is on a change from the champion, it is the figure itself.
+        It is the lower end of the interval, and the upper end for changes from the policy that the run began
+        with. If there is no interval, or the gate is on a change from the champion, it is the figure itself,
+        which is None if it could not be measured.
         """
         if self.low is None or self.name.startswith("change."):
             return self.value
@@ -87,18 +91,19 @@ class Decision(FrozenModel):
 
     `waiting` means that all gates passed and that a person has to approve. `nothing_learned` means that only
     the gate failed that requires that the version is better than the policy that its run began with.
+    `reasons` has a sentence for each failed gate, or one on why the version is promoted or waits.
     """
 
     verdict: Literal["promoted", "refused", "waiting", "nothing_learned"]
     gates: tuple[Gate, ...]
-    # One sentence for each failed gate, or one sentence on why the version is promoted or waits.
     reasons: tuple[str, ...]
 
 
 class Compared(FrozenModel):
     """The champion with which the gates compared a version, and its evaluation on the version's tasks.
 
-    `evaluation` is the path of the results, relative to the home, and `digest` their digest.
+    `version` is the champion's version number. `evaluation` is the path of the results, relative to the home
+    (the folder in which runs keep everything), and `digest` their digest.
     """
 
     version: str

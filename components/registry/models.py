@@ -79,7 +79,7 @@ def register(
 
 
 def record_decision(client: MlflowClient, model: str, version: str, decision: Decision) -> None:
-    """Write the gates, the verdict and the reasons of a decision into the tags of the version."""
+    """Write the gates, the verdict and the reasons of a decision into tags of the version `version`."""
     set_tags(
         client,
         model,
@@ -95,7 +95,7 @@ def set_tags(client: MlflowClient, model: str, version: str, tags: Mapping[str, 
 
 
 def aliases(client: MlflowClient, model: str) -> dict[str, str]:
-    """Return the version numbers of the registered model's aliases, by alias.
+    """Return the version numbers of the registered model's aliases, by alias; {} if there is no such model.
 
     The aliases are read from the registered model, because MLflow's search results do not contain them.
     """
@@ -114,7 +114,7 @@ def champion_besides(aliases: Mapping[str, str], version: str) -> str | None:
 
 
 def tags(client: MlflowClient, model: str) -> dict[str, str]:
-    """Return the tags of the registered model itself, not of its versions."""
+    """Return the tags of the registered model itself, not of its versions; {} if there is no such model."""
     found = _registered(client, model)
     return dict(found.tags) if found is not None else {}
 
@@ -147,8 +147,8 @@ def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
     """Return the version with this number or alias as a JSON record.
 
     The record has the name of the model, the number and the aliases of the version, its gates, its decision
-    with the reasons, its other tags, and the id of its MLflow run. Raises UserError if there is no such
-    version.
+    ("undecided" without one) with the reasons, its other tags, and the id of its MLflow run. Raises UserError
+    if there is no such version.
     """
     found = find(client, model, version)
     return {
@@ -174,7 +174,7 @@ def numbers(client: MlflowClient, model: str) -> list[str]:
 
 
 def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
-    """Return all versions as JSON records of the form of `describe`, with the newest first."""
+    """Return all versions, the newest first, as JSON records: their gates, decision, aliases and tags."""
     return [describe(client, model, number) for number in numbers(client, model)]
 
 
@@ -231,9 +231,10 @@ def references(client: MlflowClient, model: str) -> dict[str, str]:
 def evidence(chain: AuditChain) -> dict[str, str]:
     """Return every run key and digest in the entries of an audit chain, each with a text for its entry.
 
-    Entries with the action `registered` are left out. The text is such as "audit entry 12", and names the
-    last entry that contains the key or digest. Objects in the store with these run keys (`PipelineRun` in
-    flows/run_context.py) and digests are kept, because they are the evidence of past decisions.
+    The chain is the log of decisions on versions, and a run key is a digest of a pipeline run's parameters
+    and code. Entries of registrations are left out. The text is such as "audit entry 12", and names the last
+    entry that contains the key or digest. Objects in the store with these keys and digests are kept, because
+    past decisions rest on them.
     """
     return {
         word: f"audit entry {entry.number}"
@@ -252,7 +253,10 @@ def _named(tags: dict[str, str]) -> list[str]:
 
 
 def _unfinished(client: MlflowClient) -> set[str]:
-    """Return the run keys of pipeline runs that are not finished, because they are running or have failed."""
+    """Return the run keys of all pipeline runs that are not finished, because they are running or failed.
+
+    A run key is a digest of the run's parameters and code.
+    """
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     rule = f"tags.`{KIND}` = 'night' and attributes.status != 'FINISHED'"
     runs = get_results_from_paginated_fn(

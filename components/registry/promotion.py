@@ -53,8 +53,10 @@ class NotPassed(UserError):
 class Promotion:
     """The operations that promote, refuse, expire and roll back versions of one registered model.
 
-    `home` contains the files of the evidence. It also contains the audit chain, unless `registry.audit` names
-    another folder. In the methods, `who` and `reason` become the fields of the audit entry with these names;
+    `home`, the folder in which runs keep everything, contains the evaluations and reports on which decisions
+    rest. It also contains the audit chain, the log of decisions, unless `registry.audit` names another
+    folder. In the methods, `version` is a version's number, in `evidence`, `approve`, `decline`, `promote`
+    and `waiting` also an alias. `who` and `reason` become the fields of the audit entry with these names;
     without `who`, the entry names the present user.
     """
 
@@ -69,11 +71,10 @@ class Promotion:
         """Record the evidence of a version that was registered, on which all decisions on it will rest.
 
         `evidence` has the digests of the checkpoint's files (`checkpoint.digest`) and manifest
-        (`manifest.digest`), the paths relative to the home and the digests of the evaluations of the version
+        (`manifest.digest`), the paths relative to `home` and the digests of the evaluations of the version
         (`evaluation`, `evaluation.digest`) and of the policy that its run began with (`start.evaluation`,
-        `start.digest`), the path of the report (`report`), and further facts. The files are not read. If
-        the newest registration entry of the version has equal evidence, that entry is returned and none is
-        added.
+        `start.digest`), the path of the report (`report`), and further facts. The files are not read. If the
+        newest registration entry has equal evidence, it is returned and none is added.
         """
         with self._changing() as entries:
             known = newest(entries, version, {"registered"})
@@ -82,11 +83,12 @@ class Promotion:
             return self._append("registered", version, entries, "", evidence=dict(evidence))
 
     def evidence(self, version: str, *, verify: bool = True) -> tuple[str, dict[str, Any]]:
-        """Return the number of a version and its recorded evidence.
+        """Return the number of a version and its evidence, which `register` has recorded.
 
-        `version` is a number or an alias. The evidence is that of `register`. With `verify`, the files are
-        verified, and `report.digest` is added if the report exists. Raises UserError as the methods of
-        `Evidence` do.
+        It has the paths and digests of checkpoint, evaluations and report by names such as
+        `checkpoint.digest`. `version` is a number or an alias. With `verify`, the files are verified, and
+        `report.digest` is added if the report exists. Raises UserError if a file is missing or has changed,
+        or if the version or the entry of its registration does not exist.
         """
         with self._changing() as entries:
             number = self._number(version, entries)
@@ -94,7 +96,7 @@ class Promotion:
             return number, read(number, entries)
 
     def aliases(self) -> dict[str, str]:
-        """Return the version numbers of the champion and the previous champion by the audit chain."""
+        """Return the version numbers by alias, `champion` or `previous`; one without version is no key."""
         with self._changing() as entries:
             return recorded_aliases(entries)
 
@@ -186,9 +188,10 @@ class Promotion:
     def promote(self, version: str, *, who: str = "", reason: str = "", override: bool = False) -> AuditEntry:
         """Make a version the champion if its gates have passed, for example a former champion.
 
-        With `override`, which needs a `reason`, the gates need not have passed. Promoting the champion again
-        adds an entry but changes no alias. Raises NotPassed if the gates of the version did not pass, and
-        UserError if the version waits for approval or its checkpoint is damaged.
+        With `override`, which needs a `reason`, the version may wait for approval or its gates may have
+        failed. Promoting the champion again adds an entry but changes no alias. Without `override`, raises
+        NotPassed if the gates of the version did not pass and UserError if it waits. Also raises UserError if
+        its checkpoint or an evaluation is damaged, or if `override` is given without a `reason`.
         """
         with self._changing() as entries:
             version = self._number(version, entries)
@@ -215,7 +218,7 @@ class Promotion:
     def rollback(self, *, who: str = "", reason: str = "") -> AuditEntry:
         """Make the previous champion the champion again, by exchanging the aliases champion and previous.
 
-        Raises UserError if there is no previous champion.
+        Raises UserError if there is no previous champion, or if its checkpoint or evaluations have changed.
         """
         with self._changing() as entries:
             back = recorded_aliases(entries).get(PREVIOUS)
@@ -238,9 +241,9 @@ class Promotion:
             ]
 
     def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
-        """Add an audit entry with the results of gates that were run again on the champion.
+        """Add an audit entry with the results of gates that were run again on the champion, and return it.
 
-        The decision on the version and the aliases do not change.
+        No alias or earlier decision changes. Raises UserError if a file of the version has changed.
         """
         with self._changing() as entries:
             gates = [gate.model_dump() for gate in decision.gates]
@@ -314,7 +317,7 @@ class Promotion:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[list[AuditEntry]]:
-        """Hold the lock of the chain, complete an interrupted change, and yield all entries."""
+        """Hold the lock of the chain, complete an interrupted change (`_recover`), and yield all entries."""
         with self.chain.locked():
             yield self._recover()
 
@@ -335,10 +338,7 @@ class Promotion:
         return self._apply_entry(self.chain.append(action, version, aliases, who or person(), **rest))
 
     def _apply_entry(self, entry: AuditEntry) -> AuditEntry:
-        """Change the aliases and tags in the registry according to the entry, and return the entry.
-
-        Repeating the call changes nothing.
-        """
+        """Set the registry's aliases and tags as the entry says, and return it; repeating changes nothing."""
         actual = self._actual()
         for alias in (PREVIOUS, CHAMPION):
             wanted = entry.aliases.get(alias)

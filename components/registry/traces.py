@@ -38,8 +38,9 @@ JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
 
 
 def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: str, folder: Path) -> None:
-    """Log the trajectories that `chosen` selects from the folder of a stage as MLflow traces of a run.
+    """Log some trajectories from the folder of a stage as MLflow traces of a run.
 
+    They are all of an evaluation, and the best and worst ones of some steps of a training stage (`chosen`).
     `run_id` is the id of the MLflow run, and `stage` the name of the stage.
     """
     for place, batch, trajectory in chosen(folder):
@@ -67,13 +68,13 @@ def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: s
 
 
 def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
-    """Yield name, folder and content of each trajectory in a stage's folder that is to be logged.
+    """Yield name, folder and content of each trajectory in the stage's folder `folder` that is to be logged.
 
-    The name is that of the folder, followed by a slash and the index of the trajectory among those read.
-
-    All trajectories of an evaluation are logged. Of a training stage, those with the highest and the lowest
-    reward in SAMPLED_STEPS of its steps are logged. Those without a reward, because the judge failed on them,
-    are left out.
+    Of an evaluation, these are all trajectories. Of a training stage, they are one with the highest and one
+    with the lowest reward of each of at most SAMPLED_STEPS steps, which are evenly spaced; trajectories
+    without a reward, because the judge failed on them, do not count. The yielded folder is that of the files
+    of the trajectory. The name is that folder's name, a slash, and the index of the trajectory among those
+    that count, such as "step-0003/5".
     """
     for batch in sorted((folder / "episodes").glob("*")):
         for index, trajectory in enumerate(load_trajectories(batch)):

@@ -65,8 +65,8 @@ def import_store(params: Registry) -> None:
 def connect(params: Registry, home: Path) -> MlflowClient:
     """Return a client of the tracking store, which is created if it does not exist.
 
-    Raises UserError if the database in the home is damaged, is no file, or was made by another version of
-    MLflow.
+    The store is that of `registry.tracking_uri`, or else a database in `home`, the folder of all runs. Raises
+    UserError if this database is damaged, is no file, or was made by another version of MLflow.
     """
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
     uri = params.uri(home)
@@ -104,9 +104,10 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def numbers(value: Any) -> dict[str, float]:
-    """Return the leaves that are finite numbers by their dotted names.
+    """Return the leaves of nested mappings and lists that are finite numbers, by their dotted names.
 
-    Characters that MLflow does not allow in a name are replaced by underscores.
+    For example, {"a": {"b": 1, "c": "x"}} gives {"a.b": 1.0}. Characters that MLflow does not allow in a name
+    are replaced by underscores.
     """
     leaves = {re.sub(r"[^\w\-. :/]", "_", key): leaf for key, leaf in flatten(value).items()}
     return {
@@ -119,8 +120,9 @@ def numbers(value: Any) -> dict[str, float]:
 class MlflowRun:
     """The MLflow run of one pipeline run, which is created, or opened again if it exists.
 
-    `run_key` is the key of the pipeline run (`PipelineRun` in flows/run_context.py), and `name` the name that
-    a new MLflow run gets.
+    `run_key` is the key of the pipeline run, a digest of its parameters and code, and `name` the name that a
+    new MLflow run gets. Artifacts are stored in `home`, the folder of all runs, if `registry.tracking_uri` is
+    empty.
     """
 
     def __init__(self, client: MlflowClient, params: Registry, home: Path, run_key: str, name: str):
@@ -179,7 +181,8 @@ class MlflowRun:
     def follow(self, name: str, key: str, folder: Path) -> Iterator[None]:
         """Log the curves of a stage every CURVE_SECONDS while the caller runs it inside the context.
 
-        `name` and `key` identify the stage, and `folder` is its folder with the file of curves (CURVES).
+        `key` is the digest of everything on which the stage `name` depends, and `folder` is its folder with
+        the file of curves, metrics.jsonl.
         """
         done = threading.Event()
 
@@ -221,14 +224,20 @@ class MlflowRun:
         self.client.set_terminated(run_id, "FINISHED")
 
     def table(self, name: str, rows: list[dict[str, Any]]) -> None:
-        """Log a table as an artifact unless it exists, because MLflow appends rows to an existing table."""
+        """Log a table as the artifact `name`.json, with the columns of the first of its rows.
+
+        Does nothing if there are no rows or the artifact exists, because MLflow would append the rows.
+        """
         file = f"{name}.json"
         if rows and file not in {item.path for item in self.client.list_artifacts(self.run_id)}:
             columns = {column: [row.get(column) for row in rows] for column in rows[0]}
             self.client.log_table(self.run_id, columns, file)
 
     def figures(self, record: Any) -> None:
-        """Log every number of a record as a metric with its dotted name, unless it has this value already."""
+        """Log every number of a nested record as a metric with its dotted name, such as evaluation.pass_rate.
+
+        Metrics that have this value already are left out.
+        """
         present = self.client.get_run(self.run_id).data.metrics
         self.client.log_batch(
             self.run_id,
@@ -248,10 +257,10 @@ class MlflowRun:
         self.client.set_terminated(self.run_id, status)
 
     def _stage_run(self, name: str, key: str, folder: Path) -> Run:
-        """Return the child run of a stage, which is created if it does not exist.
+        """Return the child run of the stage `name`, which is created if it does not exist.
 
-        If the child run has another stage key, its tags are replaced, so that its curves are logged again
-        from the first step, and it is set to RUNNING.
+        `key` is the digest of everything on which the stage depends. If the child run has another `key`, its
+        tags are replaced, so that its curves are logged again from the first step, and it is set to RUNNING.
         """
         child = self._find("stage", name)
         if child is not None and child.data.tags.get(STAGE_KEY) == key:
@@ -297,8 +306,8 @@ class MlflowRun:
 def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
     """Return the id of the experiment, which is created if it does not exist.
 
-    Its artifacts are stored in the home folder if `registry.tracking_uri` is empty. Raises UserError if the
-    experiment was deleted in MLflow.
+    Its artifacts are stored in `home`, the folder of all runs, if `registry.tracking_uri` is empty. Raises
+    UserError if the experiment was deleted in MLflow.
     """
     found = client.get_experiment_by_name(params.experiment)
     if found is None:

@@ -21,8 +21,8 @@ __all__ = [
 def open_store(params: StoreParams, home: Path) -> Store:
     """Return the store that `store.url` names.
 
-    An empty URL names the folder `store` in the home, a path or a file:// URL names a folder, and
-    s3://bucket/prefix names a part of an S3 bucket. Raises UserError for any other URL.
+    An empty URL names the folder `store` in `home`, the folder of all runs, a path or a file:// URL names a
+    folder, and s3://bucket/prefix names a part of an S3 bucket. Raises UserError for any other URL.
     """
     url = params.url
     if url.startswith("s3://"):

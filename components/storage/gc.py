@@ -63,10 +63,11 @@ def plan(
 ) -> Plan:
     """Return a plan that removes the groups without a reference that are older than `older_than`.
 
-    `references` and `evidence` map run ids and digests to a description of what refers to them: `references`
-    those in present use, and `evidence` those that past decisions name. If a run is kept because of
-    `references` or its age, all checkpoints that its manifest names are kept too. If it is kept only because
-    of `evidence`, checkpoints that only its manifest names are not kept. `now` is the present time.
+    A group is the objects of one run or one checkpoint. `references` and `evidence` map run ids and digests
+    to a description of what refers to them: `references` those in present use, and `evidence` those that past
+    decisions name. If a run is kept because of `references` or its age, all checkpoints that its manifest
+    names are kept too. If it is kept only because of `evidence`, checkpoints that only its manifest names are
+    not kept. `now` is the present time.
     """
     found = groups(store.entries())
     keep: dict[str, str] = {}

@@ -50,7 +50,8 @@ class StoreUnavailable(UserError, ConnectionError):
 class S3Store:
     """A store whose objects have names that begin with one prefix, in a bucket of an S3-compatible server.
 
-    `url` is s3://bucket/prefix, and an empty `endpoint` means the one of boto3's settings.
+    `url` is s3://bucket/prefix, and an empty `endpoint` means the one of boto3's settings. Raises UserError
+    if `url` names no bucket. The methods raise StoreUnavailable if the call may succeed later.
     """
 
     def __init__(self, url: str, endpoint: str):

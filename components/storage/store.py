@@ -40,7 +40,7 @@ class Store(Protocol):
     def put(self, key: str, source: Path) -> str:
         """Store the file `source` under `key`, and return the address of the object (a path or an s3:// URL).
 
-        Raises UserError if the key already has other content.
+        Raises UserError if the key is not valid or already has other content.
         """
 
     def get(self, key: str, target: Path) -> None:

@@ -45,8 +45,8 @@ def gae(
 def row_gae(batch: EarnedRows, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Return the advantages and returns of generalised advantage estimation for the rows of a batch.
 
-    They are computed within each row as in `gae`. The reward of a row is earned at its last own token.
-    `values` and both results are [own tokens].
+    Only own tokens, those that the policy sampled, are time steps, and each row of tokens is an episode (see
+    `gae`). The reward of a row is earned at its last own token. `values` and both results are [own tokens].
     """
     advantages, returns = stream(batch.tokens), stream(batch.tokens)
     for row, (first, last) in enumerate(itertools.pairwise(batch.offsets.tolist())):
@@ -58,9 +58,10 @@ def row_gae(batch: EarnedRows, values: Tensor, gamma: float, lam: float) -> tupl
 
 
 def _advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
-    """Return the advantages [n] of the own tokens of one row from their rewards [n] and values [n].
+    """Return the generalised advantage estimates [n] of n successive steps, from rewards [n] and values [n].
 
-    The sums are computed in float64, and the result has the dtype of `values`.
+    The steps are the tokens of one row that the policy sampled; the value after the last one is 0. The sums
+    are computed in float64, and the result has the dtype of `values`.
     """
     following = torch.zeros_like(values, dtype=torch.float64)
     following[:-1] = values[1:]
@@ -78,7 +79,7 @@ def _discounted_sums(x: Tensor, discount: float) -> Tensor:
 
 
 def discounted_rewards(batch: EarnedRows, gamma: float) -> Tensor:
-    """Return the Monte Carlo return of each own token, [own tokens].
+    """Return the Monte Carlo return of each own token, those that the policy sampled, [own tokens].
 
     It is the reward of the token's row times gamma^k, where k is the number of own tokens that follow in the
     row.
@@ -112,8 +113,8 @@ def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
     """Return the advantages scaled to zero mean and unit (biased) variance over the tokens of the policy.
 
     These are the tokens that the policy sampled, where `action_mask` is 1; the result is 0 at all others.
-    Both tensors are [batch, seq] and contain the rows of all ranks. Whitened advantages have lost the scale
-    of the rewards, so they cannot be used to compute returns.
+    Both tensors have the same shape, such as [batch, seq], and contain the rows of all ranks. Whitened
+    advantages have lost the scale of the rewards, so they cannot be used to compute returns.
     """
     mask = action_mask.bool()
     own = advantages[mask]  # [own tokens]

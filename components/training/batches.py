@@ -30,47 +30,59 @@ class Batch:
     """Rows of token ids; row r is `ids[r]` with `action_mask[r]`, both [tokens of the row].
 
     The mask is 1 on own tokens, the tokens that the policy sampled. It is 0 at the first token of a row,
-    because no hidden state precedes that token.
+    because no hidden state precedes that token. Row r has `lengths[r]` tokens. Of the own tokens of the whole
+    batch, it has those with the indices `offsets[r]` to `offsets[r + 1]` - 1; `offsets` is [rows + 1].
     """
 
     ids: Sequence[NDArray[np.int32]]
     action_mask: Sequence[NDArray[np.uint8]]
-    # Number of tokens of each row.
     lengths: Sequence[int]
-    # Row r has the own tokens offsets[r] to offsets[r + 1] of the batch.
     offsets: NDArray[np.int64]
 
     @property
     def tokens(self) -> int:
-        """Return the number of own tokens in all rows."""
+        """Return the number of tokens in all rows that the policy sampled."""
         return int(self.offsets[-1])
 
     def own_tokens(self, rows: Sequence[int]) -> int:
-        """Return the number of own tokens in the rows with the indices `rows`."""
+        """Return the number of tokens that the policy sampled in the rows with the indices `rows`."""
         chosen = np.asarray(rows, dtype=np.int64)
         return int((self.offsets[chosen + 1] - self.offsets[chosen]).sum())
 
 
 @dataclass(frozen=True)
 class EarnedRows(Batch):
-    """Batch with the reward of each row, which is earned at its last own token, [rows]."""
+    """Batch of rows of tokens with the reward of each row, float32 [rows].
+
+    The reward is earned at the last token of the row that the policy sampled.
+    """
 
     rewards: Tensor
 
 
 @dataclass(frozen=True)
 class Rollout(EarnedRows):
-    """Batch of sampled trajectories with the sampler's log-probabilities (nats), [own tokens]."""
+    """Batch of sampled trajectories, one a row, with the log-probabilities (nats) that the sampler computed.
+
+    They are those of the tokens that the policy sampled, in the order of the rows: [own tokens].
+    """
 
     sampler_logprob: Tensor
 
 
 @dataclass(frozen=True)
 class Streams:
-    """Tensors with one value for each own token of a batch, [own tokens]; subclasses declare them."""
+    """Values that a loss needs for the own tokens of a batch, which are those that the policy sampled.
+
+    Each field of a subclass is a tensor [own tokens] in host memory. An object of this class itself has no
+    values; it is for losses that need none.
+    """
 
     def at(self, own: Tensor, device: torch.device) -> Self:
-        """Return these tensors at the own tokens with the indices `own` [n], on `device`; each is [n]."""
+        """Return an object of the same class with the values of n own tokens only, each [n], on `device`.
+
+        `own` [n] has the indices of these tokens among all own tokens of the batch.
+        """
         return dataclasses.replace(
             self,
             **{
@@ -85,22 +97,20 @@ class Packed:
     """Tokens of one forward pass on this rank: the rows of a micro-batch one after the other.
 
     With sequence parallelism the ranks of a group have consecutive slices of the sequence, of equal lengths.
+    `ids` and `positions`, the position of each token in its row, are [1, tokens of the slice]. `documents`
+    has where each row, also one of padding, begins in the whole sequence, and where the last one ends;
+    `document_offsets` has the same as int32 on the device. `targets` [n] are the ids of the n tokens that the
+    policy sampled and whose preceding token is in this slice, and `before` [n] are the positions of these
+    preceding tokens in the slice. `own` [n], in host memory, has the indices of the n tokens among all tokens
+    of the batch that the policy sampled.
     """
 
-    ids: Tensor  # [1, tokens]
-    # Position of each token in its row, [1, tokens].
+    ids: Tensor
     positions: Tensor
-    # Where each row begins in the whole sequence, and where the last one ends; the same on all ranks of a
-    # group. A row of padding at the end counts as a row.
     documents: tuple[int, ...]
-    # The same bounds as int32 on the device, [rows + 1].
     document_offsets: Tensor
-    # Positions in this slice of the tokens directly before own tokens, [n]. The hidden state at such a
-    # position predicts the own token after it.
     before: Tensor
-    # Token ids of the own tokens after the positions `before`, [n].
     targets: Tensor
-    # Indices of these own tokens among all own tokens of the batch, [n], in host memory.
     own: Tensor
 
     @property
@@ -148,7 +158,8 @@ def make_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
 def collate(trajectories: Sequence[Trajectory]) -> Rollout:
     """Return trajectories as one batch, with their rewards and the sampler's log-probabilities.
 
-    The judge must not have failed on any of them. Raises ValueError if a trajectory has no own token.
+    The judge must not have failed on any of them. Raises ValueError if there is no trajectory, or if the
+    policy sampled no token of one of them.
     """
     batch = make_batch([(trajectory.ids, trajectory.action_mask) for trajectory in trajectories])
     logprobs = [
@@ -172,7 +183,7 @@ def pack(
     """Concatenate the rows with the indices `rows`, and return one of `parts` equal slices on `device`.
 
     `part` is the index of the slice. Before it is cut, the sequence is extended to a multiple of `parts`
-    tokens with a row of zeros that has no own tokens.
+    tokens with a row of padding.
     """
     lengths = [batch.lengths[row] for row in rows]
     if spare := -sum(lengths) % parts:
@@ -203,10 +214,12 @@ def pack(
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Rows of a batch, by index, that are computed in one forward and backward pass."""
+    """Rows of a batch, by index, that are computed in one forward and backward pass.
+
+    If `counted` is False, the loss is not used: the pass keeps the number of passes equal on all ranks.
+    """
 
     rows: tuple[int, ...]
-    # False for a pass whose loss is not used; it keeps the number of passes equal on all ranks.
     counted: bool = True
 
 

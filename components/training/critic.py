@@ -33,27 +33,30 @@ from components.training.training_loop import StepRecord, finish, fit, resume
 
 @dataclass(frozen=True)
 class StoredRow:
-    """Reference to a stored trajectory, with the facts that value pretraining needs of it."""
+    """Reference to a stored trajectory, with the facts that value pretraining needs of it.
+
+    The trajectory is the one with the index `index`, from 0, in the files of `folder`. It has `tokens`
+    tokens, of which the policy sampled `own`.
+    """
 
     folder: Path
-    # Number of the trajectory in the files of `folder`.
     index: int
     task_id: str
     reward: float
-    # Number of its tokens, and of its own tokens, which are those that the policy sampled.
     tokens: int
     own: int
 
 
 @dataclass(frozen=True)
 class StoredArrays(Sequence[NDArray[Any]]):
-    """The arrays called `name` of stored trajectories; each array is read from its file when it is used.
+    """One array of each stored trajectory of `rows`, read from its file when it is used.
 
-    A process cannot map as many files as there are trajectories, and they need not fit into memory.
+    `name` is "ids" for the token ids, "action_mask" or "sampler_logprob" (`TokenFile` in
+    agent/trajectory.py). A process cannot map as many files as there are trajectories, and the arrays need
+    not fit into memory.
     """
 
     rows: Sequence[StoredRow]
-    # Field of `TokenFile` (agent/trajectory.py), such as "ids".
     name: str
 
     def __len__(self) -> int:
@@ -213,9 +216,10 @@ def batch_of(rows: Sequence[StoredRow]) -> EarnedRows:
 
 
 def _returns(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float, lam: float) -> Tensor:
-    """Compute the returns that the critic of `engine` learns in its next pass over `batch`, [own tokens].
+    """Compute the returns that the critic of `engine` learns in its next pass over `batch`.
 
-    They are Monte Carlo returns if `lam` is 1, and otherwise those of generalised advantage estimation.
+    There is one for each token that the policy sampled. They are Monte Carlo returns if `lam` is 1, and
+    otherwise those of generalised advantage estimation with the critic's current values.
     """
     if lam == 1:
         return discounted_rewards(batch, gamma)
@@ -223,5 +227,8 @@ def _returns(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float, lam: floa
 
 
 def _explained(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float) -> float:
-    """Return the share of the variance of the discounted rewards that the critic's values explain."""
+    """Return the share of the variance of the discounted rewards that the critic's values explain.
+
+    It is NaN if all discounted rewards are equal.
+    """
     return explained_variance(evaluate(engine, batch)[0], discounted_rewards(batch, gamma))

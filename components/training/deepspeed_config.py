@@ -59,7 +59,7 @@ def discarded_prints() -> contextlib.redirect_stdout[io.StringIO]:
 def deepspeed_config(
     settings: stage_params.Engine, *, gradient_clip: float = 0.0, bucket: int = 500_000_000
 ) -> dict[str, Any]:
-    """Return DeepSpeed's configuration.
+    """Return the dictionary `config` of `deepspeed.initialize` for the parameters of the section `engine`.
 
     A step's gradient is scaled down to the norm `gradient_clip` if its norm is larger; 0 means no limit. At
     most `bucket` elements of gradients are summed over the ranks at once.

@@ -31,10 +31,10 @@ VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _without_padding(mask: Any) -> Any:
-    """Return a variant of the mask function `mask` that makes a mask only if there is padding.
+    """Return a variant of `mask`, a function of transformers that makes a mask, for packed rows.
 
-    There is padding if an `attention_mask` is given, as when a policy is sampled. Otherwise the variant
-    returns None.
+    The variant makes a mask only if there is padding, so if an `attention_mask` is given, as when a policy is
+    sampled. Otherwise it returns None.
     """
 
     def make(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -101,8 +101,12 @@ def _eager(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each row with the eager attention of the model's own module.
 
-    Arguments and results have the same forms as those of `_sdpa`. Each row needs a mask, whose size is
-    quadratic in the row's length.
+    Queries are [1, heads, tokens, head_dim], and keys and values [1, key-value heads, tokens, head_dim].
+    `documents` are the bounds of the rows in the sequence; without them it is one row. If `sliding_window` is
+    given, a token attends only to itself and to the `sliding_window` - 1 tokens before it. Each row needs a
+    mask, whose size is quadratic in the row's length. Returns the output [1, tokens, heads, head_dim] and
+    None. If a mask is given or there are fewer queries than keys, as when a policy is sampled, the module's
+    attention is computed unchanged.
     """
     eager = sys.modules[type(module).__module__].eager_attention_forward
     if attention_mask is not None or query.shape[2] != key.shape[2]:
@@ -119,7 +123,11 @@ def _eager(
 
 
 def has_varlen(query: Tensor, value: Tensor, scale: float | None, window: int | None) -> bool:
-    """Return whether `attend_varlen` computes the attention of these tensors, with these arguments."""
+    """Return whether torch's flash attention over rows of different lengths can compute the attention.
+
+    `query` and `value` are [1, heads, tokens, head_dim]. Scores are multiplied by `scale`, or by 1 /
+    sqrt(head_dim) if it is None, and `window` is the length of the sliding window, None without one.
+    """
     head_dim = query.shape[-1]
     return (
         query.is_cuda
@@ -142,10 +150,11 @@ def attend_varlen(
 ) -> Tensor:
     """Compute causal attention within each row with one kernel for all rows.
 
-    Queries, keys and values have the forms that `_sdpa` takes, and the output is [1, tokens, heads,
-    head_dim]. The rows begin at `offsets`, int32 [rows + 1] on the device, and have at most `longest` tokens.
-    Scores are multiplied by `scale`, or by 1 / sqrt(head_dim) if it is None. If `window` is given, a token
-    attends only to itself and to the `window` - 1 tokens before it.
+    Queries are [1, heads, tokens, head_dim], keys and values [1, key-value heads, tokens, head_dim], and the
+    output is [1, tokens, heads, head_dim]. `offsets`, int32 [rows + 1] on the device, has where each row
+    begins and where the last one ends; a row has at most `longest` tokens. Scores are multiplied by `scale`,
+    or by 1 / sqrt(head_dim) if it is None. If `window` is given, a token attends only to itself and to the
+    `window` - 1 tokens before it.
     """
     options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
     options |= {"window_size": (-1 if window is None else window - 1, 0), "is_causal": True}
@@ -167,7 +176,8 @@ def _by_row(
 ) -> Tensor:
     """Apply `attend` to queries, keys and values of each row, and return the outputs one after the other.
 
-    `documents` are the bounds of the rows; if it is None, the whole sequence is one row.
+    Queries, keys and values are [1, heads, tokens, head_dim], and outputs [1, tokens, heads, head_dim].
+    `documents` are the bounds of the rows among the tokens; if it is None, the whole sequence is one row.
     """
     if documents is None or len(documents) == 2:
         return attend(query, key, value)  # not concatenated, which would copy it
@@ -176,9 +186,10 @@ def _by_row(
 
 
 def _causal(query: Tensor, window: int | None) -> Tensor:
-    """Return the causal mask of one row as [1, 1, queries, keys], True where a query attends to a key.
+    """Return the causal mask of one row as bool [1, 1, tokens, tokens], True where a query attends to a key.
 
-    If `window` is given, a token attends only to itself and to the `window` - 1 tokens before it.
+    `query` is [1, heads, tokens, head_dim]. If `window` is given, a token attends only to itself and to the
+    `window` - 1 tokens before it.
     """
     places = torch.arange(query.shape[2], device=query.device)
     distance = places[:, None] - places[None, :]

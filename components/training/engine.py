@@ -45,8 +45,8 @@ Loss = Callable[[nn.Module, Packed, Values], tuple[Tensor, dict[str, Tensor]]]
 class NotFinite(Exception):
     """Error raised if a loss, a gradient or a metric is NaN or infinite.
 
-    The weights in memory may be NaN then, so they must not be used or saved. The message is a clause, such as
-    "policy_loss is not a number".
+    The weights in memory must not be used or saved then. The message is such as "policy_loss is not a
+    number".
     """
 
 
@@ -121,7 +121,8 @@ class DeepSpeedEngine:
         """Move `module` to the device and prepare it for training in place.
 
         The gradient of a step is scaled down to the norm `gradient_clip` if its norm is larger. Every rank
-        must call this with equal weights, or with a module loaded within `sharded_loading`.
+        must call this with equal weights, or with a module loaded within `sharded_loading`. Raises UserError
+        if engine.sequence_parallel does not fit the ranks or the model's heads.
         """
         self.world = join_world(device, engine)
         self.settings = engine
@@ -146,10 +147,10 @@ class DeepSpeedEngine:
             )
 
     def forward(self, packed: Packed) -> tuple[Tensor, ...]:
-        """Return the network's outputs for the own tokens of `packed`, each [n], without gradients.
+        """Return the network's outputs for the n tokens of `packed` that the policy sampled, each [n].
 
-        An actor returns log-probabilities and entropies (nats), and a critic values. Under ZeRO 3 or sequence
-        parallelism every rank must call this equally often.
+        An actor returns log-probabilities and entropies (nats), and a critic values; they have no gradients.
+        Under ZeRO 3 or sequence parallelism every rank must call this equally often.
         """
         self.engine.eval()
         with torch.no_grad():
@@ -208,10 +209,9 @@ class DeepSpeedEngine:
         return hooks
 
     def _local_norm(self) -> float:
-        """Return the norm of the gradients if this process has all of them, and NaN otherwise.
+        """Return the norm of the gradients if this is the only rank, under ZeRO 0, and NaN otherwise.
 
-        This process has all gradients if it is the only rank and trains under ZeRO 0. DeepSpeed may report no
-        norm then.
+        DeepSpeed may report no norm then.
         """
         if self.settings.zero_stage > 0 or self.world.size > 1:
             return math.nan
@@ -235,7 +235,7 @@ class DeepSpeedEngine:
             yield
 
     def save(self, folder: Path) -> None:
-        """Write parameters, optimizer state and random state below the new folder `folder`."""
+        """Write parameters, optimizer state and random state below `folder`; every rank must call this."""
         self.engine.save_checkpoint(str(folder), tag=SHARDS, client_state={"rng": torch.get_rng_state()})
 
     def load(self, folder: Path) -> None:
@@ -288,10 +288,10 @@ class FrozenNetwork:
                 _move(self.module, torch.device("cpu"))
 
     def forward(self, packed: Packed) -> tuple[Tensor, ...]:
-        """Return the network's outputs for the own tokens of `packed`, each [n], without gradients.
+        """Return log-probabilities and entropies (nats), both [n] and without gradients.
 
-        These are log-probabilities and entropies (nats). Under ZeRO 3 or sequence parallelism every rank must
-        call this equally often.
+        They are those of the n tokens of `packed` that the policy sampled. Under ZeRO 3 or sequence
+        parallelism every rank must call this equally often.
         """
         self.network.eval()
         with torch.no_grad():
@@ -314,7 +314,7 @@ def compile_network(module: nn.Module) -> None:
 
 
 def _forward(forward: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `compiled` if the tokens are packed rows, and `forward` otherwise."""
+    """Call `compiled` if `documents`, the bounds of packed rows, is among the arguments, else `forward`."""
     return (compiled if "documents" in kwargs else forward)(*args, **kwargs)
 
 
@@ -343,8 +343,8 @@ class MetricSums:
     def means(self, world: World, tokens: int) -> dict[str, float]:
         """Return each metric's sum over all ranks, divided by `tokens`.
 
-        `tokens` is the number of own tokens of all ranks, of which the sums consist. Raises NotFinite if a
-        sum is NaN or infinite. Every rank must call this, after adding the same names.
+        `tokens` is the number of tokens, on all ranks, over which each metric was summed. Raises NotFinite if
+        a sum is NaN or infinite. Every rank must call this, after adding metrics of the same names.
         """
         total = world.sum(torch.stack(list(self.values.values())).cpu())
         for name, value in zip(self.values, total, strict=True):
@@ -365,10 +365,10 @@ def train_step(
 ) -> float:
     """Take one optimizer step on the rows of `batch` with the indices `index`; return the gradient norm.
 
-    The norm is that before clipping. Raises NotFinite as `DeepSpeedEngine.step` does. Every rank calls this
-    with the same arguments. `values` are the streams over the own tokens of `batch` that `loss` needs. The
-    loss is divided by the number of own tokens in all of these rows. The metrics that `loss` returns are
-    added to `sums`.
+    The norm is that before clipping; NotFinite is raised if it is known and not finite. Every rank calls this
+    with the same arguments. `values` has what `loss` needs for each own token of `batch`, those that the
+    policy sampled. The loss is divided by the number of own tokens in all of these rows. The metrics that
+    `loss` returns are added to `sums`.
     """
     world, tokens = engine.world, batch.own_tokens(index)
 
@@ -384,9 +384,10 @@ def train_step(
 
 
 def evaluate(engine: DeepSpeedEngine | FrozenNetwork, batch: Batch) -> tuple[Tensor, ...]:
-    """Return the outputs of the network of `engine` on the whole batch, each [own tokens].
+    """Return the outputs of the network of `engine` on the whole batch, each float32 [own tokens], on cpu.
 
-    Every rank computes some of the micro-batches, and every rank gets the complete outputs.
+    Own tokens are those that the policy sampled. An actor has the outputs log-probability and entropy (nats),
+    a critic the value. Every rank must call this, computes some micro-batches and gets the complete outputs.
     """
     results: list[Tensor] = []
     world, limit = engine.world, engine.settings.tokens_per_microbatch

@@ -53,10 +53,12 @@ def fine_tune(
 ) -> tuple[TrainState, FitEnd]:
     """Take `steps` optimizer steps, the step i on `rows(i)` with `learning_rate(i)`.
 
-    `actor` is the engine of an Actor. The stage continues from its newest state; states are saved after
-    `save_every` steps or minutes, as `training_loop.fit` describes. Returns the stage's TrainState and how
-    the training ended. The metrics of a step are "loss" (nats per own token), "gradient_norm" (before
-    clipping), "learning_rate", "seconds_update" and "tokens_per_second_update".
+    A row is a pair of token ids and action mask, which is 1 on the tokens to learn. `actor` is the engine of
+    an Actor. The stage continues from its newest state; a state is saved every `save_every` steps, or minutes
+    if it is a text such as "2min". Returns the stage's TrainState and how the training ended. The metrics of
+    a step are "loss" (nats per token to learn), "gradient_norm" (before clipping), "learning_rate",
+    "seconds_update" and "tokens_per_second_update". Raises NotFinite if loss or gradient is not finite, and
+    Terminated after SIGTERM.
     """
 
     def tuning_step(step: int, record: StepRecord) -> None:
@@ -76,7 +78,7 @@ def fine_tune(
 def likelihood_loss(network: nn.Module, packed: Packed, _: Streams) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the negative log-likelihood (nats), and the same value as the metric "loss".
 
-    It is summed over the own tokens of `packed`, those with action mask 1. `network` is an Actor.
+    It is summed over the tokens of `packed` whose action mask is 1. `network` is an Actor.
     """
     logprob, _ = network(packed)
     total = -logprob.sum()
@@ -155,7 +157,10 @@ def plan_steps(lengths: Sequence[int], steps: int, tokens_per_step: int, seed: i
 
 
 def _conversations(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """Return the token ids and the action mask of each conversation that a cold start learns from."""
+    """Return token ids and action mask of each conversation that a cold start learns from.
+
+    They are demonstrations, or the trajectories of the folder that coldstart.demonstrations names.
+    """
     params = stage.params
     if isinstance(params.coldstart.demonstrations, str):
         return _of_trajectories(params, tokenizer)
@@ -164,11 +169,11 @@ def _conversations(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[Row
 
 
 def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Row]:
-    """Return `count` conversations of the kind that the cold start learns from, encoded.
+    """Return token ids and action mask of `count` conversations such as the cold start learns from.
 
-    If coldstart.demonstrations is a folder, they are drawn from its trajectories with replacement. Otherwise
-    they are demonstrations of tasks composed with another seed than the tasks of the cold start. Equal counts
-    give equal conversations.
+    If coldstart.demonstrations is a folder, they are drawn from its trajectories with replacement, and
+    UserError is raised if it has none to learn from. Otherwise they are demonstrations of tasks composed with
+    another seed than the tasks of the cold start. Equal counts give equal conversations.
     """
     rng = random.Random(params.coldstart.seed)
     if isinstance(params.coldstart.demonstrations, str):
@@ -185,7 +190,11 @@ def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: in
 def _encode(
     params: Params, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[Message]]
 ) -> list[Row]:
-    """Return demonstrations as the token ids that an episode of this policy has, with their action masks."""
+    """Return demonstrations as the token ids that an episode of this policy has, with their action masks.
+
+    The first message of a conversation is the source of its task, with the suffix IN_TURNS if there are
+    several turns. It is replaced by the prompt of such an episode.
+    """
     template = ChatTemplate(tokenizer, described=params.policy.prompt == "full")
     rows: list[Row] = []
     for task, *turns in conversations:
@@ -198,8 +207,9 @@ def _encode(
 def _of_trajectories(params: Params, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
     """Return the trajectories in the folder coldstart.demonstrations that stage 2 would keep, encoded again.
 
-    Stage 2 (rejection fine-tuning) keeps those that `select` chooses. Their texts are encoded with
-    `tokenizer`, because they may be those of another policy. Raises UserError if none is kept.
+    Each is a pair of token ids and action mask. Stage 2 (rejection fine-tuning) keeps those that `select`
+    chooses. Their texts are encoded with `tokenizer`, because they may be those of another policy. Raises
+    UserError if none is kept.
     """
     folder = str(params.coldstart.demonstrations)
     judged = [trajectory for trajectory in load_trajectories(Path(folder)) if trajectory.is_judged]
@@ -215,7 +225,10 @@ def _of_trajectories(params: Params, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _messages(params: Params, trajectory: Trajectory) -> list[Message]:
-    """Return the messages of a trajectory, up to the last turn of its policy."""
+    """Return the messages of a trajectory, dictionaries with role and content, up to the policy's last turn.
+
+    The roles are user for the prompt, assistant for the policy's turns and tool for observations.
+    """
     prompt = first_prompt(params, trajectory.task, in_turns=trajectory.settings["in_turns"])
     messages = [{"role": "user", "content": prompt}]
     for turn in trajectory.turns:

@@ -36,8 +36,9 @@ _PR_SET_PDEATHSIG = 1
 def raise_first_error(logs: Path, ranks: int) -> None:
     """Raise the earliest error that a rank recorded below `logs`, in a folder named after its number.
 
-    Errors in CONSEQUENCES are ignored. A UserError of a rank is raised as UserError, any other error as
-    StageFailed with the rank's number. Returns if no such error was recorded.
+    Errors that only follow from the loss of another rank or from SIGTERM are ignored. A UserError of a rank
+    is raised as UserError, any other error as StageFailed with the rank's number. Returns if no such error
+    was recorded.
     """
     for path in sorted(logs.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns):
         kind, _, text = json.loads(path.read_text())["message"]["message"].partition(": ")
@@ -54,7 +55,7 @@ def raise_first_error(logs: Path, ranks: int) -> None:
 
 
 def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
-    """Run `command` as `ranks` ranks; return 0, or TERMINATED if ranks ended because of SIGTERM.
+    """Run `command` as `ranks` ranks; return 0, or TERMINATED (143) if ranks ended because of SIGTERM.
 
     Rank 0 writes to the outputs of this process, each other rank to a folder below `logs` that is named after
     its number. SIGTERM is forwarded to all ranks. If a rank fails, the other ranks are ended. Raises

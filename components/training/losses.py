@@ -30,11 +30,11 @@ def policy_loss_sum(
 ) -> tuple[Tensor, TokenSums]:
     """Return PPO's clipped surrogate loss, and its metrics, each summed where `action_mask` is true.
 
-    The loss of a token is max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) * importance, where A is the
-    advantage and rho = pi_actor / pi_old. `importance` holds the weights from `importance_weights`; None
-    means weights of 1. The metrics count the tokens that are clipped (clip_fraction), those clipped with rho
-    below 1 (clip_fraction_low) and above 1 (clip_fraction_high), and add up log pi_old - log pi_actor
-    (approx_kl).
+    All tensors have one shape, such as [batch, seq]; log-probabilities are in nats. The loss of a token is
+    max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) * importance, where A is the advantage and rho =
+    pi_actor / pi_old. `importance` holds the weights from `importance_weights`; None means weights of 1. The
+    metrics count the tokens that are clipped (clip_fraction), those clipped with rho below 1
+    (clip_fraction_low) and above 1 (clip_fraction_high), and add up log pi_old - log pi_actor (approx_kl).
 
     This is decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298, equation 5): pi_old is
     the proximal policy, which the trainer evaluates before the step's updates, and only it bounds the update.
@@ -65,10 +65,11 @@ def value_loss_sum(
 ) -> tuple[Tensor, TokenSums]:
     """Return PPO's value loss, and the number of clipped values as the metric value_clip_fraction.
 
-    Both are sums over the tokens where `action_mask` is true. The loss is the sum of 0.5 * max(error^2,
-    clipped_error^2), where error is the difference between value and return, and clipped_error is the
-    difference between clipped value and return. A value is clipped to a distance of at most `clip` from the
-    old value. If `clip` is None, values are not clipped.
+    All tensors have one shape, such as [batch, seq]. Both results are sums over the tokens where
+    `action_mask` is true. The loss is the sum of 0.5 * max(error^2, clipped_error^2), where error is the
+    difference between value and return, and clipped_error is the difference between clipped value and return.
+    A value is clipped to a distance of at most `clip` from the old value. If `clip` is None, values are not
+    clipped. A clipped value counts if its clipped error is the larger one.
     """
     error = (values - returns).square()  # [batch, seq]
     active = torch.zeros_like(action_mask, dtype=torch.bool)
@@ -97,8 +98,9 @@ def importance_weights(
 def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor) -> float:
     """Return the effective sample size as a share of the n tokens that the policy sampled.
 
-    It is (sum w)^2 / (n sum w^2) for the untruncated importance weights w = pi_old / mu, where pi_old is the
-    trainer's and mu the sampler's probability. It is 1 if both always agree.
+    These are the tokens where `action_mask`, of the shape of the log-probabilities (nats), is 1; there must
+    be at least one. The result is (sum w)^2 / (n sum w^2) for the untruncated importance weights w = pi_old /
+    mu, where pi_old is the trainer's and mu the sampler's probability. It is 1 if both always agree.
     """
     mask = action_mask.bool()
     weights = torch.exp((old_logprob - sampler_logprob)[mask].double().clamp(-20.0, 20.0))  # [n]
@@ -106,7 +108,7 @@ def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor, action_m
 
 
 def kl_k2(actor_logprob: Tensor, reference_logprob: Tensor) -> Tensor:
-    """Return half the squared log-ratio, [batch, seq].
+    """Return half the squared log-ratio of the probabilities of each token, [batch, seq].
 
     For tokens sampled from the actor, its expected gradient is the gradient of the KL divergence of the actor
     from the reference.

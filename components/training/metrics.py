@@ -30,7 +30,10 @@ class MetricsFile:
     """
 
     def __init__(self, stage_folder: Path, *, start: int, writes: bool):
-        """Read the records of the steps before `start`; `writes` must be True only on rank 0."""
+        """Read the file's records of the steps before `start`; `writes` must be True only on rank 0.
+
+        There are no records if there is no file.
+        """
         self.path = stage_folder / METRICS
         self.writes = writes
         lines = self.path.read_text().splitlines() if self.path.is_file() else []
@@ -90,7 +93,7 @@ def ages(trajectories: Sequence[Trajectory], step: int) -> Figures:
 
 
 def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
-    """Return metrics of the trajectories of a step.
+    """Return metrics of the trajectories of a step, of which there must be at least one.
 
     They are the mean reward (`reward`), the share of trajectories with each milestone (`m_-1`, `m_1`, `m_2`
     and `m_3`), the share of trajectories cut off at the length limit (`truncated`), the share of tasks whose
@@ -121,9 +124,9 @@ class Collapsed(Exception):
 def collapse(ppo: Ppo, figures: Figures, earlier: Sequence[Mapping[str, float | None]]) -> str:
     """Return a clause that states how the policy has collapsed, such as "entropy is not a number", or "".
 
-    `ppo` has the limits. `figures` are the metrics of the step whose trajectories the policy sampled, and
-    `earlier` are the metrics of the steps before that step. Steps without a critic have no explained
-    variance. The result is "" if the policy has not collapsed.
+    `ppo` has the limits. `figures` are the metrics of the step whose trajectories the policy sampled:
+    `entropy`, `truncated`, `effective_share` and, with a critic, `explained_variance`. `earlier` are the
+    metrics of the steps before that step, in order. The result is "" if the policy has not collapsed.
     """
     entropy, truncated, share = (figures[name] for name in ("entropy", "truncated", "effective_share"))
     limit = ppo.min_explained_variance

@@ -32,10 +32,10 @@ VALUE_HEAD = "value_head.safetensors"
 
 
 def hidden_states(model: nn.Module, packed: Packed) -> Tensor:
-    """Return the last hidden states [n, hidden] at the positions before the n own tokens of `packed`.
+    """Return the hidden states [n, hidden] of `model` at the positions before the n own tokens of `packed`.
 
-    Own tokens are those that the policy sampled (action mask 1). `model` predicts each of them from the state
-    at the position before it.
+    They are those after the last layer and its norm. Own tokens are those that the policy sampled (action
+    mask 1). `model` predicts each of them from the state at the position before it.
     """
     states: Tensor = model(
         input_ids=packed.ids,
@@ -51,8 +51,8 @@ def hidden_states(model: nn.Module, packed: Packed) -> Tensor:
 class Actor(nn.Module):
     """Causal language model that returns a log-probability and an entropy (nats) for each own token.
 
-    The entropy is that of the distribution from which the token was sampled. `temperature` is the sampling
-    temperature, which divides the logits.
+    Own tokens are those of the packed rows that the policy sampled. The entropy is that of the distribution
+    from which the token was sampled. `temperature` is the sampling temperature, which divides the logits.
     """
 
     def __init__(self, policy: PreTrainedModel, temperature: float):
@@ -63,7 +63,7 @@ class Actor(nn.Module):
         self.scores = TokenScores(head, temperature)
 
     def forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies of the own tokens, both [n]."""
+        """Return log-probabilities and entropies (nats) of the n sampled tokens of `packed`, both [n]."""
         # Score own tokens only, because most tokens of a rollout are prompt and observations.
         scores: tuple[Tensor, Tensor] = self.scores(
             hidden_states(self.policy.base_model, packed), packed.targets
@@ -86,10 +86,11 @@ class ValueHead(nn.Linear):
 class Critic(nn.Module):
     """Language model backbone with a value head; it computes the value of the state before each own token.
 
-    `baseline` is a constant that is added to every value: the mean return of the trajectories of value
-    pretraining, or the mean reward of the first step of PPO if that starts without such a critic. The value
-    head starts at zero and one update changes its output by about learning rate * width, so without the
-    baseline tens of updates would be needed to learn the mean return.
+    Own tokens are those that the policy sampled. `hidden` is the backbone's hidden size. `baseline` is a
+    constant that is added to every value: the mean return of the trajectories of value pretraining, or the
+    mean reward of the first step of PPO if that starts without such a critic. The value head starts at zero
+    and one update changes its output by about learning rate * width, so without the baseline tens of updates
+    would be needed to learn the mean return.
     """
 
     def __init__(self, backbone: nn.Module, hidden: int, dtype: torch.dtype = torch.float32):
@@ -101,7 +102,7 @@ class Critic(nn.Module):
         self.baseline: Tensor
 
     def forward(self, packed: Packed) -> tuple[Tensor]:
-        """Return a tuple of one tensor: the values of the own tokens [n]."""
+        """Return a tuple of one tensor [n]: the values before the n tokens that the policy sampled."""
         values = self.value_head(hidden_states(self.backbone, packed))  # [n, 1]
         return (values.squeeze(-1) + self.baseline.float(),)
 
@@ -113,15 +114,16 @@ class Critic(nn.Module):
 
 @dataclass(frozen=True)
 class Targets(Streams):
-    """The returns that a critic learns, [own tokens], in units of the reward."""
+    """Returns that a critic learns, in units of the reward, one for each token that the policy sampled."""
 
     returns: Tensor
 
 
 def value_loss(network: nn.Module, packed: Packed, own: Targets) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of the critic `network` on the own tokens, and the same value as the metric value_loss.
+    """Return the loss of the critic `network`, and the same value as the metric value_loss.
 
-    It is half the squared error of the values, summed over the own tokens.
+    It is half the squared error of the values against the returns in `own`, summed over the tokens of
+    `packed` that the policy sampled.
     """
     (values,) = network(packed)
     every = torch.ones_like(values, dtype=torch.bool)
@@ -132,8 +134,9 @@ def value_loss(network: nn.Module, packed: Packed, own: Targets) -> tuple[Tensor
 def load_policy(folder: Path, params: Params) -> PreTrainedModel:
     """Load the causal language model in `folder` for training.
 
-    It gets an adapter if policy.adapter.rank is above 0. Every rank must call this with the same arguments;
-    under ZeRO 3 the weights are divided among the ranks. Raises UserError if the model cannot be loaded.
+    It gets a LoRA adapter if policy.adapter.rank is above 0. Every rank must call this with the same
+    arguments; under ZeRO 3 the weights are divided among the ranks. Raises UserError if the model cannot be
+    loaded.
     """
     return _load(AutoModelForCausalLM, folder, params)
 
@@ -142,7 +145,9 @@ def load_critic(folder: Path, params: Params) -> Critic:
     """Load a critic whose backbone is the model in `folder`, which may be a policy.
 
     The value head is read from the file `value_head.safetensors`, which value pretraining writes, and starts
-    at zero if there is no such file. The rest is as in `load_policy`.
+    at zero if there is no such file. The backbone gets a LoRA adapter if policy.adapter.rank is above 0.
+    Every rank must call this with the same arguments; under ZeRO 3 the weights are divided among the ranks.
+    Raises UserError if the model cannot be loaded.
     """
     backbone = _load(AutoModel, folder, params)
     critic = Critic(backbone, backbone.config.get_text_config().hidden_size, DTYPES[params.engine.dtype])

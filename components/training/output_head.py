@@ -68,10 +68,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _SlicedScores(torch.autograd.Function):
-    """Autograd function that computes `_score` in slices of tokens and does not keep the logits.
+    """Autograd function that returns the log-probabilities and entropies (nats) of given tokens.
 
-    The backward pass computes the logits again. Only the log-probability has a gradient. The last two
-    arguments are `_score` and `_gradient`, or what they were compiled to.
+    It computes them in slices of tokens and does not keep the logits, which the backward pass computes again.
+    Only the log-probability has a gradient. The last two arguments are the functions `_score` and
+    `_gradient`, or what they were compiled to.
     """
 
     @staticmethod
@@ -125,7 +126,10 @@ class _SlicedScores(torch.autograd.Function):
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Return the logits [n, vocabulary] in float32, divided by the temperature."""
+    """Return the logits [n, vocabulary] after the states [n, hidden], in float32, over the temperature.
+
+    `weight` [vocabulary, hidden] and `bias` [vocabulary] are those of the output head, or some rows of them.
+    """
     return functional.linear(states, weight, bias).float().div_(temperature)
 
 
@@ -160,7 +164,8 @@ def _score(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score the tokens `targets` [n] after the hidden states `states` [n, hidden].
 
-    Returns log-probability, entropy (nats) and the logarithm of the softmax's denominator, each [n].
+    `weight` [vocabulary, hidden] and `bias` [vocabulary] are those of the output head. Returns
+    log-probability, entropy (nats) and the logarithm of the softmax's denominator, each [n].
     """
     logits = _logits(states, weight, bias, temperature)
     chosen = logits.detach().gather(-1, targets[:, None])

@@ -69,28 +69,31 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Experience(Targets):
-    """Values of the own tokens of a batch that the updates of a step need; every tensor is [own tokens].
+    """What the updates of a step need of each token of a batch that the policy sampled, [own tokens].
 
-    The returns are zeros if the stage has no critic.
+    The log-probabilities (nats) are those of the actor before the step's updates (`old_logprob`) and of the
+    policy that the stage started from (`reference_logprob`; zeros if no loss or metric needs them).
+    `importance` has the weights of truncated importance sampling (`importance_weights`). The returns are
+    zeros if the stage has no critic.
     """
 
     old_logprob: Tensor
-    # Log-probabilities of the policy that the stage started from; zeros if no loss or metric needs them.
     reference_logprob: Tensor
     advantages: Tensor
-    # Weights of truncated importance sampling (`importance_weights`).
     importance: Tensor
 
 
 @dataclass(frozen=True)
 class Networks:
-    """The networks of a PPO stage."""
+    """The networks of a PPO stage.
+
+    `critic` is None if advantages are computed from groups of trajectories of a task. `reference` returns the
+    log-probabilities [own tokens] of a batch's sampled tokens under the policy with the weights at the start
+    of the stage; it is None if no loss or metric needs them.
+    """
 
     actor: DeepSpeedEngine
-    # None if advantages are computed from groups of trajectories.
     critic: DeepSpeedEngine | None
-    # Returns the log-probabilities of the policy with the weights at the start of the stage; None if no loss
-    # or metric needs them.
     reference: Callable[[Rollout], Tensor] | None
 
     @property
@@ -131,7 +134,7 @@ def load_networks(stage: Stage, ppo: Ppo, policy: TrainedPolicy, critic_folder: 
     """Load the networks of a stage; every rank must call this.
 
     `policy` has loaded the actor. `critic_folder` is the checkpoint from which the critic starts, which may
-    be that of an actor.
+    be that of an actor; it is not read if `ppo.advantages` needs no critic.
     """
     settings, device = stage.params.engine, stage.params.device
 
@@ -152,7 +155,7 @@ def _reference(
     """Return a function that computes the log-probabilities of a batch under the reference policy.
 
     The reference policy is the policy with the weights at the start of the stage. The function returns the
-    log-probabilities (nats) of the batch's own tokens, [own tokens].
+    log-probabilities (nats) of the batch's own tokens, those that the policy sampled: [own tokens].
     """
     settings = stage.params.engine
     engine: DeepSpeedEngine | FrozenNetwork = actor
@@ -174,7 +177,8 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
 
     `critic_folder` is the checkpoint that the critic starts with, if there is a critic, and `episode` samples
     one trajectory. A step whose rewards are all equal (without a critic: equal within each task) does not
-    update the actor. Raises StageFailed if fewer than `ppo.min_updates` steps updated the actor.
+    update the actor. Raises StageFailed if fewer than `ppo.min_updates` steps updated the actor, unless
+    training ended early.
     """
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
 
@@ -273,7 +277,7 @@ def score(
 ) -> tuple[Experience, Figures]:
     """Evaluate the networks on the batch of `trajectories`, and return its Experience and metrics.
 
-    Every rank must call this, before the step's updates. The metrics are the means over own tokens of the
+    Every rank must call this, before the step's updates. The metrics are the means over sampled tokens of the
     entropy (`entropy`), of the distance of the actor's from the sampler's log-probabilities
     (`sampler_difference`) and of the importance weights (`importance`), and the effective sample size
     (`effective_share`). With a reference, `kl_start` is the KL divergence from it. With a critic, there are
@@ -319,7 +323,8 @@ def update_critic(
 ) -> Figures:
     """Update the critic so that its values approach the returns, and return the metrics.
 
-    `seed` determines the order of the rows.
+    They are `value_loss`, the mean over the tokens that the policy sampled, and `critic_gradient_norm`, the
+    mean over optimizer steps. `seed` determines the order of the rows.
     """
     figures = update(batch, experience, critic, value_loss, ppo, seed, ppo.critic_learning_rate)
     return figures | {"critic_gradient_norm": figures.pop("gradient_norm")}
@@ -330,7 +335,9 @@ def update_actor(
 ) -> Figures:
     """Update the actor with PPO's clipped surrogate loss and return the metrics.
 
-    If `ppo.kl_coefficient` is above 0, a penalty on the divergence from the reference is added to the loss.
+    They are those of `policy_loss_sum` and the loss without penalty (`policy_loss`), as means over the tokens
+    that the policy sampled, `gradient_norm`, the mean over optimizer steps, and `learning_rate`. If
+    `ppo.kl_coefficient` is above 0, a penalty on the divergence from the reference is added to the loss.
     `updates` is the number of steps since the critic-only steps at the start of the stage. The warm-up of the
     learning rate depends on it. `seed` determines the order of the rows.
     """
@@ -369,7 +376,7 @@ def update(
 
     Each pass shuffles the rows, in an order that `seed` determines, and divides them among `ppo.minibatches`
     optimizer steps, or among as many steps as there are rows if these are fewer. The metrics of `loss` are
-    means over own tokens, and `gradient_norm` is a mean over optimizer steps.
+    means over the tokens that the policy sampled, and `gradient_norm` is a mean over optimizer steps.
     """
     order, norms, sums, shuffler = list(range(len(batch.ids))), [], MetricSums(), random.Random(seed)
     for _ in range(ppo.epochs):

@@ -41,7 +41,7 @@ class World:
 
     @property
     def part(self) -> int:
-        """Return the number of the slice of each sequence that this rank computes."""
+        """Return the index, within its group, of the slice of each sequence that this rank computes."""
         return self.rank % self.sequence_parallel
 
     def sum(self, tensor: Tensor) -> Tensor:

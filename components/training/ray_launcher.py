@@ -111,7 +111,11 @@ def _reported_progress(stage: Stage) -> Iterator[None]:
 
 
 def _rank(config: dict[str, Any]) -> None:
-    """Run one rank of the stage; Ray Train calls this with `train_loop_config`."""
+    """Run one rank of the stage; Ray Train calls this with `train_loop_config`.
+
+    `config` has the fields of the Stage that are sent to the ranks (`stage`), the folder of the verdicts
+    (`verdicts`), that of the ranks' errors (`logs`) and the id of the run on the cluster (`run`).
+    """
     file = config["logs"] / str(get_context().get_world_rank()) / "error.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     os.environ[ERROR_FILE] = str(file)

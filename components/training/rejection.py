@@ -1,9 +1,9 @@
 """Rejection fine-tuning (stage 2): the policy of the warm-up learns from a selection of its attempts.
 
-The policy samples in the agent loop, and `selection.select` chooses the trajectories. rejection.replay_share
-sets the share of cold-start demonstrations in each batch. Without them, a small policy memorises the tasks
-that it is tuned on and can no longer solve others. Rejected trajectories are stored too, because value
-pretraining learns from all trajectories.
+The policy samples in the agent loop, and `rejection_filter.select` chooses the trajectories.
+rejection.replay_share sets the share of cold-start demonstrations in each batch. Without them, a small policy
+memorises the tasks that it is tuned on and can no longer solve others. Rejected trajectories are stored too,
+because value pretraining learns from all trajectories.
 """
 
 import itertools
@@ -33,15 +33,18 @@ MAX_TASKS_AFTER = 32
 def run(stage: Stage, episode: RunEpisode) -> StageResult:
     """Sample trajectories with the policy of the checkpoint `stage.actor`, and fine-tune it on a selection.
 
-    `select` chooses the trajectories. `episode` samples one trajectory. After the fine-tuning, the policy is
-    sampled again on some of the tasks, to measure its effect. Raises StageFailed if fewer than
-    rejection.min_kept trajectories are chosen.
+    `rejection_filter.select` chooses trajectories with a high reward and without faulty calls. `episode`
+    samples one trajectory. After the fine-tuning, the policy is sampled again on some of the tasks, to
+    measure its effect. Raises StageFailed if fewer than rejection.min_kept trajectories are chosen.
     """
     started, params, rejection = time.monotonic(), stage.params, stage.params.rejection
     rollouts = rejection.rollouts
 
     def choose(tasks: Sequence[KernelTask], wave: int) -> list[KernelTask]:
-        """Return the task of each trajectory to sample before (wave 0) or after the fine-tuning (wave 1)."""
+        """Return the task of each trajectory to sample before (wave 0) or after the fine-tuning (wave 1).
+
+        After it, at most MAX_TASKS_AFTER of the tasks are sampled, once each.
+        """
         chosen = choose_tasks(tasks, rollouts.tasks, seed=params.seed, step=0)
         return (
             chosen[:MAX_TASKS_AFTER] if wave else [task for task in chosen for _ in range(rollouts.samples)]
@@ -104,6 +107,7 @@ def schedule(
 
     A row is a pair of token ids and action mask. rejection.replay_share sets the share of demonstrations in
     each batch of rejection.batch rows. `replay` takes a number and returns that many rows of demonstrations.
+    The result is empty if `kept` is empty.
     """
     replayed = rejection.replayed
     kept_rows = max(1, rejection.batch - replayed)

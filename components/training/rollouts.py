@@ -50,7 +50,8 @@ RunEpisode = Callable[
 def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: int) -> list[KernelTask]:
     """Return the `count` tasks of the step with the number `step`, from 0.
 
-    They are the next tasks in repeated passes over all tasks, each in an order that depends only on `seed`.
+    They are the next tasks in repeated passes over all tasks. The order of a pass depends only on `seed`, the
+    number of the pass and the number of tasks.
     """
 
     def order(number: int) -> list[int]:
@@ -168,7 +169,7 @@ class TrainedPolicy:
         self.idle = IdleTimes(self.queue.sampling, self.queue.judging)
 
     def _request(self, wave: int) -> RolloutRequest:
-        """Return the request to sample the attempts of the wave with the number `wave`."""
+        """Return the request to sample a trajectory of each task that `choose` returns for wave `wave`."""
         stage, rollouts = self.stage, self.rollouts
         return RolloutRequest(
             tasks=self.choose(self.tasks, wave),
@@ -258,19 +259,20 @@ class TrainedPolicy:
     def sample(self, count: int, *, step: int, steps: int) -> tuple[list[Trajectory], Figures]:
         """Return the trajectories of step `step` of `steps`, with metrics; every rank must call this.
 
-        If the step's trajectories are not on disk yet, rank 0 waits for `count` of them and stores them.
-        Those that are not trainable (`is_trainable`) are left out of the result. Raises UserError, and stores
-        nothing, if no trajectory is trainable or if the judge failed on too many (`TrajectoryQueue.take`);
-        the next run then samples the step again.
+        Steps are counted from 0. If the step's trajectories are not on disk yet, rank 0 waits for `count` of
+        them and stores them. Those that are not trainable (`is_trainable`) are left out of the result. Raises
+        UserError, and stores nothing, if no trajectory is trainable or if the judge failed on too many
+        (`TrajectoryQueue.take`); the next run then samples the step again.
 
         The metrics are the number of trajectories that were left out because the judge failed (`dropped`),
-        and the mean and the largest age of the own tokens in steps (`age`, `age_max`). If rank 0 waited, it
-        also returns the seconds of this wait (`idle_trainer`) and the seconds in which the sampler and the
-        judge were idle since the end of the wait before (`idle_sampler`, `idle_judge`). `dropped_for_age` is
-        then the number of trajectories that were dropped for their age during this call, divided by this
-        number plus `count`. With vLLM, rank 0 also returns metrics of the health and the load of the servers,
-        in which events such as retries are counted since the last call. A sampler that uses the trained
-        weights themselves computes nothing from the return until the next `publish`.
+        and the mean and the largest age, in steps of training, of the weights that sampled the tokens (`age`,
+        `age_max`). If rank 0 waited, it also returns the seconds of this wait (`idle_trainer`) and the
+        seconds in which the sampler and the judge were idle since the end of the wait before (`idle_sampler`,
+        `idle_judge`). `dropped_for_age` is then the number of trajectories that were dropped for their age
+        during this call, divided by this number plus `count`. With vLLM, rank 0 also returns metrics of the
+        health and the load of the servers, in which events such as retries are counted since the last call. A
+        sampler that uses the trained weights themselves computes nothing from the return until the next
+        `publish`.
         """
         folder, figures = step_folder(self.stage.out, step), Figures()
         if self.queue is not None and not folder.is_dir():
@@ -326,5 +328,8 @@ def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:
 
 
 def step_folder(out: Path, step: int) -> Path:
-    """Return the folder of the trajectories of a step; `out` is the stage's folder."""
+    """Return the folder of the trajectories of a step from 0, `out`/trajectories/step-NNNN.
+
+    `out` is the stage's folder.
+    """
     return out / "trajectories" / f"step-{step:04d}"

@@ -49,27 +49,27 @@ MAX_REPEATS = 4
 
 @dataclass(frozen=True)
 class Stage:
-    """Inputs of one training stage: parameters, folders, judge pool and limits."""
+    """Inputs of one training stage: parameters, folders, judge pool and limits.
+
+    `actor` is the checkpoint that the stage starts from, `dataset` contains tasks.parquet, and the stage
+    writes its state and its result to `out`. `code` is the revision of this project's source. `critic` is the
+    checkpoint of stage 3; only stage 4 needs it, unless agentic.advantages needs no critic. `trajectories`
+    have the trajectories of earlier stages; only stage 3 needs them. `earlier` are the folders of the
+    finished stages before this one, whose states are deleted when this one has a state. `deadline` is the
+    time.time() before which the stage has to end; None if there is no limit.
+    """
 
     name: StageName
     params: Params
-    # Folder of the checkpoint that the stage starts from.
     actor: Path
-    # Folder of the data set, which contains tasks.parquet.
     dataset: Path
-    # Folder of the stage, to which it writes its state and its result.
     out: Path
     pool: JudgePool
     progress: Progress
-    # Revision of this project's source.
     code: str
-    # Folder of the checkpoint of stage 3; only stage 4 needs it, unless agentic.advantages needs no critic.
     critic: Path | None = None
-    # Folders with the trajectories of earlier stages; only stage 3 needs them.
     trajectories: tuple[Path, ...] = ()
-    # Folders of the finished stages before this one, whose states are deleted when this one has a state.
     earlier: tuple[Path, ...] = ()
-    # The time.time() before which the stage has to end; None if there is no limit.
     deadline: float | None = None
 
     def tasks(self) -> list[KernelTask]:
@@ -88,8 +88,8 @@ class Stage:
 def repeat_by_headroom(tasks: Iterable[KernelTask]) -> list[KernelTask]:
     """Return the tasks of one pass of training, with repetitions according to their headroom.
 
-    A task occurs once, and once more for each doubling of its headroom above 1, but at most MAX_REPEATS
-    times. A task with unknown headroom occurs once.
+    Headroom is the speed-up that is possible for a task. A task occurs once, and once more for each doubling
+    of its headroom above 1, but at most MAX_REPEATS times. A task with unknown headroom occurs once.
     """
     return [
         task
@@ -101,23 +101,23 @@ def repeat_by_headroom(tasks: Iterable[KernelTask]) -> list[KernelTask]:
 class StageResult(FrozenModel):
     """Result of a stage that is finished or that a time budget ended.
 
-    The file stage.json contains its fields, or unfinished.json if a time budget ended the stage.
+    The file stage.json contains its fields, or unfinished.json if a time budget ended the stage. `checkpoint`
+    is a path relative to the stage's folder, and `digest` is that of the checkpoint. The rewards are means
+    before training or in its first steps, and after training or in its last steps; they are None for stages
+    that sample nothing. `figures` summarises the stage's metrics, without those that are NaN or infinite.
+    `stopped` is a remark on a stage that did not run as intended, such as the reason of an early end, and ""
+    otherwise. `progress` has the updates that are done and the updates in all if a time budget ended the
+    stage, and is None if it is finished.
     """
 
     name: str
-    # Path relative to the stage's folder.
     checkpoint: str
     digest: str
-    # Mean reward before training or in its first steps; None for stages that sample nothing.
     reward_before: float | None
-    # Mean reward after training or in its last steps; None for stages that sample nothing.
     reward_after: float | None
     seconds: float
-    # Summary of the stage's metrics; figures that are NaN or infinite are left out.
     figures: Figures
-    # Remark on a stage that did not run as intended, such as the reason of an early end; "" otherwise.
     stopped: str = ""
-    # Updates that are done and updates in all, if a time budget ended the stage; None if it is finished.
     progress: tuple[int, int] | None = None
 
 
@@ -144,9 +144,10 @@ def load_result(out: Path, file: str = RESULT) -> StageResult | None:
 def finished_result(stage: Stage) -> StageResult | None:
     """Return the result in `stage.out`, or None if the stage is not finished.
 
-    Raises UserError if it is the result of another stage or of other inputs. The comparison includes the
-    stage's name, input checkpoint, data set, seed, device, reward, and the parameters of the section with the
-    stage's name, without throughput parameters (see core/records.py).
+    Raises UserError if the result is damaged, or if it is that of another stage or of other inputs. The
+    comparison includes the stage's name, input checkpoint, data set, seed, device, reward, and the parameters
+    of the section with the stage's name, without throughput parameters, which change results at most by
+    rounding.
     """
     if (result := load_result(stage.out)) is None:
         return None

@@ -45,12 +45,16 @@ EXPECTED_FROM = 3
 
 @dataclass(frozen=True)
 class StateStore:
-    """States of a stage's engines in the stage's folder; every rank must call `save` and `load`."""
+    """States of a stage's engines in the stage's folder; every rank must call `save` and `load`.
+
+    The keys of `engines` are "actor", "critic" or both. `save` deletes the oldest states if there are more
+    than `kept` on disk. Only states of this layout are loaded: the same precision, ZeRO stage and number of
+    ranks.
+    """
 
     stage: Stage
     engines: Mapping[str, DeepSpeedEngine]
     world: World
-    # Maximum number of states on disk; `save` deletes the oldest ones if there are more.
     kept: int
 
     @property
@@ -59,20 +63,27 @@ class StateStore:
         return f"{settings.dtype}-zero{settings.zero_stage}-world{self.world.size}"
 
     def complete(self) -> list[tuple[int, Path]]:
-        """Return (finished steps, folder) of every complete state of this layout, oldest first."""
+        """Return (finished steps, folder) of every complete state of this layout, oldest first.
+
+        A layout is a precision, ZeRO stage and number of ranks.
+        """
         found = (self.stage.out / "state").glob(f"step-*-{self.layout}")
         return sorted((int(folder.name.split("-")[1]), folder) for folder in found)
 
     def newest(self) -> int:
-        """Return the number of finished steps of the newest complete state, or 0 if there is none."""
+        """Return the number of finished steps of the newest complete state of this layout, 0 without one.
+
+        A layout is a precision, ZeRO stage and number of ranks.
+        """
         return max((steps for steps, _ in self.complete()), default=0)
 
     def save(self, steps: int) -> None:
         """Save the engines' present state as the state after `steps` steps.
 
-        If there are then more than `kept` states of this layout, the oldest ones are deleted. States of other
-        layouts after at most `steps` steps are deleted too. The states of the stages `stage.earlier` are
-        deleted, because their checkpoints are all that this stage needs.
+        A layout is a precision, ZeRO stage and number of ranks. If there are then more than `kept` states of
+        this layout, the oldest ones are deleted. States of other layouts after at most `steps` steps are
+        deleted too. The states of the stages `stage.earlier` are deleted, because their checkpoints are all
+        that this stage needs.
         """
         folder = self.stage.out / "state" / f"step-{steps:04d}-{self.layout}"
         temporary = folder.with_name(f".{folder.name}.writing")
@@ -113,15 +124,17 @@ class StateStore:
 
 @dataclass(frozen=True)
 class TrainState:
-    """A stage in training, with its stored states, its metrics and the step at which this process began."""
+    """A stage in training, with its stored states (`saved`) and its metrics.
+
+    `start` is the number of steps that were done when this process began. `rolls_back` is whether the stage
+    ends with earlier weights, instead of failing, when its policy has collapsed.
+    """
 
     stage: Stage
     world: World
     saved: StateStore
-    # Number of steps that were done when this process began.
     start: int
     metrics: MetricsFile
-    # Whether the stage ends with earlier weights, instead of failing, when its policy has collapsed.
     rolls_back: bool
 
 
@@ -134,9 +147,10 @@ def resume(
 ) -> TrainState:
     """Load the newest state in the stage's folder into the engines, and return the stage's TrainState.
 
-    If there is no state, training starts at step 0. At most `kept_states` states are kept on disk. With
-    `rolls_back`, the state before the first step is saved too, so that a stage whose policy collapses in its
-    first steps can go back to that state.
+    If there is no state, training starts at step 0. The keys of `engines`, "actor" and "critic", name their
+    folders in a state. At most `kept_states` states are kept on disk. With `rolls_back`, the state before the
+    first step is saved too, so that a stage whose policy collapses in its first steps can go back to that
+    state.
     """
     world = next(iter(engines.values())).world
     saved = StateStore(stage, engines, world, kept_states)
@@ -175,18 +189,20 @@ def sigterm_deferred() -> Iterator[Callable[[World], bool]]:
 
 @dataclass
 class StepRecord:
-    """Metrics that a running step has collected so far, with times and throughputs of its phases."""
+    """Metrics that a running step has collected so far, with times and throughputs of its phases.
+
+    `started` and `phase_started` are the time.monotonic() at which the step and its present phase began.
+    """
 
     figures: Figures = field(default_factory=dict)
-    # The time.monotonic() at which the step began, and at which its present phase began.
     started: float = field(default_factory=time.monotonic)
     phase_started: float = field(default_factory=time.monotonic)
 
     def end_phase(self, phase: str, tokens: int = 0) -> None:
-        """Record the seconds since the previous phase ended as those of `phase`.
+        """Record the seconds since the previous phase ended as the figure seconds_`phase`.
 
-        If `tokens`, the number of tokens that the phase computed, is given, tokens per second are recorded
-        too.
+        If `tokens`, the number of tokens that the phase computed, is not 0, tokens_per_second_`phase` is
+        recorded too.
         """
         now = time.monotonic()
         seconds, self.phase_started = now - self.phase_started, now
@@ -197,11 +213,15 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class FitEnd:
-    """Way in which the training of a stage ended: after its last step, early, or at its time budget."""
+    """Way in which the training of a stage ended: after its last step, early, or at its time budget.
 
-    # Why it stopped early, such as a collapse; "" otherwise.
+    `reason` is a clause on the collapse or the loss that is not finite that ended it early, such as "entropy
+    is not a number in update 4; the last good weights were kept", and "" otherwise. `progress` has the number
+    of steps that are done and of steps in all if the time budget ended it before the last step, and is None
+    otherwise.
+    """
+
     reason: str = ""
-    # Updates that are done and updates in all, if the time budget ended it before the last update.
     progress: tuple[int, int] | None = None
 
 
@@ -262,7 +282,10 @@ def fit(
 
 
 def _is_out_of_time(state: TrainState) -> bool:
-    """Return whether the next step is expected to end after the deadline; every rank gets the same answer."""
+    """Return whether the next step is expected to end after the stage's deadline; False without a deadline.
+
+    Every rank must call this, and gets the same answer.
+    """
     if state.stage.deadline is None:
         return False
     expected = max((record["seconds"] or 0.0 for record in state.metrics.records[-EXPECTED_FROM:]), default=0)
@@ -288,13 +311,13 @@ def finish(
 ) -> StageResult:
     """Write the checkpoint of `model` and then stage.json; every rank calls this and gets the result.
 
-    `end` is what `fit` returned, and `stopped` a remark on a stage that ran to its end. If the deadline ended
-    the stage, its weights so far and unfinished.json are written instead, and trajectories that no step has
-    taken are kept for the next run. `started` is the time.monotonic() at which this process began the stage.
-    The seconds of steps that earlier processes ran are added to the result. `rewards` are the mean rewards
-    before and after training. `extra` has the tensors of additional checkpoint files, by file name. `figures`
-    must not contain times, because they are part of the checkpoint's manifest, which must be the same after a
-    resume.
+    `end` is what `fit` returned, and `stopped` a remark on a stage that ran to its end, "" if there is none.
+    If the deadline ended the stage, its weights so far and unfinished.json are written instead, and
+    trajectories that no step has taken are kept for the next run. `started` is the time.monotonic() at which
+    this process began the stage. The seconds of steps that earlier processes ran are added to the result.
+    `rewards` are the mean rewards before and after training, None for a stage that samples nothing. `extra`
+    has the tensors of additional checkpoint files, by file name. `figures` must not contain times, because
+    they are part of the checkpoint's manifest, which must be the same after a resume.
     """
     stage = state.stage
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}

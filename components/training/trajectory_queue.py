@@ -44,13 +44,15 @@ def is_trainable(trajectory: Trajectory) -> bool:
 
 @dataclass(frozen=True)
 class _Finished:
-    """A trajectory that waits to be taken."""
+    """A trajectory that waits to be taken by a training step.
+
+    `oldest` is the number of steps that the oldest weights that sampled a token of it had been trained.
+    `failure` has the reason and the log of the judge's failure on it, and is None if the judge did not fail.
+    """
 
     task_id: str
-    # The number of updates of the oldest weights that sampled a token of it.
     oldest: int
     is_trainable: bool
-    # Reason and log of the judge's failure on it, or None.
     failure: tuple[str, str] | None
 
 
@@ -77,10 +79,12 @@ class TrajectoryQueue:
     ):
         """Read the trajectories that an earlier process left in the folder `out` of the stage.
 
-        `request_of(wave)` makes the request of a wave, and `run(request, index)` samples a trajectory of it;
-        at most `capacity()` run at a time. A trajectory is dropped when the oldest weights that sampled a
-        token of it are more than `staleness` steps old. Each `group` consecutive attempts of a wave are taken
-        together or not at all. The waiting jobs of `pool` are cancelled when the sampling ends early.
+        An attempt is the sampling of one trajectory, and a wave is a list of attempts with one request.
+        `request_of(wave)` makes the request of a wave, by its index, and `run(request, index)` samples a
+        trajectory of it; at most `capacity()` run at a time. A trajectory is dropped when the oldest weights
+        that sampled a token of it are more than `staleness` steps old. Each `group` consecutive attempts of a
+        wave are taken together or not at all. The waiting jobs of `pool` are cancelled when the sampling ends
+        early.
         """
         self.out, self.folder = out, out / SAMPLING
         self.request_of, self.run, self.capacity = request_of, run, capacity
@@ -104,9 +108,9 @@ class TrajectoryQueue:
     def begin(self, step: int, count: int, steps: int) -> None:
         """Let sampling go on for step `step` of `steps` and, as far as `staleness` allows, for later ones.
 
-        Each step takes `count` trajectories. Drops the trajectories, finished or running, whose weights are
-        too old for `step`, with the other attempts of their groups. The weights of `step` must have been
-        published. Raises the error of a trajectory whose sampling failed.
+        Steps are counted from 0, and each takes `count` trajectories. Drops the trajectories, finished or
+        running, whose weights are too old for `step`, with the other attempts of their groups. The weights of
+        `step` must have been published. Raises the error of a trajectory whose sampling failed.
         """
         with self.condition:
             self.step = step
@@ -196,7 +200,11 @@ class TrajectoryQueue:
         return self.folder / f"{attempt[0]:04d}-{attempt[1]:05d}"
 
     def _ready(self) -> list[Attempt]:
-        """Return the attempts whose whole group is complete, beginning with the oldest group."""
+        """Return the finished trajectories that can be taken, beginning with those of the oldest weights.
+
+        Each is a pair of its wave and its index there. A trajectory can be taken if its group, `group` of
+        consecutive indices of a wave, is finished.
+        """
         groups: dict[Attempt, list[Attempt]] = {}
         for attempt in self.finished:
             groups.setdefault(self._group(attempt), []).append(attempt)
@@ -235,8 +243,10 @@ class TrajectoryQueue:
     def _attempts(self) -> Iterator[tuple[Attempt, RolloutRequest]]:
         """Yield the attempts that remain to be sampled, each with the request of its wave.
 
-        They come in the order of wave and index. Attempts that are finished, taken or dropped are left out.
-        The iterator never ends, because it makes the request of the next wave when it reaches it.
+        An attempt is the sampling of one trajectory, numbered by its wave, a list of attempts for which one
+        choice of tasks was made, and its index there. They come in this order. Attempts that are finished,
+        taken or dropped are left out. The iterator never ends, because it makes the request of the next wave
+        when it reaches it.
         """
         for wave in itertools.count():
             request = dataclasses.replace(
@@ -254,7 +264,7 @@ class TrajectoryQueue:
                     yield attempt, request
 
     def _start(self) -> Coroutine[Any, Any, None] | None:
-        """Return the coroutine that samples the next attempt, or None if no attempt may start now."""
+        """Return the coroutine that samples the next trajectory, or None if none may start now."""
         with self.condition:
             if self.budget <= 0:
                 return None
@@ -264,7 +274,7 @@ class TrajectoryQueue:
             return self._sample(attempt, request)
 
     async def _sample(self, attempt: Attempt, request: RolloutRequest) -> None:
-        """Sample one trajectory and store it."""
+        """Sample the trajectory of `attempt`, its wave and index, and store it unless `begin` drops it."""
         with self.condition:
             if attempt not in self.running:
                 return
@@ -305,6 +315,6 @@ class TrajectoryQueue:
 
 
 def _attempt(folder: Path) -> Attempt:
-    """Return the attempt whose trajectory the folder holds."""
+    """Return wave and index from the name of a trajectory's folder, such as (3, 12) for 0003-00012."""
     wave, index = folder.name.split("-")
     return int(wave), int(index)

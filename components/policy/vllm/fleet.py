@@ -2,8 +2,8 @@
 
 A session is the requests of one trajectory. It stays with one server, whose cache has its prefix, until this
 server fails or has refused its requests for LOYAL_SECONDS. A request that fails is repeated for at most
-PATIENCE_SECONDS. All requests run in a thread of
-the fleet with an event loop of its own, so that one set of connections serves every caller.
+PATIENCE_SECONDS. All requests run in a thread of the fleet with an event loop of its own, so that one set of
+connections serves every caller.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """Servers with the same weights, over which sessions are divided."""
+    """Servers with the same weights, over which sessions are divided: the requests of one trajectory each."""
 
     def __init__(
         self,
@@ -53,10 +53,11 @@ class Fleet:
         """Connect to the servers at `urls`.
 
         `context` is the largest number of tokens of a sequence, and `version` the name of the weights that
-        the servers have. `patience` and `loyal` are described at `PATIENCE_SECONDS` and `LOYAL_SECONDS`. A
-        server that does not answer is contacted again while other servers are used. It is used after the
-        first push of weights in which it takes part. Raises UserError if no server answers, or if a server
-        runs a version of vLLM that is too old.
+        the servers have. `patience` is the longest time in seconds for which a request is repeated while no
+        server serves it. After `loyal` seconds in which a server answers but refuses the requests of a
+        session, the session moves to another one. A server that does not answer is contacted again while
+        other servers are used. It is used after the first push of weights in which it takes part. Raises
+        UserError if no server answers, or if a server runs a version of vLLM that is too old.
         """
         if not urls:
             raise UserError(
@@ -103,15 +104,16 @@ class Fleet:
     async def complete(self, request: Request, session: str) -> Completion:
         """Return the completion of a request, which is sent to the server of `session`.
 
-        If a server ends a completion early for a push of weights, the rest is requested afterwards. Raises
-        UserError if no server has returned any token of the completion for `patience` seconds.
+        `session` is a name that all requests of one trajectory share. If a server ends a completion early for
+        a push of weights, the rest is requested afterwards. Raises UserError if no server has returned any
+        token of the completion for `patience` seconds.
         """
         return await asyncio.wrap_future(
             asyncio.run_coroutine_threadsafe(self._complete(request, session), self.loop)
         )
 
     def capacity(self) -> int:
-        """Return the number of sequences that the usable servers can hold together, at least 1."""
+        """Return the number of sequences that all usable servers can process at the same time, at least 1."""
         return max(1, int(sum(replica.limit for replica in self.replicas if replica.is_usable())))
 
     def has_lost_weights(self) -> bool:
@@ -130,8 +132,11 @@ class Fleet:
     def figures(self) -> dict[str, float]:
         """Return figures of the servers' health and load by name, for the metrics of a training step.
 
-        The share of cache hits, the number of retries and the number of sessions that moved to another server
-        are those since the last call of this method.
+        They are the number of usable servers (`samplers_up`), the numbers of running and waiting sequences
+        (`sampler_running`, `sampler_waiting`) and the mean share of the cache in use (`sampler_cache_usage`).
+        Since the last call of this method, they are the share of cache hits (`sampler_prefix_hits`), the
+        number of retries (`sampler_retries`) and that of sessions that moved to another server
+        (`sampler_moves`).
         """
         loads = [replica.load for replica in self.replicas if replica.load is not None]
         queries = sum(load.prefix_queries for load in loads)
@@ -249,7 +254,10 @@ class Fleet:
         return part
 
     async def _unless_lost(self, replica: Replica, request: Coroutine[Any, Any, Completion]) -> Completion:
-        """Return the result of a request, or raise ServerUnavailable as soon as `replica.doubted` is set."""
+        """Return the result of a request to a server.
+
+        Raises ServerUnavailable as soon as the server is found not to answer, even if the request still runs.
+        """
         asked, lost = asyncio.create_task(request), asyncio.create_task(replica.lost.wait())
         try:
             await asyncio.wait((asked, lost), return_when=asyncio.FIRST_COMPLETED)

@@ -87,7 +87,8 @@ class OwnServers:
         They are started with this model. Servers that run already, with equal options and for a model of
         equal configuration, are returned as they are; others are ended first. So the servers may have other
         weights until a push. The log says that they start, and how long it takes. A server that ends is
-        started again. Raises UserError if a server cannot be started.
+        started again. Raises UserError if a server cannot be started, and StageFailed if one that runs
+        already has ended too often in a row.
         """
         # Imported here because the imports take seconds.
         from transformers import AutoConfig

@@ -19,34 +19,34 @@ ROOM, FULL = 0.6, 0.9
 
 @dataclass(eq=False)
 class Replica:
-    """The state of one server of a fleet, as it was last observed."""
+    """The state of one server of a fleet, as it was last observed.
+
+    `version` is the name of the weights that the server has, and `weights` are the reports of its workers on
+    them (`Fingerprint.weight_report`), None before the first push. A server is `doubted` if it has failed and
+    was not found to work since; it gets no prompts. It is `outdated` if it is known not to have the newest
+    weights, and `restarted` if it was found to have lost its weights and no push began since then. `lost` is
+    set while `doubted` is true, `examining` is held while the server is examined, and `examined` is the
+    time.monotonic() at which `doubted` was last assigned. No request is sent before the time.monotonic()
+    `resting_until`; `failures` are those since the last answer. `limit` is the number of sequences to keep in
+    flight, and `completed` that of requests completed since it last changed. `load` is what the server last
+    reported. `sessions` has the time.monotonic() of the last request of each trajectory, infinity while a
+    request is in flight.
+    """
 
     server: VllmServer
-    # Name of the weights that the server has, and the reports of its workers on them
-    # (`Fingerprint.weight_report`), which are None before the first push.
     version: str = ""
     weights: Any = None
-    # Whether the server has failed and was not found to work since. Such a server gets no prompts.
     doubted: bool = False
-    # Whether the server is known not to have the newest weights.
     outdated: bool = False
-    # Whether it was found to have lost its weights, for instance by a restart, and no push began since then.
     restarted: bool = False
-    # `lost` is set while `doubted` is true. `examining` is held while the server is examined. `examined` is
-    # the time.monotonic() at which `doubted` was last assigned.
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     examining: asyncio.Lock = field(default_factory=asyncio.Lock)
     examined: float = 0.0
-    # Value of `time.monotonic()` before which no request is sent, and number of failures since the last
-    # answer.
     resting_until: float = 0.0
     failures: int = 0
-    # Number of sequences that are kept in flight.
     limit: float = 1.0
     load: Load | None = None
-    # Number of requests that were completed since the limit last changed.
     completed: int = 0
-    # The time.monotonic() of the last request of each session, or infinity while a request is in flight.
     sessions: dict[str, float] = field(default_factory=dict)
 
     def is_resting(self) -> bool:
@@ -56,7 +56,7 @@ class Replica:
         return not self.doubted and not self.outdated
 
     def share(self) -> float:
-        """Return the number of recently active sessions, divided by the number that the server can hold."""
+        """Return the number of sessions with a request in the last IDLE_SECONDS, divided by `limit`."""
         since = time.monotonic() - IDLE_SECONDS
         return sum(last >= since for last in self.sessions.values()) / self.limit
 

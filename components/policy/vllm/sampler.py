@@ -32,9 +32,10 @@ class VllmSampler:
     """
 
     def __init__(self, fleet: Fleet, stop: tuple[int, ...], settings: Policy, *, version: str):
-        """Sample from `fleet`, where a turn ends after any of the tokens `stop`.
+        """Sample from `fleet`, where a turn ends after any of the token ids `stop`.
 
-        `version` is the name of the weights that the servers have.
+        `settings` are the parameters of the section `policy`. `version` is the name of the weights that the
+        servers have.
         """
         self.fleet = fleet
         self.weights = FleetWeights(fleet)
@@ -47,17 +48,19 @@ class VllmSampler:
         self.lock = threading.Lock()
 
     def capacity(self) -> int:
-        """Return how many sequences the usable servers can hold together, by the figures that they report."""
+        """Return how many sequences all usable servers can process at once, by the figures they report."""
         return self.fleet.capacity()
 
     async def complete(
         self, prompt: Sequence[int], *, max_new_tokens: int, temperature: float, seed: int, session: str
     ) -> Completion:
-        """Sample one completion of `prompt`, as specified by `Sampler.complete`.
+        """Sample one completion of the token ids `prompt`, of at most `max_new_tokens` tokens.
 
-        While it waits, servers that have lost their weights by a restart get them again, if `push_again` is
-        set. Raises the error of `OwnServers.check` if a server of this process is not started again any more,
-        and UserError if no server completes the request in time (`Fleet.complete`).
+        It ends after a token that ends a turn, or at the end of the context window, and is empty if the
+        prompt fills the window. `session` is the same for all turns of one trajectory. While it waits,
+        servers that have lost their weights by a restart get them again, if the attribute `push_again` is
+        set. Raises StageFailed or UserError if a server of this process is not started again any more, and
+        UserError if no server completes the request in time (`Fleet.complete`).
         """
         limit = min(max_new_tokens, self.settings.context - len(prompt))
         if limit <= 0:
@@ -88,10 +91,10 @@ class VllmSampler:
     ) -> None:
         """Replace the weights of the servers that answer, and check that all of their workers have them.
 
-        `buckets` are those of `components.policy.weight_stream`, which are consumed completely. `version` is
-        the name of the new weights. If the weights are transferred by disk, `folder` is a checkpoint with the
-        same weights. Running completions are treated as `policy.push_pause` says. Raises UserError if a
-        worker does not have the new weights, or if no server answers.
+        `buckets` have tensors by name, as `weight_stream.weight_buckets` yields them, and are consumed
+        completely. `version` is the name of the new weights. If the weights are transferred by disk, `folder`
+        is a checkpoint with the same weights. Running completions are treated as `policy.push_pause` says.
+        Raises UserError if a worker does not have the new weights, or if no server answers.
         """
         self.wake_up()
         is_ipc = self.settings.weight_transfer == "ipc"

@@ -94,8 +94,9 @@ class VllmServer:
     async def probe(self) -> None:
         """Ask the server for its version and set `names_versions` accordingly.
 
-        A version without numbers, such as that of a development build, is taken for TOKEN_VERSIONS. Raises
-        ServerUnavailable if the server does not answer, and UserError if its version is older than OLDEST.
+        A version without numbers, such as that of a development build, is taken for 0.33, the first one that
+        names the weights of each token. Raises ServerUnavailable if the server does not answer, and UserError
+        if its version is older than 0.24.
         """
         await self.call("GET", "/health", seconds=EXAMINATION_SECONDS)
         answer = await self.call("GET", "/version", seconds=EXAMINATION_SECONDS)
@@ -113,7 +114,7 @@ class VllmServer:
         """Ask the server for its version, and end a sleep or pause that a killed training process has left.
 
         Raises ServerUnavailable if the server does not answer, and UserError if its version is older than
-        OLDEST.
+        0.24.
         """
         await self.probe()
         if await self.is_asleep():
@@ -147,7 +148,8 @@ class VllmServer:
         """Call the method `method` of every worker of the server, and return one result for each worker.
 
         A worker is the process of vLLM that computes on one GPU. `arguments` are the keyword arguments of the
-        method, and `seconds` and the errors are those of `call`.
+        method, and `seconds` is the longest time for which the server may send nothing. Raises UserError if
+        the server refuses the call for good, and ServerUnavailable if it may succeed later.
         """
         body = {"method": method, "kwargs": arguments or {}}
         return list((await self.call("POST", "/collective_rpc", body, seconds)).get("results", []))
@@ -220,10 +222,11 @@ class VllmServer:
         return "/v1/completions", {"prompt": list(request.prompt), **sampling, **tokens, **cache}
 
     def _completion(self, answer: Mapping[str, Any], version: str) -> Completion:
-        """Return the completion in an answer; `version` names its weights if the answer does not.
+        """Return the completion in the JSON object `answer` of the server.
 
-        Raises UserError if there is not one log-probability and one name of weights for each token, or if the
-        completion ended for another reason than those in `ENDS`.
+        `version` names the weights of its tokens if the answer does not. Raises UserError if there is not one
+        log-probability and one name of weights for each token, or if the completion ended for another reason
+        than "stop", "length" and "abort".
         """
         choice = answer["choices"][0]
         logprobs = choice["logprobs"] or {}
@@ -246,7 +249,10 @@ class VllmServer:
 
 
 def read_load(text: str) -> Load:
-    """Return the figures in `text`, the answer of /metrics; figures of several engines are added."""
+    """Return the figures in `text`, a server's answer of /metrics, summed over its engines.
+
+    A figure that is missing is 0.
+    """
     sums: dict[str, float] = {}
     cache = 0
     for name, labels, value in METRIC.findall(text):

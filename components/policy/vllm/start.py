@@ -32,7 +32,7 @@ MAX_ENDS, STEADY_SECONDS = 3, 300.0
 
 @dataclass(frozen=True)
 class Launch:
-    """One server to start: its address, command, GPUs and log file."""
+    """One server to start: its address, command, GPUs (as in CUDA_VISIBLE_DEVICES) and log file."""
 
     url: str
     command: tuple[str, ...]
@@ -97,8 +97,9 @@ def launches(
 ) -> list[Launch]:
     """Return the servers of a fleet, one for each of `ports`, each with the next `tensor_parallel` of `gpus`.
 
-    They serve the checkpoint `model`. `vllm` is the executable of vLLM's own environment, and `logs` the
-    folder of the log files. Raises UserError if there are too few GPUs.
+    They serve the checkpoint `model` on the address `host`. `gpus` are names as in CUDA_VISIBLE_DEVICES,
+    `vllm` is the executable of vLLM's own environment, and `logs` the folder of the log files. Raises
+    UserError if there are too few GPUs.
     """
     if len(gpus) < len(ports) * tensor_parallel:
         raise UserError(
@@ -135,7 +136,8 @@ def launches(
 def find_vllm(name: str) -> str:
     """Return the path of the executable of vLLM that `name`, a value of `policy.vllm`, names.
 
-    Raises UserError if there is none.
+    `name` is a command or a path. If it is empty, vllm is looked for on PATH and in .venv-vllm of this
+    project. Raises UserError if there is none.
     """
     names = [os.path.expanduser(name)] if name else ["vllm", str(PROJECT / ".venv-vllm" / "bin" / "vllm")]
     found = next(filter(None, map(shutil.which, names)), None)

@@ -78,12 +78,13 @@ class FleetWeights:
             self._post(targets, "/resume")
 
     def _begin(self, pause: str) -> list[dict[str, Any]]:
-        """Pause the servers and return what `expect_weights` of each of their workers returned.
+        """Pause the servers that take part in a push, and return the precision and device of each worker.
 
-        Servers whose `Replica.doubted` is set are not asked, unless this is so of all servers. They, and
-        servers that fail, do not take part in the push. Raises UserError if a server's workers lack the
-        extension `worker.Fingerprint`, if a server divides its requests among several engines, or if no
-        server answers.
+        A worker is the process of vLLM that computes on one GPU. Its dictionary has the keys `dtype`, such as
+        "bfloat16", and `device`, the UUID of the GPU or "cpu". `pause` says what happens to running
+        completions: "keep", "abort" or "wait". Servers that are known not to answer do not take part unless
+        this is so of all, and neither do servers that fail now. Raises UserError if a server's workers lack
+        the extension `worker.Fingerprint`, if a server has several engines, or if no server answers.
         """
         # The fleet asks doubted servers again and again, so they are left out here unless all are doubted.
         answering = [replica for replica in self.fleet.replicas if not replica.doubted]
@@ -115,7 +116,10 @@ class FleetWeights:
         return [worker for workers in self._each(prepare) for worker in workers]
 
     def _start(self) -> None:
-        """Begin an update by vLLM's weight transfer engine."""
+        """Begin an update by vLLM's weight transfer engine on all servers that take part in the push.
+
+        Raises UserError if no server is left that answers.
+        """
 
         async def start(replica: Replica) -> None:
             call = replica.server.call
@@ -135,8 +139,8 @@ class FleetWeights:
     def _send(self, weights: Sequence[tuple[str, Tensor]], devices: Sequence[str]) -> None:
         """Send one bucket of weights to all workers, which read it from the memory of their own device.
 
-        `devices` are the devices of the workers, by `device_name`. Raises UserError if this process cannot
-        use one of them.
+        `weights` are pairs of name and tensor. `devices` are the devices of the workers: UUIDs of GPUs, or
+        "cpu". Raises UserError if this process cannot use one of them.
         """
         own = weights[0][1].device
         gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -204,7 +208,7 @@ class FleetWeights:
     def _post(self, replicas: Sequence[Replica], route: str) -> None:
         """Make a POST request to `route` of each server at the same time.
 
-        If a server fails, no error is raised, but its `Replica.doubted` is set.
+        If a server fails, no error is raised, but the server gets no prompts until it is found to work.
         """
 
         async def post(replica: Replica) -> None:
@@ -252,7 +256,11 @@ class FleetWeights:
 
 
 class Sent:
-    """The fingerprints of all weights that were sent to vLLM so far, after a cast to its dtype."""
+    """The fingerprints of all weights that were sent to vLLM so far, after a cast to its dtype.
+
+    A fingerprint is a number that identifies the values of tensors (`worker.fingerprint`). `values` is that
+    of the values alone, and `named` also depends on the names.
+    """
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
@@ -266,10 +274,11 @@ class Sent:
     def fault(self, reports: Sequence[Mapping[str, Any]]) -> str:
         """Return a phrase that says how one server's weights differ from those sent, or "" if they do not.
 
-        `reports` has one report of each worker of the server (`worker.Fingerprint`). Every worker
-        must have received all weights. The parameters of all workers together must also have the values that
-        were sent: a parameter that is equal in all workers counts once, and of any other parameter, each
-        worker has a part. This is not checked if several workers have copies of the same key and value heads.
+        `reports` has what `weight_report` (`worker.Fingerprint`) returned for each worker of the server.
+        Every worker must have received all weights. The parameters of all workers together must also have the
+        values that were sent: a parameter that is equal in all workers counts once, and of any other
+        parameter, each worker has a part. This is not checked if several workers have copies of the same key
+        and value heads.
         """
         for number, report in enumerate(reports):
             if report["received"] != self.named:

@@ -29,8 +29,8 @@ class Fingerprint:
         """Observe the weights that this worker loads from now on; return its dtype and its device.
 
         The result has the keys `dtype`, such as bfloat16, which is that of the largest parameter, and
-        `device` (`device_name`). Every transfer of vLLM, and loading from disk, gives the complete tensors to
-        the method `load_weights` of the model, where they are observed.
+        `device`, the UUID of a GPU or "cpu". Every transfer of vLLM, and loading from disk, gives the
+        complete tensors to the method `load_weights` of the model, where they are observed.
         """
         model = self.get_model()
         dtype = max(model.parameters(), key=lambda parameter: parameter.numel()).dtype
