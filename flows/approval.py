@@ -90,8 +90,9 @@ def approval(
 def ask(version: str, profile: str, sets: str, home: str) -> bool:
     """Start the deployed approval flow for a waiting version, and return whether that flow is deployed.
 
-    The call does not wait for the flow. `version` is a version's number. `profile` (such as "smoke"), `sets`
-    (KEY=VALUE words) and `home` (the folder of all runs) give the parameters, as in `settings`.
+    The call does not wait for the flow, and a second call for the same version and home starts no second one.
+    `version` is a version's number. `profile` (such as "smoke"), `sets` (KEY=VALUE words) and `home` (the
+    folder of all runs) give the parameters, as in `settings`.
     """
     try:
         run_deployment(
@@ -99,6 +100,7 @@ def ask(version: str, profile: str, sets: str, home: str) -> bool:
             parameters={"version": version, "profile": profile, "sets": sets, "home": home},
             timeout=0,
             as_subflow=False,
+            idempotency_key=f"approve {version} in {home}",
         )
     except ObjectNotFound:
         return False

@@ -126,7 +126,8 @@ def nightly(
             break
 
     def work(progress: Progress) -> FlowResult:
-        record = nightly_pipeline(run, progress)
+        # Of a finished run too a person is asked, because a process may have been killed before it asked.
+        record = run_context.finished(run) or nightly_pipeline(run, progress)
         version = record["model"]["version"]
         if record["gate"]["verdict"] == "waiting" and not ask(version, profile, sets, home):
             get_run_logger().warning(
@@ -134,7 +135,7 @@ def nightly(
             )
         return record
 
-    return run_context.finished(run) or work_in_home(run, work)
+    return work_in_home(run, work)
 
 
 @flow(name="data", persist_result=False)

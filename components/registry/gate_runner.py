@@ -72,8 +72,8 @@ def evaluate_gates(
     `start` is the evaluation of the policy that the run began with, and `champion` that of the champion, both
     on the same tasks; `champion` is None if there is no champion. `sample` is the result of judging exploits.
     `digests_match` says whether the checkpoint's files have the digests of the registration and of the
-    evaluation, and `report_complete` whether the report was written to its end. The gate on exploits fails if
-    they ran on another device than the evaluation.
+    evaluation, and `report_complete` whether the report was written to its end. Exploits that were tried on
+    another device than that of the evaluation count as not refused.
     """
     found = gates.floors(after.overall, after.levels, thresholds)
     if thresholds.improvement:
