@@ -141,8 +141,8 @@ def fixed_cost(judge: Judge) -> str:
         with pair(judge, files, files) as arms, judge.bench(small_task(judge.params.device)) as bench:
             noop = bench.baselines.get(NOOP)
             staged = StagedInputs(bench.reference, bench.reference.layout.calls)
-        arms_by_name: dict[Timed, TimedRunner] = {"candidate": arms[0], "eager": arms[1], "noop": noop}
-        raw = timed_rounds(bench, arms_by_name, ["eager"], staged)
+            arms_by_name: dict[Timed, TimedRunner] = {"candidate": arms[0], "eager": arms[1], "noop": noop}
+            raw = timed_rounds(bench, arms_by_name, ["eager"], staged)
         seconds.append((median_seconds(raw, "candidate") + median_seconds(raw, "eager")) / 2)
     slope, cost = np.polyfit(FIXED_COST_WORK, seconds, 1)
     times = ", ".join(f"{took * 1e6:.1f}" for took in seconds)
