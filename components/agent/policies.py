@@ -43,17 +43,17 @@ FULL_PROMPT_TURNS = 30
 
 @dataclass(frozen=True)
 class Policy:
-    """Policy with the parameters and the function with which trajectories are sampled from it."""
+    """Policy with the parameters and the function with which trajectories are sampled from it.
 
-    # Folder of the policy, or names of its server and model; used in messages.
+    `name` is the folder of the policy, or the names of its server and model, for messages. `version` is the
+    short name of its weights, which trajectories record. Equal policies have equal digests. `params` are the
+    parameters with which it is sampled. `sample` returns one trajectory for each task of a request, in order.
+    """
+
     name: str
-    # Short name of the policy's weights, which trajectories record.
     version: str
-    # Digest by which policies are compared; equal policies have equal digests.
     digest: str
-    # Parameters with which the policy is sampled.
     params: Params
-    # Function that returns one trajectory for each task of a request, in order.
     sample: Callable[[RolloutRequest], list[Trajectory]]
 
 
@@ -137,8 +137,8 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Polic
     For a policy that this project has not trained, the full prompt and the window in its config.json are
     used. `folder` may also be a GGUF file, which is converted once and kept in the folder `adopted` of the
     home. `chosen` are the dotted keys of the parameters that the user has set, such as policy.context, which
-    keep their values. Raises UserError if the
-    folder holds no model, is damaged, or was trained for another device.
+    keep their values. Raises UserError if the folder holds no model, is damaged, or was trained for another
+    device.
     """
     if is_gguf(folder) and folder.is_file():
         folder = adopted(folder, Path(params.home).expanduser() / "adopted")

@@ -37,9 +37,10 @@ class Terminated(SystemExit):
 
 
 def handle_signals() -> None:
-    """Make SIGTERM raise an exception, and send SIGTERM and SIGINT again where their exception is ignored.
+    """Make SIGTERM raise Terminated, and send SIGTERM and SIGINT again where their exception is ignored.
 
-    The exception of SIGTERM is not raised where a lock is being taken or released (`outside_of_locks`).
+    Terminated has the exit code 143. It is not raised where a lock is being taken or released
+    (`outside_of_locks`).
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:

@@ -142,7 +142,7 @@ class Signer:
         return private
 
     def _make(self) -> None:
-        """Write a new private key, unless there is one."""
+        """Write a new private key to the file `self.key`, unless there is one."""
         self.key.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (self.key.parent / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -102,6 +102,9 @@ def closure_digests(*modules: str) -> dict[str, str]:
 
 @functools.cache
 def project_digests() -> dict[str, str]:
-    """Return the digest of every file below FOLDERS except in __pycache__, by its path in the project."""
+    """Return the digest of every file below the project's source folders, by its path in the project.
+
+    The folders are components, flows and agent_workdir. Files in __pycache__ are left out.
+    """
     files = sorted(path for top in FOLDERS for path in _files_below(PROJECT / top))
     return {path.relative_to(PROJECT).as_posix(): source_digest(path) for path in files}
