@@ -44,8 +44,9 @@ def bootstrap_counts(tasks: int) -> Array:
 def quotients(figure: tuple[Array, Array], counts: Array) -> Array:
     """Return the value of a figure for each of several samples of the tasks, with shape [samples].
 
-    `figure` has the numerator and the denominator of each task, both [tasks], and `counts` says how often
-    each sample has each task, [samples, tasks]. The value is NaN if the sum of the denominators is 0.
+    The figure is a ratio of two sums over tasks. `figure` has the numerator and the denominator of each task,
+    both [tasks], and `counts` says how often each sample has each task, [samples, tasks]. The value is NaN if
+    the sum of the denominators is 0.
     """
     numerator, denominator = counts @ figure[0], counts @ figure[1]
     quotient: Array = np.divide(
