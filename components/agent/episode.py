@@ -128,10 +128,12 @@ class RolloutRequest:
 def first_prompt(params: Params, code: str, *, in_turns: bool) -> str:
     """Return the text of the user message for a task with the source `code`.
 
-    `in_turns` says whether the policy may take several turns. If `policy.prompt` is compact, the message is
-    the task's source alone. If forward() then applies only operators that the demonstrations know, one after
-    the other, the source is first rewritten so that each line of forward() has one operator, as in composed
-    tasks (`bootstrap.canonicalize`). A policy that was trained from scratch has seen only this layout.
+    If `policy.prompt` is full, the message has instructions, the source, and an ending that depends on
+    `in_turns`, which says whether the policy may take several turns. If it is compact, the message is the
+    source, with an ending only if `in_turns` is true. If forward() then is a chain of operators for which the
+    cold start has demonstrations, the source is first rewritten so that each line of forward() has one
+    operator, as in composed tasks (`bootstrap.canonicalize`). A policy that was trained from scratch has seen
+    only this layout.
     """
     if params.policy.prompt == "compact":
         code = canonicalize(code) or code
@@ -184,10 +186,10 @@ class Episode(abc.ABC):
 
     @abc.abstractmethod
     async def take_turn(self) -> None:
-        """Sample one turn and run its tool calls, or set `finish_reason`."""
+        """Sample one turn and run its tool calls, or set `finish_reason`, which ends the episode."""
 
     def first_message(self) -> dict[str, str]:
-        """Return the user message that states the task."""
+        """Return the message, with the keys `role` and `content`, in which the user states the task."""
         content = first_prompt(self.params, self.task.code, in_turns=self.request.multi_turn)
         return {"role": "user", "content": content}
 
@@ -309,7 +311,11 @@ class TokenEpisode(Episode):
     def _append(
         self, ids: Sequence[int], logprobs: Sequence[float] = (), versions: Sequence[str] = ()
     ) -> None:
-        """Append token ids to the history; sampled ones have log-probabilities and names of weights."""
+        """Append token ids to the history.
+
+        If the policy sampled them, `logprobs` (in nats) and `versions` (names of the weights that sampled)
+        have an entry for each. Otherwise both are empty.
+        """
         self.ids += ids
         self.mask += [1 if versions else 0] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
@@ -341,7 +347,7 @@ class TokenEpisode(Episode):
         return ids
 
     async def take_turn(self) -> None:
-        """Sample a turn and act on it; the episode ends if the context window has no room for a turn."""
+        """Sample a turn and run its tool calls; without room in the context window, the episode ends."""
         prompt = self.prompt()
         room = self.params.policy.context - len(prompt)
         if room < MIN_TURN_TOKENS:

@@ -108,7 +108,7 @@ class Trajectory:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the trajectory has a verdict on the policy, because the judge did not fail."""
+        """Whether the judge did not fail, so that the final verdict is one on the policy's kernel."""
         return self.final.status != "infrastructure"
 
     @property

@@ -88,8 +88,8 @@ class CommonOptions:
 
         `overrides` are KEY=VALUE pairs from other options of the command, and `defaults` are KEY=VALUE pairs
         that the option `--set` may override. `device` is the value of the option `--device` of a command that
-        has it; if it is empty, the device is by default the one of this machine. Raises UserError if a
-        parameter or the file is not valid.
+        has it, and None for others. If it is "", the device is cuda or cpu as this machine has it, unless
+        `--set` overrides that. Raises UserError if a parameter or the file is not valid.
         """
         from components.core.config import PROJECT, default_device, resolve
 

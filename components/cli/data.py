@@ -195,7 +195,7 @@ def data_pull(
     options: CommonOptions,
     version: Annotated[str, typer.Argument(help="version of a data set, or at least its first 8 digits")],
 ) -> Output:
-    """Restore a version of a data set from the DVC remote into the folder datasets of the home."""
+    """Restore a version of a data set from the DVC remote into the folder datasets of the home folder."""
     from flows.dataset_remote import pull
 
     resolved = options.resolve()

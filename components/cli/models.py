@@ -77,7 +77,7 @@ def models_list(options: CommonOptions) -> Output:
 @models_app.command("show")
 @with_common_options()
 def models_show(options: CommonOptions, version: Version) -> Output:
-    """Print the gates, the decision, the checkpoint and the tags of one version."""
+    """Print the gates (conditions of promotion), decision, checkpoint and tags of one version."""
     from components.registry import models
 
     promotion, _ = open_promotion(options)

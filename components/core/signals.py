@@ -68,7 +68,7 @@ def _send_ignored_again(unraisable: "sys.UnraisableHookArgs") -> None:
 
 
 def send_again(number: int) -> None:
-    """Send a signal to this process after AGAIN_SECONDS."""
+    """Send the signal `number` to this process after AGAIN_SECONDS, from another thread."""
     timer = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()

@@ -73,9 +73,9 @@ class Signer:
     def check(self, record: Mapping[str, Any], signature: str) -> str:
         """Return the name of the trusted key with which a JSON record was signed.
 
-        `signature` has the form that `sign` returns. Raises ValueError, which says what is wrong, if it is
-        empty, is by a key that is not trusted, or does not belong to this record. Raises UserError as `names`
-        does.
+        `signature` has the form that `sign` returns. Raises ValueError, which says what is wrong, if the
+        signature is empty, is by a key that is not trusted, or does not belong to `record`. Raises UserError
+        as `names` does.
         """
         fingerprint, _, value = signature.partition(":")
         if not value:

@@ -75,7 +75,8 @@ class TaskChange(FrozenModel):
 
     A task is won if only the second side solved it, or if the speed-up over eager of the second side is
     larger than the speed-up of the first side by more than the factor 1.05 (`MARGIN`). It is lost in the
-    opposite cases. `before` and `after` describe the outcomes of the first and second side.
+    opposite cases. `before` and `after` describe the outcomes of the first and the second side, such as
+    "1.20x eager" or "build failed".
     """
 
     task_id: str
@@ -142,7 +143,7 @@ def open_side(home: Path, name: str) -> Side:
 def read_record(file: Path) -> dict[str, Any]:
     """Return the contents of `file`, the run.json of a finished run.
 
-    Raises UserError if the file is damaged.
+    Raises UserError if the file is damaged, and OSError if it cannot be read.
     """
     try:
         record: dict[str, Any] = read_json(file)

@@ -28,13 +28,19 @@ class Interval(FrozenModel):
 
 
 class Estimate(Interval):
-    """The value of a figure, or of its paired change, with its 95 % interval."""
+    """The value of a figure, or of its change between two evaluations, with its 95 % interval.
+
+    `value` is None if there is no task on which the figure is defined.
+    """
 
     value: float | None
 
 
 def bootstrap_counts(tasks: int) -> Array:
-    """Return how often each task occurs in each bootstrap sample, with shape [RESAMPLES, tasks]."""
+    """Return how often each of `tasks` tasks occurs in each bootstrap sample, with shape [RESAMPLES, tasks].
+
+    The samples are equal in every call.
+    """
     if tasks == 0:
         return np.zeros((RESAMPLES, 0))
     shares = np.full(tasks, 1 / tasks)

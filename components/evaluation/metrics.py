@@ -357,7 +357,7 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
 
 
 def by_level(results: Sequence[TaskResult]) -> dict[str, Summary]:
-    """Return one summary for each level, by the level as text. It is empty if no task has a level."""
+    """Return one summary for each level, by the level as text. The dict is empty if no task has a level."""
     levels = sorted({row.level for row in results if row.level is not None})
     return {str(level): summarise([row for row in results if row.level == level]) for level in levels}
 

@@ -262,8 +262,8 @@ def signed(value: float | None, name: str) -> str:
 
     For a geometric mean, `value` is the figure after training divided by that before, and the text is a
     factor such as ×1.20. For other figures it is the difference: the text is a signed number for
-    `mean_reward`, and percentage points for shares (0.05 becomes +5.0 points). A missing value becomes a
-    dash.
+    `mean_reward`, and has percentage points for all others (0.05 becomes +5.0 points). A missing value
+    becomes a dash.
     """
     if value is None:
         return "–"
