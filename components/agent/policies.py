@@ -43,7 +43,7 @@ FULL_PROMPT_TURNS = 30
 
 @dataclass(frozen=True)
 class Policy:
-    """Policy with the parameters and the function with which trajectories are sampled from it.
+    """A model that writes kernels, with the parameters and the function with which it is sampled.
 
     `name` is the folder of the policy, or the names of its server and model, for messages. `version` is the
     short name of its weights, which trajectories record. Equal policies have equal digests. `params` are the

@@ -64,7 +64,7 @@ def matches_glob(path: str, pattern: str) -> bool:
 
 
 class Workspace:
-    """The files of one workspace.
+    """The files of one workspace, the folder in which a policy works on a task.
 
     `files` holds the texts of the candidate's files by workspace path. The task's `model.py` and the
     template's files are read-only and not in `files`.

@@ -29,7 +29,7 @@ class Terminated(SystemExit):
     """Exception that the handler of SIGTERM raises, so that a command ends its child processes and cleans up.
 
     The message for the user is printed by the command and not by the handler, because the handler may
-    interrupt another print. The attribute `signal` has the name and meaning that it has in Prefect's
+    interrupt another print. The attribute `signal` is SIGTERM, under the name that it has in Prefect's
     TerminationSignal.
     """
 

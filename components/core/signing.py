@@ -38,10 +38,10 @@ def person() -> str:
 class Signer:
     """Signs records with one private key, and verifies signatures by the trusted keys.
 
-    The paths of both files are the parameters registry.key and registry.trusted_keys. If the first is empty,
-    the private key is in the folder `cuda-agent` of the user's configuration; if the second is empty, the
-    trusted keys are in the folder of the private key. Relative paths begin at the working directory. Raises
-    UserError if a path begins with ~ and this account has no home folder.
+    The parameters registry.key and registry.trusted_keys name the files of the private key and of the trusted
+    keys. If the first is empty, the private key is in the folder `cuda-agent` of the user's configuration; if
+    the second is empty, the trusted keys are in the folder of the private key. Relative paths begin at the
+    working directory. Raises UserError if a path begins with ~ and this account has no home folder.
     """
 
     def __init__(self, registry: Registry):

@@ -35,7 +35,7 @@ def normalise(code: str) -> str:
 
 
 class KernelTask(FrozenModel):
-    """A kernel task, which is identified by the digest of its normalised source.
+    """A PyTorch module that a policy has to make faster, identified by the digest of its normalised source.
 
     `code` is its Python source, and `ops` are the names of its operators in their order. `split` says whether
     the task is for training or for evaluation. `name` is that of the task's file or row, or "". `data_source`

@@ -23,7 +23,7 @@ SYNTAX_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 @dataclass(frozen=True)
 class Workload:
-    """One workload of a task.
+    """One workload of a task, which is a call of `get_inputs` on whose inputs kernels are judged.
 
     `call` is the call that makes its inputs, such as `get_inputs(32, 128)`, or "" if the task names no
     workloads. `code` is the source of a task without workloads, whose `get_inputs` takes no arguments and

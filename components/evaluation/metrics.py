@@ -72,8 +72,8 @@ class Attempt(FrozenModel):
 
     `status` is that of the verdict on the final answer at the end of the episode, or `infrastructure` if the
     policy's server ended the episode. `reward` is that of the trajectory, or None if the judge failed.
-    `finish_reason` is that of the trajectory. `first` is the status and speed-up of the first kernel that was
-    judged within the episode, or None in records without it.
+    `finish_reason` is that of the trajectory, such as stop or turns. `first` is the status and speed-up of
+    the first kernel that was judged within the episode, or None in records without it.
     """
 
     status: Status

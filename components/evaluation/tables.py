@@ -65,9 +65,9 @@ class Row(FrozenModel):
     """One row of Table 1 of the CUDA Agent paper: the figures of one model on one set of tasks.
 
     `set` is `overall` for the whole suite, or a level. `figures` and `intervals` are by the names in
-    `FIGURES`. `errors` is the number of tasks on which the judge or the policy's server failed, or None for
-    figures of the paper. `note` says that the figures come from the paper, and is empty for figures of this
-    run.
+    `FIGURES`, such as pass_rate. `errors` is the number of tasks on which the judge or the policy's server
+    failed, or None for figures of the paper. `note` says that the figures come from the paper, and is empty
+    for figures of this run.
     """
 
     set: str

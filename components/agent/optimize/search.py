@@ -64,9 +64,10 @@ class Outcome:
 
     `files` are the files of the chosen kernel by workspace path, and `verdict` is the verdict on them that is
     reported. If no kernel was correct when it was measured a second time, `files` is empty and `verdict` is
-    None. `found` is True if the speed-up over eager PyTorch in `verdict` is above 1.05 (the margin of the
-    milestones) and the lower end of its interval is above 1. `judged` holds one verdict for each different
-    candidate, `notes` are sentences for the user, and `seconds` is the duration of the search.
+    None. `found` is True if the kernel is faster than eager PyTorch (`verdict.milestone` is 2 or 3, for which
+    the speed-up must be above 1.05) and the lower end of the speed-up's interval is above 1. `judged` holds
+    one verdict for each different candidate, `notes` are sentences for the user, and `seconds` is the
+    duration of the search.
     """
 
     task: KernelTask
