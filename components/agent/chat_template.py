@@ -82,11 +82,11 @@ class ChatTemplate:
         return ids[ids.index(self._turn_end) + 1 :]
 
     def conversation_ids(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], list[int]]:
-        """Return the token ids that an episode with these messages has, and a mask that is 1 on its turns.
+        """Return the token ids of an episode with these messages, and a mask of the assistant's turns.
 
-        Each message has a `role` and a `content`. The first one is the task, from the user. The others are
-        turns of the assistant, each followed by its observations from the tool. A turn includes its
-        end-of-turn token.
+        The mask has a 1 for each token of a turn and a 0 for each other token. Each message has a `role` and
+        a `content`. The first one is the task, from the user. The others are turns of the assistant, each
+        followed by its observations from the tool. A turn includes its end-of-turn token.
         """
         ids = self.first_ids(messages[0]["content"])
         mask = [0] * len(ids)
@@ -103,8 +103,8 @@ class ChatTemplate:
     def read(self, prompt: Sequence[int], ids: Sequence[int]) -> tuple[str, list[Request]]:
         """Return the text of the turn `ids`, which was sampled after `prompt`, and the tool calls in it.
 
-        Special tokens at the end of the turn are left out of the text. Calls within reasoning are ignored,
-        also if the prompt opened the reasoning.
+        Both arguments are token ids. Special tokens at the end of the turn are left out of the text. Calls
+        within reasoning are ignored, also if the prompt opened the reasoning.
         """
         end = len(ids)
         while end and ids[end - 1] in self.special:

@@ -52,9 +52,10 @@ MAX_LOST_SHARE = 0.25
 
 
 def judge_failures(failures: Sequence[tuple[str, str]]) -> str:
-    """Return a phrase with the number and the first log for each reason for which the judge failed.
+    """Return a phrase such as "3 REASON: LOG; 1 REASON: LOG" on the failures of a judge.
 
-    `failures` are pairs of reason and log.
+    `failures` are pairs of reason and log. The phrase has each reason with the number of its failures and the
+    first 300 characters of its first log.
     """
     logs = dict(reversed(failures))
     counts = Counter(reason for reason, _ in failures)
@@ -69,9 +70,21 @@ def _ignore(*_: object) -> None:
 class RolloutRequest:
     """Tasks, judge pool and limits of one rollout.
 
-    One trajectory is sampled for each entry of `tasks`, which may list a task several times. `epoch` is part
-    of the key under which the judge keeps its verdicts, so equal candidates for a task share one measurement
-    only within one epoch.
+    One trajectory is sampled for each entry of `tasks`, which may list a task several times. `epoch` is a
+    name that the caller chooses, such as "episodes/3f2a". It is part of the key under which the judge keeps
+    its verdicts, so equal candidates for a task share one measurement only within one epoch.
+
+    A trajectory has at most `max_turns` turns; with 1, the first answer is final. In a turn at most
+    `max_new_tokens` tokens are sampled. No turn begins when `time.monotonic()` is past `deadline`, unless
+    that is None. With `shorten_history`, a token rollout shortens old observations when the context window is
+    full; it is off in training, because a trajectory that is trained on must be one sequence of tokens. A
+    chat rollout always shortens them. `first` is the number of trajectories that earlier rollouts of the same
+    seed sampled; seeds are counted on from there. `reward` gives a finished trajectory its reward.
+
+    `on_progress` is called with the numbers of finished and of all trajectories, and `on_verdict`, in the
+    episode's thread, with each candidate that was judged and its verdict. `stopped` is set when the rollout
+    ends early; no further candidate is judged then. `sampling` and `judging` meter the time during which at
+    least one episode waits for the policy, and for a verdict.
     """
 
     tasks: Sequence[KernelTask]
@@ -79,28 +92,16 @@ class RolloutRequest:
     pool: JudgePool
     epoch: str
     seed: int
-    # Largest number of turns of one trajectory. If it is 1, the first answer is final.
     max_turns: int
-    # Largest number of tokens that are sampled in one turn.
     max_new_tokens: int
     temperature: float
-    # Value of `time.monotonic()` after which no further turn begins. None means that there is no limit.
     deadline: float | None = None
-    # Whether a token rollout shortens old observations when the context window is full. It is off in
-    # training, because a trajectory that is trained on must be one sequence of tokens. A chat rollout always
-    # shortens old observations.
     shorten_history: bool = False
-    # Number of trajectories that earlier rollouts of the same seed sampled. Seeds are counted on from there.
     first: int = 0
-    # Function that gives a finished trajectory its reward.
     reward: Reward = milestone
-    # Function that is called with the number of finished trajectories and the number of all trajectories.
     on_progress: Callable[[int, int], None] = _ignore
-    # Function that is called with each candidate that was judged and its verdict, in the episode's thread.
     on_verdict: Callable[[Candidate, Verdict], None] = _ignore
-    # Set when the rollout ends early; no further candidate is judged then.
     stopped: threading.Event = field(default_factory=threading.Event)
-    # Meters of the time during which at least one episode waits for the policy, and for a verdict.
     sampling: BusyMeter = field(default_factory=BusyMeter)
     judging: BusyMeter = field(default_factory=BusyMeter)
 
@@ -127,10 +128,12 @@ class RolloutRequest:
 def first_prompt(params: Params, code: str, *, in_turns: bool) -> str:
     """Return the text of the user message for a task with the source `code`.
 
-    If `policy.prompt` is compact, the message is the task's source alone. If forward() then applies only
-    operators that the demonstrations know, one after the other, the source is first rewritten so that each
-    line of forward() has one operator, as in composed tasks (`bootstrap.canonicalize`). A policy that was
-    trained from scratch has seen only this layout.
+    If `policy.prompt` is full, the message has instructions, the source, and an ending that depends on
+    `in_turns`, which says whether the policy may take several turns. If it is compact, the message is the
+    source, with an ending only if `in_turns` is true. If forward() then is a chain of operators for which the
+    cold start has demonstrations, the source is first rewritten so that each line of forward() has one
+    operator, as in composed tasks (`bootstrap.canonicalize`). A policy that was trained from scratch has seen
+    only this layout.
     """
     if params.policy.prompt == "compact":
         code = canonicalize(code) or code
@@ -183,18 +186,18 @@ class Episode(abc.ABC):
 
     @abc.abstractmethod
     async def take_turn(self) -> None:
-        """Sample one turn and run its tool calls, or set `finish_reason`."""
+        """Sample one turn and run its tool calls, or set `finish_reason`, which ends the episode."""
 
     def first_message(self) -> dict[str, str]:
-        """Return the user message that states the task."""
+        """Return the message, with the keys `role` and `content`, in which the user states the task."""
         content = first_prompt(self.params, self.task.code, in_turns=self.request.multi_turn)
         return {"role": "user", "content": content}
 
     def judge(self) -> Verdict:
         """Return the judge's verdict on the current files of the workspace.
 
-        If the same files were already judged in the epoch of this episode, the earlier verdict is returned.
-        Raises CancelledError if the rollout was stopped.
+        If the same files were already judged for this task with the same `RolloutRequest.epoch`, the earlier
+        verdict is returned. Raises CancelledError if the rollout was stopped.
         """
         candidate = Candidate.of(self.workspace.files)
         if self.request.stopped.is_set():
@@ -308,7 +311,11 @@ class TokenEpisode(Episode):
     def _append(
         self, ids: Sequence[int], logprobs: Sequence[float] = (), versions: Sequence[str] = ()
     ) -> None:
-        """Append token ids to the history; sampled ones have log-probabilities and names of weights."""
+        """Append token ids to the history.
+
+        If the policy sampled them, `logprobs` (in nats) and `versions` (names of the weights that sampled)
+        have an entry for each. Otherwise both are empty.
+        """
         self.ids += ids
         self.mask += [1 if versions else 0] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
@@ -340,7 +347,7 @@ class TokenEpisode(Episode):
         return ids
 
     async def take_turn(self) -> None:
-        """Sample a turn and act on it; the episode ends if the context window has no room for a turn."""
+        """Sample a turn and run its tool calls; without room in the context window, the episode ends."""
         prompt = self.prompt()
         room = self.params.policy.context - len(prompt)
         if room < MIN_TURN_TOKENS:

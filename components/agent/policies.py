@@ -43,17 +43,17 @@ FULL_PROMPT_TURNS = 30
 
 @dataclass(frozen=True)
 class Policy:
-    """Policy with the parameters and the function with which trajectories are sampled from it."""
+    """A model that writes kernels, with the parameters and the function with which it is sampled.
 
-    # Folder of the policy, or names of its server and model; used in messages.
+    `name` is the folder of the policy, or the names of its server and model, for messages. `version` is the
+    short name of its weights, which trajectories record. Equal policies have equal digests. `params` are the
+    parameters with which it is sampled. `sample` returns one trajectory for each task of a request, in order.
+    """
+
     name: str
-    # Short name of the policy's weights, which trajectories record.
     version: str
-    # Digest by which policies are compared; equal policies have equal digests.
     digest: str
-    # Parameters with which the policy is sampled.
     params: Params
-    # Function that returns one trajectory for each task of a request, in order.
     sample: Callable[[RolloutRequest], list[Trajectory]]
 
 
@@ -134,11 +134,11 @@ def checkpoint_policy(folder: Path, params: Params) -> Policy:
 def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Policy:
     """Return the policy in `folder`, to be sampled with the prompt and context window of its training.
 
-    For a policy that this project has not trained, the full prompt and the window in its config.json are
-    used. `folder` may also be a GGUF file, which is converted once and kept in the folder `adopted` of the
-    home. `chosen` are the dotted keys of the parameters that the user has set, such as policy.context, which
-    keep their values. Raises UserError if the
-    folder holds no model, is damaged, or was trained for another device.
+    For a policy that this project has not trained, they are the full prompt, which has instructions before
+    the task, and the window in its config.json, but at most MAX_CONTEXT. `folder` may also be a GGUF file,
+    which is converted once and kept in the folder `adopted` below the parameter `home`. `chosen` are the
+    dotted keys of the parameters that the user has set, such as policy.context, which keep their values.
+    Raises UserError if the folder holds no model, is damaged, or was trained for another device.
     """
     if is_gguf(folder) and folder.is_file():
         folder = adopted(folder, Path(params.home).expanduser() / "adopted")
@@ -160,6 +160,7 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Polic
 def server_policy(chat: ChatClient, params: Params, chosen: frozenset[str]) -> Policy:
     """Return the policy that is sampled through `chat`, with the full prompt and a window of `MAX_CONTEXT`.
 
+    The full prompt has instructions before the task (policy.prompt), and MAX_CONTEXT are 32,768 tokens.
     `chosen` are the dotted keys of the parameters that the user has set, such as policy.context, which keep
     their values. The digest is computed from the names of server and model, because the weights of a server
     are not known.
@@ -174,10 +175,10 @@ def server_policy(chat: ChatClient, params: Params, chosen: frozenset[str]) -> P
 def with_policy_settings(params: Params, settings: dict[str, object], chosen: frozenset[str]) -> Params:
     """Return `params` with the policy section updated by `settings`.
 
-    `settings` has values by their keys in the policy section, such as prompt. If the prompt of the result is
-    the full prompt, the evaluation's limits of turns and of tokens in a turn are also replaced by the
-    defaults for this prompt. `chosen` are the dotted keys of the parameters that the user has set, such as
-    policy.prompt, which keep their values.
+    `settings` has values by their keys in the policy section, such as prompt. If policy.prompt of the result
+    is full, the evaluation's limits of turns and of tokens in a turn are also replaced by the defaults for
+    this prompt. `chosen` are the dotted keys of the parameters that the user has set, such as policy.prompt,
+    which keep their values.
     """
     policy = params.policy.model_copy(
         update={key: value for key, value in settings.items() if f"policy.{key}" not in chosen}

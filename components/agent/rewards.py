@@ -18,14 +18,19 @@ Reward = Callable[[Trajectory], float]
 
 
 def milestone(trajectory: Trajectory) -> float:
-    """Return the milestone of the final verdict: -1, 1, 2 or 3 (CUDA Agent paper, equation 1)."""
+    """Return the milestone of the final verdict (CUDA Agent paper, equation 1).
+
+    It is -1 for a kernel that is not correct, 1 for a correct one, 2 if it is also faster than eager PyTorch,
+    and 3 if it is also faster than torch.compile.
+    """
     return float(verdict.milestone(trajectory.final))
 
 
 def load_reward(path: str) -> Reward:
     """Import the function whose import path is `path`, the value of the parameter `reward`.
 
-    Raises UserError if the module cannot be imported or has no such function.
+    The function takes a `Trajectory` and returns its reward. Raises UserError if the module cannot be
+    imported or has no such function.
     """
     try:
         function: Reward = pkgutil.resolve_name(path)

@@ -69,12 +69,12 @@ done
 class CommandResult:
     """Output and exit code of a command.
 
-    `code` is None if the command or its shell was ended before there was an exit code.
+    `code` is None if the command or its shell was ended before there was an exit code. `note` says why, and
+    is empty if there is an exit code.
     """
 
     output: str
     code: int | None
-    # Why there is no exit code. It is empty if there is one.
     note: str = ""
 
 
@@ -162,7 +162,8 @@ class Shell:
         """Run `command`, wait until it ends, and return its output and exit code.
 
         Waits first while `COMMANDS_PER_CORE` commands for each core are running in this process. After
-        `seconds`, in which neither this wait nor the time of the judge counts, the shell is ended.
+        `seconds`, in which neither this wait nor the time of the judge counts, the shell is ended, and the
+        result has no exit code.
         """
         number = self._save(command)
         with COMMAND_PLACES:

@@ -162,7 +162,10 @@ def validated(name: str, values: dict[str, Any]) -> Arguments | str:
 
 
 def descriptions() -> list[Any]:
-    """Return the tools in the form that chat templates and OpenAI-compatible servers take."""
+    """Return the tools as dicts in the form that chat templates and OpenAI-compatible servers take.
+
+    Each has a name, a description, and the JSON schema of the arguments.
+    """
     return [
         {
             "type": "function",

@@ -257,7 +257,10 @@ class Tools:
         return f"{result.output}{separator}{note}" or "[no output]"
 
     def _run_utilities(self, utilities: list[Utility]) -> str:
-        """Judge the files once and return the output of `utilities`, up to the first utility that fails."""
+        """Judge the files once and return the output of `utilities`, up to the first utility that fails.
+
+        Raises JudgeFailed if the judge itself fails.
+        """
         verdict = self._verdict()
         outputs = []
         for utility in utilities:

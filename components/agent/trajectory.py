@@ -27,7 +27,7 @@ SEQUENCES: dict[str, type] = {"ids": np.int32, "action_mask": np.uint8, "sampler
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call with its observation.
+    """One call of the tool `name`, with its observation, the text that the policy gets as the answer.
 
     `valid` is False if the call could not be parsed or its arguments do not fit the tool. `verdicts` is the
     number of verdicts that the judge gave between the end of the previous valid call and the end of this one,
@@ -58,7 +58,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Record of one episode.
+    """Record of one episode, which is one attempt of a policy at a task.
 
     `ids`, `action_mask` and `sampler_logprob` have one entry for each token and are empty if the policy is a
     chat server. `action_mask` is 1 on the tokens that the policy sampled. `sampler_logprob` is the
@@ -68,11 +68,11 @@ class Trajectory:
 
     `verdicts` are all verdicts of the episode in order. The last verdict is on the candidate's files at the
     end, or its status is `infrastructure`, because the judge failed during or after the last turn. `reward`
-    is what a function of rewards.py or of the user gave, and None if the judge failed. `finish_reason` is
-    stop (the last turn has no tool call), length (a token or context limit), turns (the limit of turns), time
-    (the deadline), server (the policy's server failed) or judge (the judge failed when a tool call needed it,
-    so this call and those after it are missing in the last turn). `error` says why a server or the judge
-    failed.
+    is what the function that the parameter `reward` names gave, and None if the judge failed. `finish_reason`
+    is stop (the last turn has no tool call), length (a token or context limit), turns (the limit of turns),
+    time (the deadline), server (the policy's server failed) or judge (the judge failed when a tool call
+    needed it, so this call and those after it are missing in the last turn). `error` says why a server or the
+    judge failed.
 
     `files` are the candidate's files at the end by workspace path, and `start` are its files before the first
     turn. `task` is the source of the task. `settings` has the keys `device`, `in_turns` (whether several
@@ -108,7 +108,7 @@ class Trajectory:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the trajectory has a verdict on the policy, because the judge did not fail."""
+        """Whether the judge did not fail, so that the final verdict is one on the policy's kernel."""
         return self.final.status != "infrastructure"
 
     @property
@@ -132,6 +132,7 @@ class TokenFile:
     """Token sequences of all trajectories in tokens.safetensors, mapped into memory.
 
     Each sequence has one entry for each token; trajectory i has the entries offsets[i] to offsets[i + 1].
+    `action_mask` is 1 on sampled tokens, and `sampler_logprob` is in nats. `offsets` is [trajectories + 1].
     """
 
     ids: NDArray[np.int32]
@@ -218,7 +219,7 @@ def load_trajectories(folder: Path) -> list[Trajectory]:
 
 
 def _load(folder: Path) -> list[Trajectory]:
-    """Read the trajectories whose files are in `folder` itself."""
+    """Read the trajectories in `folder` itself. Raises UserError as `load_trajectories` does."""
     tokens = load_tokens(folder)
     records = list(read_records(folder, tokens))
     result = []

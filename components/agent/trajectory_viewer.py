@@ -1,4 +1,4 @@
-"""This module shows a trajectory to people turn by turn, as lines in a terminal or as one HTML page."""
+"""Show a trajectory to people turn by turn, as lines in a terminal or as one HTML page."""
 
 import difflib
 import itertools
@@ -47,7 +47,7 @@ class Step:
 
 
 def choose(trajectories: Sequence[Trajectory], number: int, folder: Path) -> tuple[int, Trajectory]:
-    """Return the trajectory that `number` selects, and its number counted from 1.
+    """Return the number, counted from 1, and the trajectory that `number` selects.
 
     If `number` is 0, the first of the trajectories with the highest reward is selected. Raises UserError if
     there is no such trajectory. `folder`, from which the trajectories were loaded, is named in the message.
@@ -64,7 +64,7 @@ def choose(trajectories: Sequence[Trajectory], number: int, folder: Path) -> tup
 
 
 def reward_text(trajectory: Trajectory) -> str:
-    """Return the reward in a form for people, which is "none" if the judge failed on the trajectory."""
+    """Return the reward as text, such as "2", which is "none" if the judge failed on the trajectory."""
     return "none" if trajectory.reward is None else f"{trajectory.reward:g}"
 
 
@@ -119,7 +119,10 @@ def _diff(before: str, after: str) -> Iterator[str]:
 
 
 def words(verdict: Verdict) -> str:
-    """Return a description of the verdict in one line."""
+    """Describe the verdict in one line, such as "correct, 1.52x eager (1.40 to 1.65), milestone 2".
+
+    A kernel that is not correct has its status and the reason: "build_failed: …".
+    """
     if verdict.status != "correct":
         return f"{verdict.status}{f': {verdict.reason}' if verdict.reason else ''}"
     ratios = [f"{r.estimate:.2f}x {name} ({r.low:.2f} to {r.high:.2f})" for name, r in verdict.speedup if r]

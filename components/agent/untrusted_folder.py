@@ -26,7 +26,7 @@ def opened(path: str | Path, flags: int, parent: int | None = None) -> Iterator[
     """Return a context in which `path` is open with the `os.open` flags `flags`.
 
     The value of the context is the file descriptor. If `parent`, the descriptor of a folder, is given, `path`
-    is relative to this folder.
+    is relative to this folder. Raises OSError as `os.open` does.
     """
     descriptor = os.open(path, flags, 0o666, dir_fd=parent)
     try:

@@ -41,7 +41,11 @@ MAX_REQUESTS = 500
 
 
 def utility_output(utility: Utility, verdict: Verdict) -> tuple[str, int]:
-    """Return the text that the utility prints for `verdict`, and the exit code of the utility."""
+    """Return the text that a utility prints for the verdict on a candidate, and its exit code.
+
+    `utility` is compile, verification or profiling. The exit code is 0 after success, and 1 if the candidate
+    failed.
+    """
     if verdict.status == "build_failed" or (verdict.status, verdict.reason) == ("timed_out", "build_limit"):
         lines = verdict.log.splitlines()
         errors = [line for line in lines if "error" in line] or lines
@@ -135,8 +139,10 @@ class JudgeSocket:
 def run_utility(utility: Utility) -> None:
     """Run a utility on the current folder, print its output and exit.
 
-    The exit code is 0 after success and 1 if the candidate failed. If the candidate was not judged, it is 3
-    if this machine cannot isolate candidates, and 2 because of a bad input or a failure of the judge itself.
+    The folder is a workspace with the candidate's files. `compile` also writes the built library to
+    cuda_extension.so there. The exit code is 0 after success and 1 if the candidate failed. If the candidate
+    was not judged, it is 3 if this machine cannot isolate candidates, and 2 because of a bad input or a
+    failure of the judge itself.
     """
     try:
         params = resolve("", (f"device={default_device()}",)).params

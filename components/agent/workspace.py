@@ -1,8 +1,8 @@
 """The workspace of one episode: the task, the template's files, and the candidate's files in memory.
 
-If `starter` can derive one from the task, the candidate begins with a `model_new.py` that has the constructor
-of Model and a forward that calls the kernel. The judge receives the files from memory. Shell commands work on
-a copy of the files inside the sandbox.
+The candidate begins with a `model_new.py` that has the constructor of the task's Model and a forward that
+calls the kernel, if `starter` can derive this file from the task. The judge receives the files from memory.
+Shell commands work on a copy of the files inside the sandbox.
 """
 
 import ast
@@ -64,7 +64,7 @@ def matches_glob(path: str, pattern: str) -> bool:
 
 
 class Workspace:
-    """The files of one workspace.
+    """The files of one workspace, the folder in which a policy works on a task.
 
     `files` holds the texts of the candidate's files by workspace path. The task's `model.py` and the
     template's files are read-only and not in `files`.
@@ -101,10 +101,11 @@ class Workspace:
 def starter(task: KernelTask) -> str | None:
     """Return a `model_new.py` whose forward calls `cuda_extension.forward(inputs…, parameters…, outputs…)`.
 
-    The output shapes are taken from the evidence of the task's admission. Returns None if the task has no
-    evidence, if a parameter belongs to a numbered submodule, if the arguments of forward() do not correspond
-    to the inputs, or if one expression cannot allocate an output for all workloads of the task. In these
-    cases the policy has to write the whole file.
+    A policy begins with this file. The output shapes are taken from `task.evidence`, what the judge recorded
+    when it admitted the task. Returns None if the evidence has no output shapes, if a parameter belongs to a
+    numbered submodule, if the arguments of forward() do not correspond to the inputs, or if one expression
+    cannot allocate an output for all workloads of the task. In these cases the policy has to write the whole
+    file.
     """
     shapes = task.evidence.get("workloads", [task.evidence])
     if len(shapes) != len(workloads_of(task.code, task.name)):
@@ -114,7 +115,12 @@ def starter(task: KernelTask) -> str | None:
 
 
 def _starter(code: str, evidence: dict[str, Any]) -> str | None:
-    """Return the `model_new.py` of `starter` for the shapes in `evidence`, or None."""
+    """Return a `model_new.py` for the task `code` whose forward allocates outputs and calls the kernel.
+
+    The shapes are those in `evidence`, whose keys are `inputs` and `outputs` (dicts with the list `shape`)
+    and `parameters` (names in the state dict). Returns None if there are no `outputs`, if a parameter belongs
+    to a numbered submodule, or if the arguments of forward() do not correspond to the inputs.
+    """
     if "outputs" not in evidence or any(
         part.isdigit() for name in evidence["parameters"] for part in name.split(".")
     ):
@@ -162,7 +168,10 @@ def _allocation(shape: list[int], input_shape: list[int], name: str) -> str:
 
 
 def _module(tree: ast.Module) -> ast.Module:
-    """Return the task's module with an import of cuda_extension, without docstring, inputs and workloads."""
+    """Return the syntax tree of a task with an import of cuda_extension, and without some of its parts.
+
+    Left out are its docstring, WORKLOADS, get_inputs and get_init_inputs.
+    """
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
     rest = [

@@ -223,16 +223,16 @@ def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Name
 
 @dataclass
 class _Speller(ast.NodeTransformer):
-    """A transformer that rewrites expressions into the form that they have in composed tasks.
+    """A transformer that rewrites expressions of a user's module into the form that composed tasks have.
 
     For example, `x.relu()` becomes `F.relu(x)`, `2 * x` becomes `x * 2.0`, and `x ** 2` becomes
     `torch.square(x)`. `attributes` are the attributes of the user's module. `rank` is the rank of its inputs,
-    or None if they have different ranks.
+    or None if they have different ranks. `renamed` is filled with the name in the composed task of each
+    attribute with parameters, by its name in the user's module.
     """
 
     attributes: Names
     rank: int | None
-    # Name in the composed task of each attribute with parameters, by its name in the user's module.
     renamed: dict[str, str] = field(default_factory=dict)
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
@@ -332,11 +332,13 @@ class _Speller(ast.NodeTransformer):
         return ast.Attribute(ast.Name("self"), name)
 
     def init(self) -> list[str]:
-        """Return the lines of the constructor that create norms and parameters.
+        """Return the lines of the composed task's constructor, which create its norms and parameters.
 
-        Numbers and activation modules need no line. Raises _NotAChain for any other attribute that `forward`
-        does not use. The order of the lines is that of the user's constructor, because it determines the
-        order of the kernel's arguments.
+        An example is "self.scale = nn.Parameter(torch.randn(256))". The method is called after `forward` was
+        rewritten, because that fills `renamed`. Attributes of the user's module that are numbers or
+        activation modules need no line. Raises _NotAChain for any other attribute that `forward` does not
+        use. The order is that of the user's constructor, because it determines the order of the kernel's
+        arguments.
         """
         lines = []
         for attribute, value in self.attributes.items():

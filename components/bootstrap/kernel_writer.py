@@ -274,7 +274,10 @@ def launch(chain: OperatorChain, name: str, grid: str, threads: int, shared: str
 
 
 def element_kernel(chain: OperatorChain, threads: int, name: str = "fused") -> Kernel:
-    """Return a CUDA kernel `name` that computes one element a thread, in blocks of `threads` threads."""
+    """Return a CUDA kernel `name` that computes one element a thread, in blocks of `threads` threads.
+
+    The result has the lines of the kernel, and the line that launches it.
+    """
     kernel = [
         f"__global__ void {name}({parameters(chain)}) {{",
         f"  int64_t i = blockIdx.x * {threads}ll + threadIdx.x;",
@@ -291,8 +294,8 @@ def element_kernel(chain: OperatorChain, threads: int, name: str = "fused") -> K
 def float4_kernel(chain: OperatorChain, threads: int) -> Kernel:
     """Return a CUDA kernel that computes four elements as one float4 in each thread.
 
-    `threads` is the number of threads of a block. The kernel needs no remainder loop, because composed tasks
-    have a multiple of 16 elements.
+    The result has the lines of the kernel, and the line that launches it. `threads` is the number of threads
+    of a block. The kernel needs no remainder loop, because composed tasks have a multiple of 16 elements.
     """
     names = [name for name in chain.tensors if name in ("x", "y")]
     body = [f"    r.{lane} = chain(x4.{lane}{f', y4.{lane}' if 'y' in names else ''});" for lane in "xyzw"]
@@ -346,7 +349,8 @@ def sweep_lines(sweep: Sweep, source: str, body: list[str], threads: int) -> lis
 def row_kernel(chain: OperatorChain, threads: int, name: str = "rows") -> Kernel:
     """Return a CUDA kernel `name` with one block of `threads` threads for each row of the input.
 
-    A row that the operators have changed is kept in shared memory.
+    A row that the operators have changed is kept in shared memory. The result has the lines of the kernel,
+    and the line that launches it.
     """
     row = fuse_row(chain.steps, partial(sweep_lines, threads=threads))
     if row.tail:
@@ -368,9 +372,9 @@ def row_kernel(chain: OperatorChain, threads: int, name: str = "rows") -> Kernel
 def separate_kernels(chain: OperatorChain, threads: int) -> list[Kernel]:
     """Return one CUDA kernel for each operator, which are launched one after another.
 
-    `threads` is the number of threads of a block. Each kernel writes its result to the output tensor, and the
-    next one reads it there. A reduction and the operators before it are one kernel, because the output tensor
-    is too small for rows.
+    Each has its lines, and the line that launches it. `threads` is the number of threads of a block. A kernel
+    writes its result to the output tensor, and the next one reads it there. A reduction and the operators
+    before it are one kernel, because the output tensor is too small for rows.
     """
     cut = next((index + 1 for index, step in enumerate(chain.steps) if is_reduction(step)), 0)
     groups = [chain.steps[:cut]] if cut else []

@@ -58,18 +58,18 @@ class CoreOperator:
     A row operator computes along the last dimension and keeps the shape, and a reduction returns one value
     for each row. A parameter operator uses a parameter with one value for each column, and a second-input
     operator the second input `y` of the task.
+
+    `line` is the right-hand side of `x = …`, in which `{0}` and `{1}` stand for the constants. `constants`
+    has the permitted values of each. `init` is the statement in `__init__` that creates the parameters, in
+    which `{cols}` is replaced by the number of columns of the input. `cost` are the approximate eager
+    nanoseconds for one element on one CPU core, which are used only to choose a size.
     """
 
     name: str
     kind: Literal["elementwise", "row", "reduction", "parameter", "second_input"]
-    # Right-hand side of `x = …`, in which `{0}` and `{1}` stand for the constants.
     line: str
-    # Permitted values of each constant.
     constants: tuple[tuple[str, ...], ...] = ()
-    # Statement in `__init__` that creates the parameters of the operator. `{cols}` is replaced by the number
-    # of columns of the input.
     init: str = ""
-    # Approximate eager nanoseconds for one element on one CPU core, which are used only to choose a size.
     cost: float = 0.12
 
 

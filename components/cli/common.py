@@ -70,7 +70,12 @@ class Output:
 
 @dataclass(frozen=True)
 class CommonOptions:
-    """Values of the options that are common to all commands that read parameters."""
+    """Values of the options that are common to all commands that read parameters.
+
+    `profile` names a section of the parameter file that overrides its base values, `sets` has KEY=VALUE texts
+    that override single parameters, `home` is the folder for all files of runs ("" is that of the
+    parameters), and `params_file` the parameter file (None is the project's params.yaml).
+    """
 
     profile: Profile = "smoke"
     sets: Sets = None
@@ -83,8 +88,8 @@ class CommonOptions:
 
         `overrides` are KEY=VALUE pairs from other options of the command, and `defaults` are KEY=VALUE pairs
         that the option `--set` may override. `device` is the value of the option `--device` of a command that
-        has it; if it is empty, the device is by default the one of this machine. Raises UserError if a
-        parameter or the file is not valid.
+        has it, and None for others. If it is "", the device is cuda or cpu as this machine has it, unless
+        `--set` overrides that. Raises UserError if a parameter or the file is not valid.
         """
         from components.core.config import PROJECT, default_device, resolve
 
@@ -104,9 +109,9 @@ class CommonOptions:
     ) -> Resolved:
         """Return the parameters after checking that this machine can isolate candidates.
 
-        Raises IsolationUnavailable if it cannot. Commands call this method before they load torch or a
-        policy. Nothing is checked here if the judges run on a Ray cluster or behind a service, because these
-        judges check it themselves.
+        The arguments are those of `resolve`. Raises IsolationUnavailable if it cannot, and UserError as
+        `resolve` does. Commands call this method before they load torch or a policy. Nothing is checked here
+        if the judges run on a Ray cluster or behind a service, because these judges check it themselves.
         """
         resolved = self.resolve(*overrides, defaults=defaults, device=device)
         if not resolved.params.pool.judges and not resolved.params.pool.service:
@@ -189,9 +194,9 @@ def home_of(resolved: Resolved) -> Path:
 
 
 def newest_dataset(home: Path) -> Path:
-    """Return the folder of the data set in the home that was modified last.
+    """Return the folder of the data set in `home`, the folder of all runs, that was modified last.
 
-    If there is no data set, the folder `datasets` of the home is returned, which may not exist.
+    If there is no data set, the folder `datasets` in `home` is returned, which may not exist.
     """
     versions = sorted(home.glob("datasets/*"), key=lambda folder: folder.stat().st_mtime)
     return versions[-1] if versions else home / "datasets"
@@ -203,8 +208,8 @@ def judge_session(
 ) -> Iterator[tuple[LocalPool, ProgressView]]:
     """Open a pool of judges and a progress view on standard error, and close both at the end.
 
-    The pool keeps its verdicts in the folder `verdicts` of the home. With `use_service`, the judge that
-    `cuda-agent serve` keeps ready for this home is used if it runs.
+    The pool keeps its verdicts in the folder `verdicts` in `home`, the folder of all runs. With
+    `use_service`, the judge that `cuda-agent serve` keeps ready for the same folder is used if it runs.
     """
     from components.cli.progress_view import ProgressView
     from components.judge.pool.open_pool import open_pool

@@ -155,7 +155,7 @@ def data_show(
         Path | None, typer.Option("--dataset", help="data set; by default the newest in the home")
     ] = None,
 ) -> Output:
-    """Print the source and the evidence of a task."""
+    """Print the source of a task and its evidence: what was recorded when the task was admitted."""
     from rich.syntax import Syntax
 
     from components.core.task import read_tasks
@@ -195,7 +195,7 @@ def data_pull(
     options: CommonOptions,
     version: Annotated[str, typer.Argument(help="version of a data set, or at least its first 8 digits")],
 ) -> Output:
-    """Restore a version of a data set from the DVC remote into the folder datasets of the home."""
+    """Restore a version of a data set from the DVC remote into the folder datasets of the home folder."""
     from flows.dataset_remote import pull
 
     resolved = options.resolve()
@@ -205,7 +205,7 @@ def data_pull(
 
 
 def _summary_output(summary: DatasetSummary, out: Path) -> Output:
-    """Print the numbers of admitted and refused tasks of the data set in `out`, and return them."""
+    """Print and return the numbers of admitted and refused tasks of the data set in the folder `out`."""
     reasons = ", ".join(f"{reason} {count}" for reason, count in summary.reasons.items()) or "none"
     admitted = len(summary.admitted)
     print_line(f"{out}: {admitted} tasks of {summary.candidates} candidates, version {summary.version}")

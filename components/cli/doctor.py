@@ -54,8 +54,8 @@ MIN_MEMORY_BYTES = 4 * 2**30
 class Finding:
     """Report on one part of the environment.
 
-    `here` says whether the part is present, and `found` describes it. `cost` says what does not work without
-    the part. `needed` says whether its absence is an error.
+    `name` is that of the part, such as g++. `here` says whether the part is present, and `found` describes
+    it. `cost` says what does not work without the part. `needed` says whether its absence is an error.
     """
 
     name: str
@@ -168,9 +168,10 @@ def _package(name: str, cost: str) -> Finding:
 
 
 def _readable(name: str, read: Callable[[], str]) -> Finding:
-    """Return the finding `name` on data that `read` checks.
+    """Return the report on the needed part `name` of the environment, which `read` checks.
 
-    `read` returns a description of the data, or raises UserError, whose message becomes the finding's `cost`.
+    If `read` returns a text, the part is present, and the text describes it (`Finding.found`). If `read`
+    raises UserError, the part is missing, and the error's message says what does not work (`Finding.cost`).
     """
     try:
         return Finding(name, True, read(), "", True)
@@ -188,7 +189,8 @@ def _policy(params: Params) -> str:
 def pool(params: Params) -> str:
     """Return a sentence that says where trainers and judges of these parameters run.
 
-    Raises UserError if they run on a Ray cluster and Ray is not installed or its cluster lacks resources.
+    Raises UserError if a role does not fit the memory of its GPUs, or if trainers or judges run on a Ray
+    cluster and Ray is not installed or the cluster lacks resources.
     """
     from components.core.config import check_policy_source
     from components.planning.role_memory import check_fits
@@ -255,7 +257,10 @@ def _evaluation_programs(params: Params) -> str:
 
 
 def _isolation(params: Params) -> str:
-    """Start an isolated runner in the same way as the judge. Raises UserError if that is not possible."""
+    """Start an isolated process in the same way as the judge, and return a text that says so.
+
+    Raises UserError if that is not possible.
+    """
     from components.sandbox.preflight import check_isolation
 
     check_isolation(params.sandbox, params.device)

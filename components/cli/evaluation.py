@@ -103,9 +103,10 @@ def evaluate(
 def evaluation_epoch(policy: str, tasks: list[KernelTask], params: Params) -> str:
     """Return the name of an evaluation of the policy with the digest `policy` on `tasks`.
 
-    The name is a digest of the policy, the tasks and the parameters that change an evaluation's results. It
-    names the evaluation's folder, and the judge reuses stored verdicts of the same name. Parameters that only
-    change throughput are left out, so that an evaluation continues with another policy.batch, for instance.
+    The name has 12 hexadecimal digits, the beginning of a digest of the policy, the tasks and the parameters
+    that change an evaluation's results. It names the evaluation's folder, and the judge reuses stored
+    verdicts of the same name. Parameters that only change throughput are left out, so that an evaluation
+    continues with another policy.batch, for instance.
     """
     from components.core.config import result_values
     from components.core.files import digest_json

@@ -77,7 +77,7 @@ def models_list(options: CommonOptions) -> Output:
 @models_app.command("show")
 @with_common_options()
 def models_show(options: CommonOptions, version: Version) -> Output:
-    """Print the gates, the decision, the checkpoint and the tags of one version."""
+    """Print the gates (conditions of promotion), decision, checkpoint and tags of one version."""
     from components.registry import models
 
     promotion, _ = open_promotion(options)
@@ -179,7 +179,7 @@ def models_rollback(options: CommonOptions, reason: Reason = "") -> Output:
 @models_app.command("audit")
 @with_common_options()
 def models_audit(options: CommonOptions) -> Output:
-    """List the entries of the audit chain in order, with time, author, act, version, reason and signer."""
+    """List the audit chain, the signed log of decisions: time, author, act, version, reason, signer."""
     promotion, _ = open_promotion(options)
     entries = promotion.chain.entries()
     names = promotion.chain.signer.names()
@@ -203,7 +203,10 @@ def models_audit(options: CommonOptions) -> Output:
 @models_app.command("verify")
 @with_common_options()
 def models_verify(options: CommonOptions) -> Output:
-    """Check that audit chain, registry, checkpoints and evidence agree. The exit code is 1 if they do not."""
+    """Check that audit chain, registry, checkpoints and evidence agree. The exit code is 1 if they do not.
+
+    The audit chain is the signed log of all decisions, and the evidence the results on which they are based.
+    """
     from components.registry import models
 
     promotion, _ = open_promotion(options)
@@ -227,7 +230,8 @@ def models_verify(options: CommonOptions) -> Output:
 def registry_client(resolved: Resolved) -> Any:
     """Return the MLflow client of the model registry.
 
-    Raises UserError if the home has no registry yet and the parameters name no tracking server.
+    Raises UserError if the folder of the parameter `home` has no registry yet and the parameters name no
+    tracking server.
     """
     from components.core.params import DATABASE
     from components.registry.tracking import connect
@@ -242,7 +246,7 @@ def registry_client(resolved: Resolved) -> Any:
 
 
 def open_promotion(options: CommonOptions) -> tuple[Promotion, Resolved]:
-    """Return the `Promotion` of the registered model that the parameters name, and the parameters.
+    """Return the object that promotes versions of the registered model, and the resolved parameters.
 
     Raises UserError if there is no registry.
     """
@@ -254,9 +258,9 @@ def open_promotion(options: CommonOptions) -> tuple[Promotion, Resolved]:
 
 
 def _entry_output(promotion: Promotion, entry: AuditEntry, *, refused: bool = False) -> Output:
-    """Print the effect of an audit entry, and return the record of its version together with the entry.
+    """Print the effect of a decision on a model version, and return the version's record with the decision.
 
-    With `refused` the exit code is 4.
+    `entry` is the entry of the audit chain that records the decision. With `refused` the exit code is 4.
     """
     from components.registry import models
 
@@ -296,8 +300,8 @@ def find_policy(name: str, server_model: str, resolved: Resolved) -> Policy:
     """Return the policy that `name`, the value of `--policy`, stands for.
 
     `name` is the address of an OpenAI-compatible server, a folder with a model, or the alias or number of a
-    registered version.
-    `server_model` is the value of `--model`. Raises UserError if there is no such policy.
+    registered version. `server_model` is the value of `--model`: one of the server's models, or "" for the
+    first. Raises UserError if there is no such policy.
     """
     from components.agent.policies import folder_policy, server_policy
 
@@ -327,9 +331,9 @@ def find_policy(name: str, server_model: str, resolved: Resolved) -> Policy:
 def _registered_checkpoint(name: str, resolved: Resolved) -> Path:
     """Return the folder with the checkpoint of a registered version.
 
-    `name` is an alias or a number. The checkpoint is copied into the folder `policies` of the home when it is
-    used for the first time. Raises UserError if there is no such version, or if a file of the copy is
-    damaged.
+    `name` is an alias (champion, candidate, previous) or a number. The checkpoint is copied into the folder
+    `policies` below the parameter `home` when it is used for the first time. Raises UserError if there is no
+    such version, or if a file of the copy is damaged.
     """
     from components.core.files import atomic_folder
     from components.policy.checkpoint import verify_checkpoint

@@ -63,7 +63,7 @@ class ProgressView(LineProgress):
 
 
 def plain_table(columns: Iterable[str], rows: Iterable[Iterable[str]], *, show_header: bool = True) -> Table:
-    """Return a table without lines between its cells."""
+    """Return a table without lines between its cells, with the headings `columns` and the cells `rows`."""
     table = Table(*columns, box=None, padding=(0, 2, 0, 0), show_header=show_header)
     for row in rows:
         table.add_row(*row)

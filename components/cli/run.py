@@ -25,9 +25,9 @@ def run(
 ) -> Output:
     """Run the pipeline: data set, cold start, four training stages, evaluation, registration, gates.
 
-    The stage critic, the third, is left out if agentic.advantages is not critic.
-    If a run with the same parameters and code is finished, only its result is printed. An interrupted run
-    continues where it stopped.
+    The stage critic, the third, is left out if agentic.advantages is not critic. If a run with the same
+    parameters and code is finished, only its result is printed. An interrupted run continues where it
+    stopped.
     """
     from components.cli.progress_view import ProgressView, final_table
     from components.core.reaper import start_reaper

@@ -198,7 +198,7 @@ def fleet(
     With --announce, runs on the Ray cluster find the servers if they set policy.servers=[ray].
 
     The servers get the context window, dtype, weight transfer and sleep mode of the parameters. Logs are
-    written to the folder vllm of the home.
+    written to the folder vllm of the home folder.
     """
     from components.policy.vllm.start import find_vllm, launches, running
 

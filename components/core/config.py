@@ -74,9 +74,10 @@ KINDS = {
 
 @functools.cache
 def _result_keys(names: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the dotted keys of the parameters of the kind `result` that are in or below `names`.
+    """Return the dotted keys of the parameters that change results and are in or below `names`.
 
-    `names` are dotted keys of parameters or of sections; None means all parameters.
+    They are those of the kind `result`, which core/records.py defines. `names` are dotted keys of parameters
+    or of sections; None means all parameters.
     """
     return tuple(
         key
@@ -87,7 +88,7 @@ def _result_keys(names: tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def result_values(params: JudgeParams, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the values of the parameters of the kind `result`, by dotted key.
+    """Return the values of the parameters that change results (the kind `result`), by dotted key.
 
     `names` are the dotted keys of parameters or of sections to which the result is limited; by default, it is
     not limited. The value of a mapping, such as data.operator_mix, is one value.
@@ -133,10 +134,11 @@ class Resolved:
 def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT / "params.yaml") -> Resolved:
     """Return the parameters of a run, computed from params.yaml, a profile and KEY=VALUE options.
 
-    The values of the profile, and of its variant for the device (`_layers`), override the base values. Each
-    KEY=VALUE in `sets` overrides these and the items of `sets` before it. An empty `profile` means no
-    profile. `path` is the parameter file. Raises UserError if the file cannot be read, for an unknown profile
-    or parameter, for the first value that is not valid, and for values that contradict each other.
+    The values of the profile, and of its variant for the device (such as smoke-cuda for the profile smoke and
+    the device cuda, if the file has it), override the base values. Each KEY=VALUE in `sets` overrides these
+    and the items of `sets` before it. An empty `profile` means no profile. `path` is the parameter file.
+    Raises UserError if the file cannot be read, for an unknown profile or parameter, for the first value that
+    is not valid, and for values that contradict each other.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -173,7 +175,7 @@ def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, 
     UserError for an unknown profile, an unreadable file, or an item of `sets` that is not KEY=VALUE.
     """
     base = _read(path)
-    profiles = base.pop("profiles", {})
+    profiles = base.pop("profiles", None) or {}
     if profile and profile not in profiles:
         raise UserError(
             f"{path}: unknown profile {profile}; "
@@ -193,8 +195,9 @@ def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, 
 def _option(item: str) -> tuple[str, dict[str, Any]]:
     """Return the name for messages and the values by dotted key of one `--set` option.
 
-    The option `item` is KEY=VALUE with the value as YAML. If the value is a mapping, each of its fields has a
-    dotted key. Raises UserError if there is no `=` or the value is not valid YAML.
+    The option `item` is KEY=VALUE with the value as YAML; seed=1 gives ("--set seed=1", {"seed": 1}). If the
+    value is a mapping, each of its fields has a dotted key. Raises UserError if there is no `=` or the value
+    is not valid YAML.
     """
     key, equals, text = item.partition("=")
     if not equals:

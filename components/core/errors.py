@@ -23,14 +23,14 @@ class IsolationUnavailable(UserError):
 
 
 class InfrastructureError(Exception):
-    """A failure of the judge itself, and not of the candidate that it judges.
+    """A failure of the judge itself, and not of the candidate, the kernel that it judges.
 
     The candidate is judged again, up to sandbox.attempts times in all, and its reward is not affected.
     """
 
 
 class TaskError(Exception):
-    """A failure of the task's own source, which has the effect that the task is not admitted.
+    """A failure of the task's own source, for which the task is not admitted to a data set.
 
     It is never treated as a failure of a candidate. `out_of_memory` is true if the runner of the task ran out
     of memory.
@@ -71,7 +71,8 @@ def refuse(*faults: tuple[object, str]) -> None:
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield the error, then its cause, then the cause of the cause, and so on.
 
-    If an error has no explicit cause, its context is used.
+    If an error has no explicit cause, its context is used, also if it is suppressed. Nothing is yielded for
+    None.
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -124,7 +124,7 @@ def scratch_folder() -> Path:
     """Return a folder for temporary files that are executed, such as compiled programs.
 
     It is the system's temporary folder, or a folder in the user's cache if the file system of the system's
-    folder forbids execution.
+    folder forbids execution; then UserError is raised as in `user_cache`.
     """
     system = Path(tempfile.gettempdir())
     return user_cache("tmp") if os.statvfs(system).f_flag & os.ST_NOEXEC else system
@@ -197,10 +197,11 @@ def read_json(path: Path) -> Any:
 
 
 def verify_files(checkpoint: Path, remedy: str = "delete the folder and run again") -> str:
-    """Return the digest of a checkpoint's list of files after checking that the files match its manifest.
+    """Check the files of the folder `checkpoint` against its manifest, and return the manifest's digest.
 
-    Raises UserError if the manifest is missing or damaged, or if a file does not match; the message names the
-    first such file. `remedy` is the end of the message and says what the user can do.
+    The manifest, manifest.json, lists the SHA-256 of each other file, and has the digest of this list. Raises
+    UserError if the manifest is missing or damaged, or if a file does not match; the message names the first
+    such file. `remedy` is the end of the message and says what the user can do.
     """
     try:
         manifest = read_json(checkpoint / MANIFEST)

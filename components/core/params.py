@@ -81,7 +81,7 @@ class Data(FrozenModel):
 
 
 class Sandbox(FrozenModel):
-    """Parameters of the judge and its sandbox."""
+    """Parameters of the judge, which builds, checks and measures kernels, and of its sandbox."""
 
     isolation: Literal["bubblewrap", "none"] = result(
         "isolation of candidates; none must be written by a person and is recorded in every verdict"
@@ -277,12 +277,12 @@ class Registry(FrozenModel):
     )
 
     def uri(self, home: Path) -> str:
-        """Return `tracking_uri`, or the address of the SQLite database in the home if it is empty."""
+        """Return `tracking_uri` or, if that is empty, the address of a SQLite database below `home`."""
         return self.tracking_uri or f"sqlite:///{sqlalchemy_path(home / DATABASE)}"
 
 
 class GateThresholds(FrozenModel):
-    """Thresholds of the gates of promotion."""
+    """Thresholds of the gates: the conditions under which a trained policy may become the champion."""
 
     pass_rate: Share = result("least lower end of the share of tasks that are solved")
     faster_rate_eager: Share = result("least lower end of the share of tasks faster than eager")
@@ -341,7 +341,7 @@ class Night(FrozenModel):
 
 
 class JudgeParams(FrozenModel):
-    """Parameters of a judge, on which all its verdicts depend."""
+    """Parameters of a judge of kernels, on which all its verdicts depend."""
 
     device: Device = result("what kernels run on")
     precision: Precision = result("precision policy of candidate and both baselines alike")

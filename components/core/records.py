@@ -27,14 +27,19 @@ class FrozenModel(BaseModel):
 
 
 def result(description: str) -> Any:
-    """Return the field of a parameter that changes what a run computes, measures, decides or publishes."""
+    """Return the pydantic field of a parameter that changes what a run computes, measures or publishes.
+
+    Such a parameter has the kind `result`: its value enters the keys, which are the digests under which
+    results are stored and found again. `description` is the parameter's meaning for people.
+    """
     return Field(description=description, json_schema_extra={"kind": "result"})
 
 
 def throughput(description: str) -> Any:
-    """Return the field of a parameter that does not enter the keys.
+    """Return the pydantic field of a parameter that does not enter the keys under which results are stored.
 
-    Such a parameter says where or how fast something is computed, with how much memory, how often it is
-    saved, or when it is given up. A result that is computed in full differs at most by rounding.
+    `description` is the parameter's meaning for people. Such a parameter has the kind `throughput`. It says
+    where or how fast something is computed, with how much memory, how often it is saved, or when it is given
+    up. A result that is computed in full differs at most by rounding.
     """
     return Field(description=description, json_schema_extra={"kind": "throughput"})

@@ -29,7 +29,7 @@ class Terminated(SystemExit):
     """Exception that the handler of SIGTERM raises, so that a command ends its child processes and cleans up.
 
     The message for the user is printed by the command and not by the handler, because the handler may
-    interrupt another print. The attribute `signal` has the name and meaning that it has in Prefect's
+    interrupt another print. The attribute `signal` is SIGTERM, under the name that it has in Prefect's
     TerminationSignal.
     """
 
@@ -37,9 +37,10 @@ class Terminated(SystemExit):
 
 
 def handle_signals() -> None:
-    """Make SIGTERM raise an exception, and send SIGTERM and SIGINT again where their exception is ignored.
+    """Make SIGTERM raise Terminated, and send SIGTERM and SIGINT again where their exception is ignored.
 
-    The exception of SIGTERM is not raised where a lock is being taken or released (`outside_of_locks`).
+    Terminated has the exit code 143. It is not raised where a lock is being taken or released
+    (`outside_of_locks`).
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -67,7 +68,7 @@ def _send_ignored_again(unraisable: "sys.UnraisableHookArgs") -> None:
 
 
 def send_again(number: int) -> None:
-    """Send a signal to this process after AGAIN_SECONDS."""
+    """Send the signal `number` to this process after AGAIN_SECONDS, from another thread."""
     timer = threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), number))
     timer.daemon = True
     timer.start()

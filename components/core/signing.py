@@ -38,10 +38,10 @@ def person() -> str:
 class Signer:
     """Signs records with one private key, and verifies signatures by the trusted keys.
 
-    The paths of both files are the parameters registry.key and registry.trusted_keys. If the first is empty,
-    the private key is in the folder `cuda-agent` of the user's configuration; if the second is empty, the
-    trusted keys are in the folder of the private key. Relative paths begin at the working directory. Raises
-    UserError if a path begins with ~ and this account has no home folder.
+    The parameters registry.key and registry.trusted_keys name the files of the private key and of the trusted
+    keys. If the first is empty, the private key is in the folder `cuda-agent` of the user's configuration; if
+    the second is empty, the trusted keys are in the folder of the private key. Relative paths begin at the
+    working directory. Raises UserError if a path begins with ~ and this account has no home folder.
     """
 
     def __init__(self, registry: Registry):
@@ -73,9 +73,9 @@ class Signer:
     def check(self, record: Mapping[str, Any], signature: str) -> str:
         """Return the name of the trusted key with which a JSON record was signed.
 
-        `signature` has the form that `sign` returns. Raises ValueError, which says what is wrong, if it is
-        empty, is by a key that is not trusted, or does not belong to this record. Raises UserError as `names`
-        does.
+        `signature` has the form that `sign` returns. Raises ValueError, which says what is wrong, if the
+        signature is empty, is by a key that is not trusted, or does not belong to `record`. Raises UserError
+        as `names` does.
         """
         fingerprint, _, value = signature.partition(":")
         if not value:
@@ -142,7 +142,7 @@ class Signer:
         return private
 
     def _make(self) -> None:
-        """Write a new private key, unless there is one."""
+        """Write a new private key to the file `self.key`, unless there is one."""
         self.key.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (self.key.parent / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -36,7 +36,7 @@ USED_WITHOUT_IMPORT = {
 
 @functools.cache
 def source_digest(path: Path) -> str:
-    """Return the digest of a source file.
+    """Return the digest of a source file, as 64 hexadecimal digits.
 
     Comments, docstrings and formatting of a Python module do not change it. Other files are digested by their
     bytes, as is a module that cannot be parsed.
@@ -94,7 +94,10 @@ def import_closure(*modules: str) -> frozenset[Path]:
 
 
 def closure_digests(*modules: str) -> dict[str, str]:
-    """Return the digest of every file in the import closure of `modules`, by its path in the project."""
+    """Return the digest of every file that `import_closure` finds, by its path in the project.
+
+    These are the files of `modules` (dotted names) and those that they use, directly or indirectly.
+    """
     return {
         path.relative_to(PROJECT).as_posix(): source_digest(path) for path in sorted(import_closure(*modules))
     }
@@ -102,6 +105,9 @@ def closure_digests(*modules: str) -> dict[str, str]:
 
 @functools.cache
 def project_digests() -> dict[str, str]:
-    """Return the digest of every file below FOLDERS except in __pycache__, by its path in the project."""
+    """Return the digest of every file below the project's source folders, by its path in the project.
+
+    The folders are components, flows and agent_workdir. Files in __pycache__ are left out.
+    """
     files = sorted(path for top in FOLDERS for path in _files_below(PROJECT / top))
     return {path.relative_to(PROJECT).as_posix(): source_digest(path) for path in files}

@@ -32,18 +32,20 @@ REQUIRED_PARTS = ("Model", "get_inputs()", "get_init_inputs()")
 def normalise(code: str) -> str:
     """Return the source without comments, docstrings and formatting.
 
-    Sources that differ only in these are the same task.
+    Sources that differ only in these are the same task. Raises what `ast.parse` raises for a faulty source.
     """
     return ast.unparse(parse_without_docstrings(code))
 
 
 class KernelTask(FrozenModel):
-    """A kernel task, which is identified by the digest of its normalised source.
+    """A PyTorch module that a policy has to make faster, identified by the digest of its normalised source.
 
-    `ops` are the names of its operators in their order. `split` says whether the task is for training or for
-    evaluation. `name` is that of the task's file or row, or "". `data_source` is its kind, such as torch#2
-    for a chain of two operators, or its origin. `level` is its level in an evaluation suite, or None.
-    `evidence` has the figures that were recorded when the task was admitted, such as its eager time.
+    `code` is its Python source, and `ops` are the names of its operators in their order. `split` says whether
+    the task is for training or for evaluation. `name` is that of the task's file or row, or "". `data_source`
+    is its kind, such as torch#2 for a chain of two operators, or its origin. `level` is its level in an
+    evaluation suite, or None if it has none. `evidence` is what was recorded when the task was admitted, such
+    as the shapes of its inputs and outputs and its eager time in seconds. It is empty if the judge has not
+    checked the task.
     """
 
     code: str
@@ -61,7 +63,7 @@ class KernelTask(FrozenModel):
 
     @cached_property
     def code_digest(self) -> str:
-        """Return the SHA-256 of the source with its comments, docstrings and formatting.
+        """Return the SHA-256 of the source with its comments, docstrings and formatting, in hexadecimal.
 
         `task_id` leaves these out, but the task's class `Model` may read them when it runs, for example its
         own docstring.
@@ -70,10 +72,11 @@ class KernelTask(FrozenModel):
 
 
 def check_contract(code: str, origin: str) -> None:
-    """Raise UserError, which names `origin`, unless the source has the parts of a kernel task.
+    """Raise UserError, which names `origin`, unless the source is valid Python with the parts of a task.
 
     The parts are a class `Model` and the functions `get_inputs` and `get_init_inputs`. If the source names
-    workloads, they are checked too (`workloads.workloads_of`).
+    workloads (several calls of `get_inputs`), they are checked too. `origin` is the path of the source's
+    file, or another text that tells the user where it is.
     """
     tree = parse_task(code, origin)
     parts = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -220,11 +223,11 @@ def _task(path: Path, number: int, row: dict[str, Any]) -> KernelTask:
 
 
 def dataset_version(path: Path) -> str:
-    """Return the version of a data set: the digest of its rows in their order, without measured values.
+    """Return the version of a data set: the SHA-256 of its rows in their order, without measured values.
 
-    `path` is the parquet file. The left-out values of the evidence are those of the keys MEASURED, so two
-    builds that admit the same tasks in the same order have the same version. Raises UserError as `read_tasks`
-    does.
+    `path` is the parquet file. Left out are those values of `KernelTask.evidence` that are measured, such as
+    times, so two builds that admit the same tasks in the same order have the same version. Raises UserError
+    as `read_tasks` does.
     """
     return digest_json(
         [

@@ -46,10 +46,10 @@ MOVED = Gauge(
 
 @contextmanager
 def judging() -> Iterator[list[str]]:
-    """Measure the duration of one judgement, and count its status.
+    """Add the duration and the status of one judgement to the metrics.
 
-    The block appends the status to the list that is yielded. If it appends nothing, for example because it
-    raises an exception, the status `raised` is counted.
+    The block is the judgement. It appends the status, such as `correct`, to the list that is yielded. If it
+    appends nothing, for example because it raises an exception, the status `raised` is counted.
     """
     started, status = time.monotonic(), ["raised"]
     try:
@@ -68,6 +68,6 @@ def set_stage_progress(stage: str, step: int, total: int, figures: dict[str, flo
 
 
 def write(path: Path) -> None:
-    """Write all metrics to a text file, which is replaced in one step."""
+    """Write all metrics to `path` in Prometheus' text format; the file is replaced in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_to_textfile(str(path), REGISTRY)

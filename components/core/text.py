@@ -19,7 +19,7 @@ def readable(text: str, limit: int) -> str:
     """Return `text` without terminal escapes and control characters except line feeds and tabs.
 
     If the result has more than `limit` characters, its middle is replaced by a note with the number of
-    removed characters.
+    removed characters, so that about `limit` characters remain.
     """
     text = ESCAPE.sub("", text) if "\x1b" in text else text
     if not text.isprintable():
@@ -41,7 +41,7 @@ def figures_text(figures: Mapping[str, float]) -> str:
     """Return the figures with their names as text, such as "reward 1.2  m_3 25%".
 
     Shares are written as percentages. They are the figures whose names begin with pass_rate or m_. The
-    figures m_-1 to m_3 are the shares of trajectories by milestone (components/agent/rewards.py).
+    figures m_-1 to m_3 are the shares of trajectories with the rewards -1 to 3 (components/agent/rewards.py).
     """
     return "  ".join(
         f"{name} {value:.0%}" if name.startswith(("m_", "pass_rate")) else f"{name} {value:.3g}"
@@ -65,9 +65,10 @@ FIGURES = (
 
 
 def figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
-    """Return the cells of one evaluation in the columns FIGURES, of which `name` is the first.
+    """Return the cells of one evaluation in a table with the columns FIGURES, of which `name` is the first.
 
-    `found` has the fields of a components.evaluation.metrics.Summary.
+    The others are the pass rate and, against eager and torch.compile, the shares of faster tasks and the mean
+    speed-ups. `found` has the fields of a components.evaluation.metrics.Summary.
     """
     rate, mean = found["faster_rate"], found["geomean"]
     cells = [format_number(cell, "{:.0%}") for cell in (found["pass_rate"], rate["eager"], rate["compile"])]
@@ -77,7 +78,8 @@ def figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
 def before_name(record: Mapping[str, Any]) -> str:
     """Return the name of the first policy's evaluation in tables, from the content of a run.json.
 
-    The first policy is that of the cold start, a version of the registry, or a folder.
+    The first policy is that of the cold start, a version of the registry, or a folder. An example of the
+    result is "before (cold start)".
     """
     start = record.get("night", {}).get("start", "scratch")
     return f"before ({'cold start' if start == 'scratch' else start})"

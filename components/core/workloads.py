@@ -23,7 +23,7 @@ SYNTAX_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 @dataclass(frozen=True)
 class Workload:
-    """One workload of a task.
+    """One workload of a task, which is a call of `get_inputs` on whose inputs kernels are judged.
 
     `call` is the call that makes its inputs, such as `get_inputs(32, 128)`, or "" if the task names no
     workloads. `code` is the source of a task without workloads, whose `get_inputs` takes no arguments and
@@ -35,7 +35,10 @@ class Workload:
 
 
 def parse_task(code: str, origin: str) -> ast.Module:
-    """Return the syntax tree of a task's source; raise UserError, which names `origin`, if it has none."""
+    """Return the syntax tree of a task's source; raise UserError if the source is not valid Python.
+
+    The message begins with `origin`, which is the path of the task's file, or another text that names it.
+    """
     try:
         return parse_python(code)
     except SYNTAX_ERRORS as error:
@@ -46,8 +49,9 @@ def workloads_of(code: str, origin: str) -> list[Workload]:
     """Return the workloads that the source of a task names, in their order.
 
     Without an assignment to `WORKLOADS`, the result is one workload with the source itself. Raises UserError,
-    which names `origin`, if the source is not valid Python, if there is more than one assignment, or if the
-    value is not a list of 1 to `MAX_WORKLOADS` tuples of literals that `get_inputs` takes as arguments.
+    which names `origin` (such as the path of the task's file), if the source is not valid Python, if there is
+    more than one assignment, or if the value is not a list of 1 to `MAX_WORKLOADS` tuples of literals that
+    `get_inputs` takes as arguments.
     """
     whole = [Workload("", code)]
     if WORKLOADS not in code:
@@ -99,7 +103,11 @@ def assigns_workloads(node: ast.stmt) -> TypeGuard[ast.Assign | ast.AnnAssign]:
 
 
 def _argument_counts(tree: ast.Module, origin: str) -> tuple[int, float]:
-    """Return the smallest and the largest number of positional arguments of the function `get_inputs`."""
+    """Return the smallest and the largest number of positional arguments of the function `get_inputs`.
+
+    The largest is infinite if the function has `*args`. Raises UserError, which names `origin`, if `tree` has
+    no such function.
+    """
     functions = [
         node.args for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "get_inputs"
     ]

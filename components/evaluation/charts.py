@@ -1,4 +1,4 @@
-"""This module draws the charts of the reports with matplotlib, as inline SVG.
+"""Draw the charts of the reports with matplotlib, as inline SVG.
 
 Every public function returns complete markup, in which labels are escaped. Colours are names of variables of
 the page's style sheet, so that the same markup can be shown in light and dark mode.
@@ -64,8 +64,8 @@ LEFT_OUT = re.compile(
 class Series:
     """One line of a chart.
 
-    `xs` and `ys` are the coordinates of its points in order, and `colour` is one of VARIABLES. `band` holds
-    the interval (low, high) of each point, or is empty if there are no intervals.
+    `xs` and `ys` are the coordinates of its points in order, and `colour` is a name in VARIABLES, such as
+    after. `band` holds the interval (low, high) of each point, or is empty if there are no intervals.
     """
 
     label: str
@@ -113,8 +113,8 @@ def stacked_shares(
 ) -> Markup:
     """Draw stacked areas whose values add up to one at every x.
 
-    `shares` maps the label of each area to its colour and values; the first area is at the bottom. Returns
-    empty markup if `xs` is empty.
+    `shares` maps the label of each area to its colour (a name in VARIABLES) and its values, one for each of
+    `xs`; the first area is at the bottom. Returns empty markup if `xs` is empty.
     """
     if not xs:
         return Markup("")
@@ -134,7 +134,8 @@ def stacked_shares(
 def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_label: str) -> Markup:
     """Draw a histogram of speed-ups for each group, with bins whose width is a factor of sqrt(2).
 
-    Each group is a tuple of label, colour and ratios. Returns empty markup if there is no ratio.
+    Each group is a tuple of label, colour (a name in VARIABLES) and ratios. Returns empty markup if there is
+    no ratio.
     """
     powers = [np.log2(values) for _, _, values in groups]
     every = np.concatenate(powers)

@@ -1,4 +1,4 @@
-"""This module compares the data, code, parameters and results of two runs or evaluations.
+"""Compare the data, code, parameters and results of two runs or evaluations.
 
 The results of both sides are paired by task. Yes-or-no outcomes are compared using McNemar's exact test.
 Speed-ups are compared using a sign-flip permutation test on the log ratios of the tasks that both sides
@@ -39,14 +39,16 @@ SIGN_FLIPS = 2**14
 
 
 class Side(FrozenModel):
-    """One run or evaluation: its results, and its parameters, data set and code if they were recorded."""
+    """One run or evaluation: its results, and its parameters, data set and code if they were recorded.
+
+    `params` has the values of the parameters by dotted key, `dataset` is the version of the data set, and
+    `sources` has the digests of the source files by path. Each is empty if it was not recorded.
+    """
 
     name: str
     evaluation: Evaluation
-    # Values of the parameters, by dotted key. Empty if they were not recorded.
     params: dict[str, Any] = Field(default_factory=dict)
     dataset: str = ""
-    # Digests of the source files, by path. Empty if they were not recorded.
     sources: dict[str, str] = Field(default_factory=dict)
 
 
@@ -72,8 +74,9 @@ class TaskChange(FrozenModel):
     """A task that was won or lost.
 
     A task is won if only the second side solved it, or if the speed-up over eager of the second side is
-    larger than the speed-up of the first side by more than the factor `MARGIN`. It is lost in the opposite
-    cases. `before` and `after` describe the outcomes of the first and second side.
+    larger than the speed-up of the first side by more than the factor 1.05 (`MARGIN`). It is lost in the
+    opposite cases. `before` and `after` describe the outcomes of the first and the second side, such as
+    "1.20x eager" or "build failed".
     """
 
     task_id: str
@@ -140,7 +143,7 @@ def open_side(home: Path, name: str) -> Side:
 def read_record(file: Path) -> dict[str, Any]:
     """Return the contents of `file`, the run.json of a finished run.
 
-    Raises UserError if the file is damaged.
+    Raises UserError if the file is damaged, and OSError if it cannot be read.
     """
     try:
         record: dict[str, Any] = read_json(file)
@@ -210,7 +213,8 @@ def _differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tup
 def paired_tests(pairs: Sequence[tuple[TaskResult, TaskResult]]) -> tuple[PairedTest, ...]:
     """Test whether the two sides differ in tasks solved, in tasks faster than a baseline, and in speed-up.
 
-    `pairs` are the results of both sides on each task. Tasks on which the judge failed are left out.
+    `pairs` are the results of both sides on each task. Tasks on which the judge or the policy's server failed
+    are left out.
     """
     pairs = [(a, b) for a, b in pairs if not a.error and not b.error]
     tests = [_mcnemar("solved", [(a.correct, b.correct) for a, b in pairs])]
@@ -226,7 +230,8 @@ def paired_tests(pairs: Sequence[tuple[TaskResult, TaskResult]]) -> tuple[Paired
 def _mcnemar(name: str, outcomes: Sequence[tuple[bool, bool]]) -> PairedTest:
     """Return the result of McNemar's exact two-sided test on pairs of yes-or-no outcomes.
 
-    It is a sign test of the pairs whose outcomes differ.
+    `name` is that of the result. Each pair has the outcomes of the first and the second side on one task. The
+    test is a sign test of the pairs whose outcomes differ.
     """
     better = sum(b and not a for a, b in outcomes)
     worse = sum(a and not b for a, b in outcomes)
@@ -237,8 +242,9 @@ def _mcnemar(name: str, outcomes: Sequence[tuple[bool, bool]]) -> PairedTest:
 def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
     """Return the result of a two-sided permutation test of the mean of paired differences.
 
-    Under the null hypothesis, each difference has either sign with equal probability. One difference alone
-    is never significant.
+    `name` is that of the result. A positive difference means that the second side is better. Under the null
+    hypothesis, each difference has either sign with equal probability. One difference alone is never
+    significant.
     """
     values = np.asarray(differences, dtype=float)
     p_value = 1.0
@@ -261,7 +267,7 @@ def _changed(a: TaskResult, b: TaskResult) -> TaskChange | None:
     """Return the record of a task that was won or lost, as `TaskChange` defines it.
 
     `a` and `b` are the results of the first and the second side. Returns None if the task was neither won nor
-    lost, or if the judge failed on it.
+    lost, or if the judge or the policy's server failed on it.
     """
     if a.error or b.error:
         return None

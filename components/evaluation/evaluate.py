@@ -1,4 +1,4 @@
-"""This module evaluates a policy on a suite of tasks.
+"""Evaluate a policy on a suite of tasks.
 
 The policy first attempts each task in one or more episodes. Then the judge measures the final answer of the
 first attempt again, that is, the candidate's files at the end of the episode. The verdict of this final
@@ -65,16 +65,17 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate `policy` on `tasks` with the policy's own parameters and keep all results in the folder `out`.
 
-    `epoch` is part of the key under which the judge keeps its verdicts, so equal candidates share one
-    measurement only within one epoch. `admit` is the method of a judge pool that finds out whether a task can
-    be measured and whether a wrong kernel could pass on it. It is called for tasks without evidence of an
-    earlier admission, before the policy attempts any. Tasks on which a wrong kernel could pass are marked as
-    degenerate but remain included in the figures. Tasks whose own source fails, and tasks that take more
-    memory than there is (`refused_tasks`), are left out and listed in `Evaluation.not_measurable`. Raises
-    UserError if there is no task, if the judge fails in the check of the tasks, if less than
-    sandbox.measurable_share of the tasks can be measured, if `out` holds a different evaluation, or if the
-    policy's server does not answer. Raises StageFailed if the
-    judge fails on more than MAX_LOST_SHARE of the attempts of a batch or of the tasks.
+    `epoch` is a name of the evaluation that the caller chooses. It is part of the key under which the judge
+    keeps its verdicts, so equal candidates share one measurement only within one epoch. `seed` is that of the
+    sampling. `admit` is the method of a judge pool that finds out whether a task can be measured and whether
+    a wrong kernel could pass on it, or None for no such check. It is called for tasks without evidence of an
+    earlier admission (`KernelTask.evidence`), before the policy attempts any. Tasks on which a wrong kernel
+    could pass are marked as degenerate but remain included in the figures. Tasks whose own source fails, and
+    tasks that take more memory than there is (`refused_tasks`), are left out and listed in
+    `Evaluation.not_measurable`. Raises UserError if there is no task, if the judge fails in the check of the
+    tasks, if less than sandbox.measurable_share of the tasks can be measured, if `out` holds a different
+    evaluation, or if the policy's server does not answer. Raises StageFailed if the judge fails on more than
+    MAX_LOST_SHARE of the attempts of a batch or of the tasks.
     """
     params = policy.params
     if not tasks:
@@ -136,7 +137,11 @@ def evaluate(
 
 
 def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) -> dict[str, Any]:
-    """Return all settings of an evaluation that affect its results, which are the contents of plan.json."""
+    """Return all settings of an evaluation that affect its results, which are the contents of plan.json.
+
+    They are the digests of the policy and of the tasks' ids, `epoch` (a name of the evaluation, which is part
+    of the keys of the judge's verdicts), `seed`, and the values of parameters by dotted key.
+    """
     sections = ("evaluation", "policy.prompt", "policy.context", "sandbox", "device", "precision")
     values = result_values(policy.params, sections)
     return {
@@ -149,9 +154,9 @@ def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) ->
 
 
 def claim(out: Path, plan: dict[str, Any]) -> None:
-    """Write `plan` to plan.json in `out`, or compare it with the plan that is already there.
+    """Write `plan`, the settings of an evaluation, to plan.json in `out`, or compare it with that file.
 
-    Raises UserError if the two plans differ.
+    If the file exists, it is not written. Raises UserError if the two plans differ.
     """
     file = out / "plan.json"
     if not file.is_file():
@@ -167,7 +172,7 @@ def claim(out: Path, plan: dict[str, Any]) -> None:
 
 
 def add_cost(out: Path, phase: str, seconds: float) -> None:
-    """Add `seconds`, during which `phase` occupied the device, to cost.json in `out`."""
+    """Add `seconds`, during which `phase` (such as "episodes") occupied the device, to cost.json in `out`."""
     file = out / "cost.json"
     costs: dict[str, float] = read_json(file) if file.is_file() else {}
     write_json(file, costs | {phase: round(costs.get(phase, 0.0) + seconds, 3)})
@@ -176,7 +181,10 @@ def add_cost(out: Path, phase: str, seconds: float) -> None:
 def _admissions(
     tasks: Sequence[KernelTask], admit: Callable[[str], Future[Admission]], progress: Progress
 ) -> dict[str, Admission]:
-    """Admit all tasks without evidence of an earlier admission, and return the admissions by task id."""
+    """Admit all tasks without evidence of an earlier admission, and return the admissions by task id.
+
+    `admit` takes the source of a task. It starts a check whether a wrong kernel could pass on the task.
+    """
     pending = {task.task_id: admit(task.code) for task in tasks if not task.evidence}
     for number, _ in enumerate(as_completed(pending.values())):
         progress.update("admission", number + 1, len(pending))
@@ -197,9 +205,9 @@ def _attempts(
 
     They are sampled in batches of as many trajectories as the parameter `policy.batch` says. An interrupted
     evaluation continues after the last batch that is complete, also with another `policy.batch`, because each
-    trajectory has a seed of its own. Raises UserError if the policy's server answers no turn of a batch, and
-    StageFailed if a failure of the judge ended more than MAX_LOST_SHARE of the trajectories of a batch. In
-    both cases the batch is not stored.
+    trajectory has a seed of its own. The keys of the judge's verdicts contain `epoch`. Raises UserError if
+    the policy's server answers no turn of a batch, and StageFailed if a failure of the judge ended more than
+    MAX_LOST_SHARE of the trajectories of a batch. In both cases the batch is not stored.
     """
     settings = policy.params.evaluation
     requested = [task for task in tasks for _ in range(settings.attempts)]
@@ -278,6 +286,8 @@ def _measure(
 ) -> list[TaskResult]:
     """Return one result per entry of `tasks`, in order.
 
+    `attempts` has the trajectories of each task. `admissions` has, by task id, the results of the checks
+    whether a wrong kernel could pass, and may lack tasks. The keys of the judge's verdicts contain `epoch`.
     The result is the verdict of a final measurement of the first attempt's files, which is made here unless
     the result is on disk already. If the judge fails, the measurement is repeated after pauses of
     `RETRY_SECONDS`. A task that is listed several times is measured only once. Raises StageFailed if the
@@ -339,8 +349,9 @@ def _measure(
 def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
     """Measure the files of a finished attempt once more, and return a future of the verdict.
 
-    An attempt without files keeps the verdict from the end of its episode. If the policy's server or the
-    judge ended the attempt, the verdict has the status `infrastructure`. Nothing is measured in these cases.
+    The key under which the judge keeps the verdict contains `epoch`. An attempt without files keeps the
+    verdict from the end of its episode. If the policy's server or the judge ended the attempt, the verdict
+    has the status `infrastructure`. Nothing is measured in these cases.
     """
     if _has_answer(attempt):
         return pool.submit(

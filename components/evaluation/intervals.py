@@ -28,13 +28,19 @@ class Interval(FrozenModel):
 
 
 class Estimate(Interval):
-    """The value of a figure, or of its paired change, with its 95 % interval."""
+    """The value of a figure, or of its change between two evaluations, with its 95 % interval.
+
+    `value` is None if there is no task on which the figure is defined.
+    """
 
     value: float | None
 
 
 def bootstrap_counts(tasks: int) -> Array:
-    """Return how often each task occurs in each bootstrap sample, with shape [RESAMPLES, tasks]."""
+    """Return how often each of `tasks` tasks occurs in each bootstrap sample, with shape [RESAMPLES, tasks].
+
+    The samples are equal in every call.
+    """
     if tasks == 0:
         return np.zeros((RESAMPLES, 0))
     shares = np.full(tasks, 1 / tasks)
@@ -44,8 +50,9 @@ def bootstrap_counts(tasks: int) -> Array:
 def quotients(figure: tuple[Array, Array], counts: Array) -> Array:
     """Return the value of a figure for each of several samples of the tasks, with shape [samples].
 
-    `figure` has the numerator and the denominator of each task, both [tasks], and `counts` says how often
-    each sample has each task, [samples, tasks]. The value is NaN if the sum of the denominators is 0.
+    The figure is a ratio of two sums over tasks. `figure` has the numerator and the denominator of each task,
+    both [tasks], and `counts` says how often each sample has each task, [samples, tasks]. The value is NaN if
+    the sum of the denominators is 0.
     """
     numerator, denominator = counts @ figure[0], counts @ figure[1]
     quotient: Array = np.divide(

@@ -1,4 +1,4 @@
-"""This module holds the record of an evaluation, and computes its figures, each with an interval.
+"""The record of an evaluation, and the computation of its figures, each with an interval.
 
 The figures include rates, geometric means of speed-ups, fast_p and rewards. Where KernelBench has the same
 figure, its definition is used with three corrections. Every task is included in the denominator of every rate
@@ -72,8 +72,8 @@ class Attempt(FrozenModel):
 
     `status` is that of the verdict on the final answer at the end of the episode, or `infrastructure` if the
     policy's server ended the episode. `reward` is that of the trajectory, or None if the judge failed.
-    `finish_reason` is that of the trajectory. `first` is the status and speed-up of the first kernel that was
-    judged within the episode, or None in records without it.
+    `finish_reason` is that of the trajectory, such as stop or turns. `first` is the status and speed-up of
+    the first kernel that was judged within the episode, or None in records without it.
     """
 
     status: Status
@@ -93,11 +93,13 @@ class TaskResult(FrozenModel):
     """Result of one task in an evaluation.
 
     After the episodes, the evaluation measures the final files of the first attempt again. `status`,
-    `reason`, `milestone`, `seconds`, `speedup`, `workloads` and `evidence` are from the verdict of this final
-    measurement. If `milestone` is not given, it is computed from `status`, `speedup` and `workloads`.
-    `attempts` are all attempts, with the verdicts from the end of their episodes. `source` is the source of
-    the task, and `files` are the final files of the first attempt by workspace path. `degenerate` is the
-    reason why a wrong kernel could pass on this task, or empty if there is no such reason.
+    `reason`, `milestone`, `seconds`, `speedup`, `workloads` and `evidence` (the record of the measurements)
+    are from the verdict of this final measurement. `milestone` is -1 for a kernel that is not correct, 1 for
+    a correct one, 2 if it is also faster than eager, and 3 if it is also faster than torch.compile. If it is
+    not given, it is computed from `status`, `speedup` and `workloads`. `attempts` are all attempts, with the
+    verdicts from the end of their episodes. `source` is the source of the task, and `files` are the final
+    files of the first attempt by workspace path. `degenerate` is the reason why a wrong kernel could pass on
+    this task, or empty if there is no such reason.
     """
 
     task_id: str
@@ -138,17 +140,22 @@ class TaskResult(FrozenModel):
 
     @property
     def attained(self) -> float | None:
-        """The limit divided by the time of the solution, which is 1 at the limit.
+        """The least time that any kernel of the task needs, divided by the time of the solution.
 
-        The limit is a lower bound for the time of every kernel of the task (`Seconds.limit`). The value is
-        None if the limit or the time is not known, or if the solution is not correct.
+        The least time is `seconds.limit`, a lower bound that follows from the speed of the device. The value
+        is 1 for the fastest possible kernel. It is None if one of the times is not known, or if the solution
+        is not correct.
         """
         limit, seconds = self.seconds.limit, self.seconds.candidate
         return limit / seconds if self.correct and limit and seconds else None
 
     @property
     def baseline_attained(self) -> float | None:
-        """The limit (`attained`) divided by the time of the faster baseline, or None if one is not known."""
+        """The least time that any kernel of the task needs, divided by the time of the faster baseline.
+
+        The least time is `seconds.limit`, and the baselines are eager and torch.compile. The value is None if
+        the least time is not known or no baseline was measured.
+        """
         limit, times = self.seconds.limit, (self.seconds.eager, self.seconds.compile)
         return max((limit / seconds for seconds in times if seconds), default=None) if limit else None
 
@@ -156,10 +163,10 @@ class TaskResult(FrozenModel):
     def limit_score(self) -> float | None:
         """Return 1 / (1 + (t - limit) / (baseline - limit)), as in SOL-ExecBench.
 
-        t is the time of the solution, limit the lower bound for it (`attained`), and baseline the time of the
-        faster baseline. The score is 0.5 for a solution that takes as long as this baseline, 1 at the limit,
-        and 0 without a correct solution. It is None if the limit is not known, or if it leaves no room below
-        the baseline.
+        t is the time of the solution, limit the least time that any kernel of the task needs
+        (`seconds.limit`), and baseline the time of the faster of eager and torch.compile. The score is 0.5
+        for a solution that takes as long as this baseline, 1 at the limit, and 0 without a correct solution.
+        It is None if one of these times is not known, or if the limit leaves no room below the baseline.
         """
         if not self.correct:
             return 0.0
@@ -180,7 +187,7 @@ class Pair(FrozenModel):
 
 
 class Counts(FrozenModel):
-    """Numbers of tasks, one for each baseline."""
+    """Numbers of tasks, one for each of the baselines eager PyTorch and torch.compile."""
 
     eager: int
     compile: int
@@ -204,16 +211,19 @@ class Summary(FrozenModel):
     The denominator of all rates of tasks is `tasks`, the number of tasks, which includes errors, that is,
     tasks on which the judge or the policy's server failed; `errors` is their number. `faster_rate` is the
     share of tasks whose solution is correct and faster than the baseline. `beyond_margin` is the share of
-    tasks whose solution is correct and more than 5 % faster. `geomean` is computed on the correct solutions
-    whose ratio was measured, whose number is `geomean_over`. `mean_reward` is the mean milestone of the tasks
-    without the errors, whatever function the parameter `reward` names. `milestones` gives the number of tasks
-    for each milestone, without the errors.
+    tasks whose solution is correct and more than 5 % faster. `geomean` is the geometric mean of the speed-ups
+    of the correct solutions whose speed-up was measured, whose number is `geomean_over`. `mean_reward` is the
+    mean milestone (`TaskResult`: -1, 1, 2 or 3) of the tasks without the errors, whatever function the
+    parameter `reward` names. `milestones` gives the number of tasks for each milestone as text, without the
+    errors.
 
     `attempts_mean_reward` (of the rewards of the trajectories), `attempts_pass_rate` and `pass_at` (unbiased
     pass@k, by k) are computed on all attempts on which neither the judge nor the policy's server failed, with
-    the verdicts at the end of their episodes. All other figures are computed on the final
-    measurement of each task, which is made after the episodes (`TaskResult`). `intervals` has one entry for
-    each figure but `pass_at`, by its dotted name, such as `fast_p.eager.1.5`.
+    the verdicts at the end of their episodes. All other figures are computed on the final measurement of each
+    task, which is made after the episodes (`TaskResult`). `intervals` has one entry for each figure but
+    `pass_at`, by its dotted name, such as `fast_p.eager.1.5`. `attained` and `limit_score` are the means of
+    these figures of `TaskResult` over the tasks that have one. A figure is None if there is no task on which
+    it is defined.
     """
 
     tasks: int
@@ -231,7 +241,6 @@ class Summary(FrozenModel):
     attempts_pass_rate: float | None
     pass_at: dict[str, float]
     intervals: dict[str, Interval]
-    # Means of `TaskResult.attained` and `TaskResult.limit_score` over the tasks that have one.
     attained: float | None = None
     limit_score: float | None = None
 
@@ -246,28 +255,32 @@ class NotMeasurable(FrozenModel):
 
 
 class Evaluation(FrozenModel):
-    """Record of one evaluation, which is the contents of results.json."""
+    """Record of one evaluation, which is the contents of results.json.
+
+    `suite` is the value of the parameter evaluation.suite, and `policy` the name of the policy.
+    `suite_digest` is that of the task ids in order; two evaluations with equal digests have the same tasks.
+    `dtype` is the one to which the tasks were cast (`evaluation.dtype`), and `labels` are the rules under
+    which verdicts were reached; figures with others are not comparable. `epoch` is the name of the evaluation
+    in the keys of the judge's verdicts. `levels` has the figures of each level of the suite, by the level as
+    text. `errors` is the number of tasks on which the judge or the policy's server failed, so that they were
+    neither solved nor failed. `not_measurable` are the tasks of the suite that are not among `tasks`, because
+    they do not run or take too much memory.
+    """
 
     suite: str
-    # Digest of the task ids in order. Two evaluations with equal digests have the same tasks.
     suite_digest: str
     policy: str
     policy_digest: str
     device: str
     precision: str
-    # Dtype to which the tasks were cast (`evaluation.dtype`). Figures in another are not comparable.
     dtype: TaskDtype = "float32"
-    # The judge's labels. Figures with other labels are not comparable.
     labels: Labels = Labels()
     epoch: str
     seed: int
     tasks: tuple[TaskResult, ...]
     overall: Summary
     levels: dict[str, Summary]
-    # Number of tasks on which the judge or the policy's server failed, so that they were neither solved nor
-    # failed.
     errors: int
-    # Tasks of the suite that are not among `tasks`, because they do not run or take too much memory.
     not_measurable: tuple[NotMeasurable, ...] = ()
 
 
@@ -351,7 +364,7 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
 
 
 def by_level(results: Sequence[TaskResult]) -> dict[str, Summary]:
-    """Return one summary for each level, by the level as text. It is empty if no task has a level."""
+    """Return one summary for each level, by the level as text. The dict is empty if no task has a level."""
     levels = sorted({row.level for row in results if row.level is not None})
     return {str(level): summarise([row for row in results if row.level == level]) for level in levels}
 
@@ -376,9 +389,9 @@ def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[s
 
 
 def _all_and_samples(tasks: int) -> Array:
-    """Return a row of ones, in which each task occurs once, followed by the rows of `bootstrap_counts`.
+    """Return how often each of `tasks` tasks occurs in the whole set, and in each bootstrap sample of it.
 
-    The shape is [1 + RESAMPLES, tasks].
+    The shape is [1 + RESAMPLES, tasks]. The first row, that of the whole set, is 1 everywhere.
     """
     return np.vstack([np.ones(tasks), bootstrap_counts(tasks)])
 
@@ -386,8 +399,8 @@ def _all_and_samples(tasks: int) -> Array:
 def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
     """Return the summands of each task in the numerator and in the denominator of each figure, by name.
 
-    Both arrays have the shape [tasks]. For geometric means, the summands are those of the mean log. Pass@k is
-    not among the figures.
+    A figure is the sum of its first array divided by the sum of its second array. Both arrays have the shape
+    [tasks]. For geometric means, the summands are those of the mean log. Pass@k is not among the figures.
     """
     every = np.ones(len(rows))
     judged = np.array([not row.error for row in rows], dtype=float)
@@ -422,10 +435,11 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
 
 
 def _estimate(name: str, values: Array) -> Estimate:
-    """Return the figure `name` with its interval, as exponentials for geometric means.
+    """Return the value and the 95 % interval of the figure `name`, such as pass_rate or geomean.eager.
 
-    `values[0]` is the value over all tasks, and the others are those for the bootstrap samples. NaN becomes
-    None.
+    `values`, with shape [1 + samples], has the value over all tasks, followed by the values for bootstrap
+    samples of the tasks. If `name` contains geomean, they are logarithms, and the results are their
+    exponentials. A value of NaN becomes None, and both ends of the interval are None if all samples are NaN.
     """
     interval = percentile_interval(values[1:])
     value, low, high = (
@@ -439,7 +453,8 @@ def _pass_at(rows: Sequence[TaskResult]) -> dict[str, float]:
     """Return pass@k by k: the mean over tasks of 1 - C(n - c, k) / C(n, k).
 
     n is the number of attempts on a task on which neither the judge nor the policy's server failed, and c the
-    number of correct ones among them. k begins at 1, and the largest k is the smallest n of all tasks.
+    number of correct ones among them. k begins at 1, and the largest k is the smallest n of all tasks, so the
+    result is empty if there is no task, or one without such attempts.
     """
     outcomes = [
         [attempt.status == "correct" for attempt in row.attempts if attempt.status != "infrastructure"]

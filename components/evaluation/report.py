@@ -1,4 +1,4 @@
-"""This module writes the report of a run or of a single evaluation as one HTML file.
+"""Write the report of a run or of a single evaluation as one HTML file.
 
 The report of a run shows the decision on the new policy and all figures on which it is based. The file
 contains its styles, its charts (inline SVG) and the script that sorts its tables, and its content security
@@ -97,10 +97,11 @@ def load_report_data(
     """Read the data of a report from the files of a run.
 
     `dataset` is the folder of the data set, `stages` are the folders of the stages by name, and `before` and
-    `after` are the evaluations' files results.json or the folders that contain them. `gates` and `meta`
-    become the fields of `ReportData` with these names. The charts of a data set or stage are left out of the
-    report if its figures are missing. Raises UserError if an evaluation is missing or damaged, or if the
-    figures of the data set or of a stage are damaged.
+    `after` are the evaluations' files results.json or the folders that contain them. `gates` (the conditions
+    for the new policy) and `meta` (such as the run's id and verdict) become the fields of `ReportData` with
+    these names. The charts of a data set or stage are left out of the report if its figures are missing.
+    Raises UserError if an evaluation is missing or damaged, or if the figures of the data set or of a stage
+    are damaged.
     """
     metrics = dataset / "metrics.json"
     try:
@@ -263,10 +264,11 @@ CURVES = {
 
 
 def _curves(stage: StageFigures) -> dict[str, Any] | None:
-    """Return a stage's name with charts of its first metric in `CURVES` and of its milestones, by step.
+    """Return a stage's name, a chart of its main metric by step, and one of the shares of its rewards.
 
-    The keys are `name` and, with markup, `curve` and `shares`. `shares` is empty if the stage logged no
-    milestones. Returns None if the stage logged none of the metrics in `CURVES`.
+    The keys are `name` and, with markup, `curve` and `shares`. The main metric is the first in `CURVES` that
+    the stage logged; without one, the result is None. `shares` shows the shares of trajectories with the
+    milestones -1, 1, 2 and 3 (`MILESTONES`), and is empty if the stage did not log them.
     """
     key = next((key for key in CURVES if any(_is_finite(step.get(key)) for step in stage.steps)), None)
     if key is None:
@@ -293,7 +295,10 @@ def _curves(stage: StageFigures) -> dict[str, Any] | None:
 
 
 def _points(steps: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[list[float], list[list[float]]]:
-    """Return the numbers of the steps that have all metrics `names`, and a list of values for each metric."""
+    """Return the numbers of the steps that have all metrics `names`, and a list of values for each metric.
+
+    A step is a dict with the values of its metrics, and has a metric if the value is finite.
+    """
     used = [
         (float(step.get("step", index)), step)
         for index, step in enumerate(steps)
@@ -329,11 +334,11 @@ def _distributions(before: Evaluation | None, after: Evaluation) -> list[tuple[s
 
 
 def _limit(before: Evaluation | None, after: Evaluation) -> Markup:
-    """Draw the share of the limit that solutions and the faster baseline attain on each task.
+    """Draw how close solutions and the faster baseline come to the least possible time on each task.
 
-    The share is `TaskResult.attained` or `TaskResult.baseline_attained`: the lower bound for a kernel's time,
-    divided by the measured time. The tasks are sorted by the share of the baseline. The markup is empty if no
-    limit is known.
+    What is drawn is `TaskResult.attained` and `TaskResult.baseline_attained`: the lower bound for a kernel's
+    time (the limit), divided by the measured time. The tasks are sorted by the share of the baseline. The
+    markup is empty if no limit is known.
     """
     shares = sorted(
         (share, row.task_id) for row in after.tasks if (share := row.baseline_attained) is not None

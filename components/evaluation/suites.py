@@ -120,7 +120,7 @@ def _from_folder(folder: Path) -> list[KernelTask]:
 def _task_files(folder: Path) -> list[KernelTask]:
     """Load the task files in `folder`, sorted by the number with which their names begin, then by name.
 
-    Files whose names begin with an underscore are left out.
+    Files whose names begin with an underscore are left out. Raises UserError if a file is not a kernel task.
     """
     files = [path for path in folder.glob("*.py") if not path.name.startswith("_")]
 

@@ -62,12 +62,12 @@ PAPER_TASKS = {"overall": 250, "1": 100, "2": 100, "3": 50}
 
 
 class Row(FrozenModel):
-    """One row of Table 1: the figures of one model on one set of tasks.
+    """One row of Table 1 of the CUDA Agent paper: the figures of one model on one set of tasks.
 
     `set` is `overall` for the whole suite, or a level. `figures` and `intervals` are by the names in
-    `FIGURES`. `errors` is the number of tasks on which the judge or the policy's server failed, or None for
-    figures of the paper. `note` says that the figures come from the paper, and is empty for figures of this
-    run.
+    `FIGURES`, such as pass_rate. `errors` is the number of tasks on which the judge or the policy's server
+    failed, or None for figures of the paper. `note` says that the figures come from the paper, and is empty
+    for figures of this run.
     """
 
     set: str
@@ -86,7 +86,11 @@ def figure_of(summary: Summary, name: str) -> float | None:
 
 
 def table_one(before: Evaluation | None, after: Evaluation) -> list[Row]:
-    """Return the rows of Table 1, of this run and of the paper, for the whole suite and for each level."""
+    """Return the rows of Table 1 of the CUDA Agent paper, and rows of this run for comparison.
+
+    There are rows for the whole suite and for each level that the evaluation `after` has. `before` is the
+    evaluation before training, or None.
+    """
     rows = []
     for name in ("overall", *after.levels):
         for model, evaluation in (("this run, before training", before), ("this run", after)):
@@ -123,7 +127,8 @@ def worst(rows: Sequence[TaskResult]) -> list[TaskResult]:
     """Return the worst results, at most `SHOWN` of them.
 
     Tasks that were not solved come first, and then the correct solutions with the smallest speed-ups.
-    Degenerate tasks, on which a wrong kernel could pass, and tasks on which the judge failed are left out.
+    Degenerate tasks, on which a wrong kernel could pass, and tasks on which the judge or the policy's server
+    failed are left out.
     """
     judged = [row for row in rows if not row.error and not row.degenerate]
     return sorted(judged, key=lambda row: (row.correct, _gain(row)))[:SHOWN]
@@ -258,8 +263,8 @@ def signed(value: float | None, name: str) -> str:
 
     For a geometric mean, `value` is the figure after training divided by that before, and the text is a
     factor such as ×1.20. For other figures it is the difference: the text is a signed number for
-    `mean_reward`, and percentage points for shares (0.05 becomes +5.0 points). A missing value becomes a
-    dash.
+    `mean_reward`, and has percentage points for all others (0.05 becomes +5.0 points). A missing value
+    becomes a dash.
     """
     if value is None:
         return "–"

@@ -55,7 +55,8 @@ class DatasetSummary:
 
     `candidates` is the number of candidates that were admitted, rejected or left out. `surplus` is the number
     of those that were left out without a judgement, because no more tasks of their split and kind were
-    needed.
+    needed. `similarities` has the highest similarity (0 to 1) of each compared candidate to an evaluation
+    program, which is the source of a benchmark's task, in ascending order.
     """
 
     version: str
@@ -63,7 +64,6 @@ class DatasetSummary:
     surplus: int
     admitted: tuple[KernelTask, ...]
     rejected: tuple[Rejection, ...]
-    # Highest similarity of each compared candidate to an evaluation program, in ascending order.
     similarities: tuple[float, ...] = ()
 
     @property

@@ -41,15 +41,15 @@ NAMESPACE: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 class OperatorTemplate:
     """A template of the Python source that calls one operator.
 
-    `call` is an expression with fields such as `{x}`, which `fill_template` replaces.
+    `name` is the public name in the task's source, such as nn.Conv2d or F.gelu. `call` is an expression with
+    fields such as `{x}`, which `fill_template` replaces. `ranks` are those of the inputs to which the
+    template can be applied. `init` is the expression in `__init__` that creates the module or parameter, or
+    "" if none is needed.
     """
 
-    # Public name in the task's source, for example nn.Conv2d, F.gelu or torch.cumsum.
     name: str
     call: str
-    # Ranks of the inputs to which the template can be applied.
     ranks: tuple[int, ...]
-    # Expression in `__init__` that creates the module or parameter, or an empty string if none is needed.
     init: str = ""
 
     @property
@@ -68,14 +68,13 @@ class TransformersModule:
 
     `code` has all definitions that the module uses. `init` and `call` are the expressions that create the
     module and call it. `inputs` are the expressions for the inputs, with fields for sizes such as `{batch}`,
-    `{length}` and `{hidden}`.
+    `{length}` and `{hidden}`. `family` is the name of the model's folder in the library, and `config` has the
+    default values of the configuration fields that the source reads.
     """
 
     name: str
-    # Name of the model's folder in the library.
     family: str
     code: str
-    # Default values of the configuration fields that the source reads.
     config: dict[str, Any]
     init: str
     call: str
@@ -84,13 +83,15 @@ class TransformersModule:
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """The templates and modules mined from one version of torch and one version of transformers."""
+    """The templates and modules mined from one version of torch and one version of transformers.
+
+    `left_out` has the reason why a public name was not mined, by the name.
+    """
 
     torch: str
     transformers: str
     templates: tuple[OperatorTemplate, ...]
     modules: tuple[TransformersModule, ...]
-    # Reason why a public name was not mined, by the name.
     left_out: dict[str, str]
 
     @property

@@ -188,9 +188,10 @@ class TorchComposer:
             yield self.compose()
 
     def compose(self) -> Draft:
-        """Return a draft whose kind is drawn according to data.transformers_share and data.operator_mix.
+        """Return a draft, which is a task with its parts, of a kind that is drawn at random.
 
-        The kind is a module of transformers, or a chain with a number of operators.
+        The kind is a module of transformers, or a chain with a number of operators. It is drawn according to
+        data.transformers_share and data.operator_mix.
         """
         if self.modules and self.rng.random() < self.data.transformers_share:
             return self._write_module(self.rng.choice(self.modules), self.rng.choice(self.block_shapes))

@@ -84,6 +84,10 @@ def test_an_unknown_profile_names_those_there_are(tmp_path: Path) -> None:
     assert "unknown profile smoek; give one of h20-pool, smoke," in one_sentence(
         command("run", "--home", str(tmp_path), "--profile", "smoek")
     )
+    (tmp_path / "own.yaml").write_text("profiles:\n")
+    assert "unknown profile smoke; give one of none: it has no profiles" in one_sentence(
+        command("run", "--home", str(tmp_path), "--params", str(tmp_path / "own.yaml"))
+    )
 
 
 @pytest.mark.parametrize(

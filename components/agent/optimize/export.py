@@ -1,4 +1,4 @@
-"""This module writes the output folder of an optimisation, which contains these files and folders.
+"""Write the output folder of an optimisation, which contains these files and folders.
 
 report.md          result of the optimisation, how it was measured, and how to use the kernel
 result.json        the same figures for programs

@@ -51,20 +51,24 @@ UNJUDGEABLE = {
 
 
 class AdmittingPool(JudgePool, Protocol):
-    """Interface of a judge pool that can also admit tasks, such as `LocalPool`."""
+    """Interface of a judge pool that can also admit tasks, such as `LocalPool`.
+
+    `admit` takes the source of a task, and checks that the judge can tell wrong kernels from right ones.
+    """
 
     def admit(self, code: str) -> Future[Admission]: ...
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an optimisation.
+    """Result of an optimisation, which is a search for a kernel that makes the module of `task` faster.
 
     `files` are the files of the chosen kernel by workspace path, and `verdict` is the verdict on them that is
     reported. If no kernel was correct when it was measured a second time, `files` is empty and `verdict` is
-    None. `found` is True if the speed-up over eager PyTorch in `verdict` is above 1.05 (the margin of the
-    milestones) and the lower end of its interval is above 1. `judged` holds one verdict for each different
-    candidate, `notes` are sentences for the user, and `seconds` is the duration of the search.
+    None. `found` is True if the kernel is faster than eager PyTorch (`verdict.milestone` is 2 or 3, for which
+    the speed-up must be above 1.05) and the lower end of the speed-up's interval is above 1. `judged` holds
+    one verdict for each different candidate, `notes` are sentences for the user, and `seconds` is the
+    duration of the search.
     """
 
     task: KernelTask
@@ -82,13 +86,14 @@ class Outcome:
 
 
 def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[KernelTask, list[str]]:
-    """Admit a user's task and return it with the evidence of its admission, and sentences for the user.
+    """Check that the judge can judge a user's task, and return the task and sentences for the user.
 
-    `origin` names the module in messages. `pool` is expected to have parameters from
-    `judge.pool.local_pool.with_any_duration`, with which a task is admitted whatever its duration is. A task
-    with an input or a parameter that has no effect on the output is accepted, and a sentence says so. Raises
-    UserError if the judge fails, if the module does not run or takes too much memory to be judged, or if the
-    judge could not distinguish a wrong kernel from a correct one for another reason.
+    The returned task has what the check recorded, such as shapes and times, in `evidence`. `origin` names the
+    module in messages. `pool` is expected to have parameters from `judge.pool.local_pool.with_any_duration`,
+    with which a task is accepted whatever its duration is. A task with an input or a parameter that has no
+    effect on the output is accepted, and a sentence says so. Raises UserError if the judge fails, if the
+    module does not run or takes too much memory to be judged, or if the judge could not distinguish a wrong
+    kernel from a correct one for another reason.
     """
     admission = pool.check(task.code).result()
     if admission.admitted:
@@ -188,10 +193,10 @@ def find_kernel(
 
 
 def _failures(trajectories: list[Trajectory], judged: dict[Candidate, Verdict], origin: str) -> list[str]:
-    """Return notes on failures of the policy's server and of the judge.
+    """Return notes, which are sentences for the user, on failures of the policy's server and of the judge.
 
-    Raises UserError if the server answered no turn of any trajectory, or if the judge failed on every
-    candidate.
+    `judged` has the verdict on each candidate, and `origin` names the user's module in messages. Raises
+    UserError if the server answered no turn of any trajectory, or if the judge failed on every candidate.
     """
     notes = []
     failed = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "server"]
@@ -222,9 +227,10 @@ def _measure_again(
 ) -> tuple[Candidate | None, Verdict | None]:
     """Choose the best of the kernels in `judged`, and return it with the verdict that is reported.
 
-    The fastest `FINALISTS` correct kernels are measured a second time. The fastest of them in this second
-    measurement is chosen and measured a third time, and the third verdict is returned. Returns (None, None)
-    if no kernel is correct in the second measurement.
+    `judged` has the verdict on each kernel so far. The judge keeps the new verdicts under names that contain
+    `epoch`. The fastest `FINALISTS` correct kernels are measured a second time. The fastest of them in this
+    second measurement is chosen and measured a third time, and the third verdict is returned. Returns (None,
+    None) if no kernel is correct in the second measurement.
     """
 
     def measure(candidate: Candidate, purpose: str) -> Verdict:
