@@ -37,10 +37,11 @@ COMPARED_BYTES = 1 << 26
 def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int]:
     """Return the indices of the calls of a round that must be compared with float64 outputs, at most three.
 
-    `departures` says how far each call's output departs from eager's (`round_departures`), and `mixes`
-    describes each call's inputs. Calls with a departure of at most 1 are right. Of all other calls with
-    inputs of the distribution `given`, the result has the one that departs most, and a random one of the
-    rest. Of those with inputs of another distribution, it has the one that departs most.
+    `departures` says how far each call's output departs from that of eager, the task's own module
+    (`round_departures`), and `mixes` describes each call's inputs. Calls with a departure of at most 1 are
+    right. Of all other calls with inputs of the distribution `given` (as the task draws them), the result has
+    the one that departs most, and a random one of the rest. Of those with inputs of another distribution
+    (changed afterwards, such as `scaled`), the result has the one that departs most.
 
     The random call is needed because eager itself can be inexact. A correct answer then departs far from
     eager, and if only the largest departure were examined, one such call would hide wrong answers in others.
@@ -73,10 +74,10 @@ class Float64Check:
 
     The methods may be called only while no runner of a candidate computes. Only suspicious calls are checked,
     whose outputs differ clearly from eager's (`suspicious_calls`). They are checked at once, unless the
-    baselines of the task share buffers (`Placement.shares_buffers`), because the device memory then does not
-    hold the float64 outputs and the timed runners at the same time. In that case, at most two suspicious
-    calls of the candidate are kept in host memory, the one that departs most from eager and a random other
-    one. `wrong_deferred_call` checks them after the timed runners have ended.
+    baselines of the task share buffers (`Placement.shares_buffers`), as they do if memory is scarce, because
+    the device memory then does not hold the float64 outputs and the timed runners at the same time. In that
+    case, at most two suspicious calls of the candidate are kept in host memory, the one that departs most
+    from eager and a random other one. `wrong_deferred_call` checks them after the timed runners have ended.
     """
 
     def __init__(self, reference: TaskReference):
@@ -100,8 +101,8 @@ class Float64Check:
         from eager's more than usual (`suspicious_calls`) are computed again in float64. If the task's
         baselines use one set of buffers in turns, computing now would overwrite the results of the round:
         these calls are then kept for `wrong_deferred_call`, and None is returned. The reason ends with the
-        name of the input distribution. Raises TaskError if eager is too inexact to tell, and
-        InfrastructureError if the float64 outputs cannot be computed.
+        name of the input distribution, as in `max_error:given`. Raises TaskError if eager is too inexact to
+        tell, and InfrastructureError if the float64 outputs cannot be computed.
         """
         figures = round_departures(self.reference, results, eager_results, len(mixes))
         calls, ours, eager = (t.view(len(mixes), -1) for t in (inputs, results, eager_results))
@@ -128,7 +129,8 @@ class Float64Check:
         """Return the reason why the results of one call are wrong, or None if they are right.
 
         `results` and `eager_results` are the outputs of the candidate and of eager as bytes, and `expected`
-        are the float64 outputs. The reason ends with the input distribution of `mix`.
+        are the float64 outputs. The reason ends with the input distribution of `mix`, as in
+        `max_error:given`.
         """
         layout = self.reference.layout
         references = self.reference.prepared(layout.outputs.views(eager_results, 0), expected)
@@ -164,8 +166,9 @@ class Float64Check:
 
         A deferred call is a timed call whose output departed from eager's, and whose comparison waits until
         the device's memory is free. All deferred calls are dropped. The timed runners of the task must have
-        ended. The reason ends with the name of the input distribution. Raises TaskError if eager is too
-        inexact to tell, and InfrastructureError if the float64 outputs cannot be computed.
+        ended. The reason ends with the name of the input distribution, as in `max_error:given`. Raises
+        TaskError if eager is too inexact to tell, and InfrastructureError if the float64 outputs cannot be
+        computed.
         """
         deferred = self.deferred
         self.forget_deferred()
@@ -192,9 +195,9 @@ def round_departures(
     """Return how far the results of each call of a timed round depart from those of a baseline.
 
     `memory` and `baseline` are tensors of bytes that hold the results of the timed runner and of the baseline
-    in a round of `calls` calls on the same inputs. The result has one departure for each call. A departure of
-    at most 1 is within the limits that `departures` computes from the baseline's output; `floors` multiplies
-    these limits.
+    in a round of `calls` calls on the same inputs. The result has one departure for each call, the largest
+    over its output tensors. A departure of at most 1 is within the limits that `departures` computes from the
+    baseline's output; `floors` multiplies these limits.
     """
     largest = torch.zeros(calls, dtype=torch.float64)
     for slot in reference.layout.outputs.slots:
@@ -224,9 +227,9 @@ def departures(
     largest absolute value. With the default `floors`, an output with a departure of at most 1 is correct,
     because the errors of output and baseline together are then at most `TIMED_MULTIPLE` times the limit of
     `ReferenceOutput`. With a larger departure, either the output or the baseline may be wrong. If n integers
-    differ, the departure is n + 1, and if NaN or infinity is in n different places, it is at least n + 1. It
-    is at least 2 if a secret sample of the output's blocks has too many that are wrong (`wrong_blocks`).
-    `block` is the number of elements of a block, by default that of the shape of `single`.
+    differ, the departure is n + 1, or 0 if none differ, and if NaN or infinity is in n different places, it
+    is at least n + 1. It is at least 2 if a secret sample of the output's blocks has too many that are wrong
+    (`wrong_blocks`). `block` is the number of elements of a block, by default that of the shape of `single`.
 
     Many calls are compared at once, because on cuda each synchronisation takes as long as a small call.
     """

@@ -86,7 +86,8 @@ class InputBank:
     """Input sets of a task: the correctness sets, followed by the sets that timed inputs are mixed from.
 
     A correctness set is an input set with reference outputs. `sets[i][j]` is input `j` of set `i`.
-    `distributions` has the input distribution of each correctness set, and `timed_distributions` has the
+    `distributions` has the input distribution of each correctness set, that is, the name of the change that
+    was made to it (`INPUT_DISTRIBUTIONS`), with `given` for none. `timed_distributions` has the names of the
     input distributions of timed calls. The sets may be in host memory although `device`, for which inputs are
     mixed, is a GPU. `may_double` is whether small inputs may be stored twice in a row, which makes mixing
     faster.
@@ -139,7 +140,7 @@ class InputBank:
     def repeated(self, calls: int) -> list[InputMix]:
         """Return descriptions of the inputs of `calls` calls in a round without a candidate.
 
-        They give the sets without reference outputs in turn, unchanged, so that inputs may repeat.
+        The calls get the sets without reference outputs in turn, unchanged, so that inputs may repeat.
         """
         bases = range(len(self.distributions), len(self.sets))
         return [self.original(i) for i in itertools.islice(itertools.cycle(bases), calls)]
@@ -147,11 +148,11 @@ class InputBank:
     def fresh(self, calls: int, number: int | None = None) -> list[InputMix]:
         """Return descriptions of the inputs of the `calls` calls of timed round `number`, drawn at random.
 
-        One call, at a random position, gets an input distribution that depends on `number`, also if no
-        correctness set has it. A candidate that handles all distributions only during verification, which it
-        can recognise by counting its calls, is wrong in that call. If the round has a single call, this call
-        has the distribution `given` in some rounds. If `number` is None, all calls get inputs of the
-        distribution `given`.
+        One call, at a random position, gets changed inputs: an input distribution other than `given` that
+        depends on `number`, also if no correctness set has it. A candidate that handles all distributions
+        only during verification, which it can recognise by counting its calls, is wrong in that call. If the
+        round has a single call, this call has the distribution `given` in some rounds. If `number` is None,
+        all calls get inputs of the distribution `given`.
         """
         generator = random.Random(secrets.token_bytes(32))  # faster than a system call for each number
         mixes = [self._fresh(generator) for _ in range(calls)]
@@ -163,7 +164,10 @@ class InputBank:
         return mixes
 
     def usable(self) -> list[str]:
-        """Return the names of the input distributions of timed calls, besides `given`, that change inputs."""
+        """Return the names of the input distributions other than `given` that can be used for timed calls.
+
+        These are the entries of `timed_distributions` that change at least one input.
+        """
         return [name for name in self.timed_distributions if self.changed[name]]
 
     def _fresh(self, generator: random.Random) -> InputMix:
@@ -175,7 +179,7 @@ class InputBank:
         return InputMix(first, second, shifts[0], shifts[1], generator.uniform(0.25, 0.75))
 
     def write(self, mix: InputMix, index: int, out: torch.Tensor) -> None:
-        """Write input `index` of the mixture `mix` of two sets into the flat tensor `out`."""
+        """Write input `index` of the mixture `mix`, which has no seed, into the flat tensor `out`."""
         first, second = mix.first_shifts[index], mix.second_shifts[index]
         blended = mix.first != mix.second
         # A small input is stored twice in a row, so that a rotated copy is a view. A large input is stored

@@ -59,7 +59,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def input_structures(sets: Sequence[Sequence[torch.Tensor]], device: str) -> list[frozenset[str]]:
-    """Return the structures of each input, by their names in `KEPT_BY`.
+    """Return the set of structures of each input, by their names in `KEPT_BY`, such as `sorted`.
 
     `sets[i][j]` is input `j` of set `i`, and the sets were drawn under different seeds. An input has a
     structure if it has it in every set. The tensors are examined on `device`.

@@ -46,7 +46,7 @@ class MemoryBudget:
 
     @staticmethod
     def of(params: JudgeParams, scheduler: DeviceScheduler, runner_share: float = 1.0) -> "MemoryBudget":
-        """Return the budget of the judge with `params` on the device of `scheduler`.
+        """Return the budget of the judge with the settings `params` on the device of `scheduler`.
 
         `runner_share` is the share of the device's memory that a runner of the task's source may allocate.
         """
@@ -63,9 +63,10 @@ class MemoryBudget:
 class MemoryNeed:
     """Estimated bytes that judging a task takes.
 
-    `fill` bytes of device memory are needed while the reference data are made, `timed` bytes while runners
-    are measured, `deferred` bytes while float64 outputs of timed calls are computed after the measurement,
-    and `host` bytes of host memory on cuda.
+    `fill` bytes of device memory (on cpu, of host memory) are needed while the reference data are made,
+    `timed` bytes while runners are measured, `deferred` bytes while float64 outputs of timed calls are
+    computed after the measurement, and `host` bytes of host memory on cuda. `deferred` and `host` are 0
+    unless the baselines share buffers.
     """
 
     fill: int
@@ -166,10 +167,11 @@ def plan_layout(
 ) -> TaskLayout:
     """Return the layout with the fastest placement that fits the budget.
 
-    A placement says which data are shared or in host memory (`task_layout.Placement`). With each placement,
-    the full number of correctness sets is tried first, and then as few as `sizing` allows. If the budget does
-    not limit device memory, as on cpu, the fastest placement fits. Raises TaskTooLarge if nothing fits, or if
-    one call has more inputs and outputs than can be measured on cpu.
+    A placement says which data are shared or in host memory (`task_layout.Placement`). `description` has the
+    shapes of the task, and `sizing` says how much of it is prepared. With each placement, the full number of
+    correctness sets (input sets with reference outputs) is tried first, and then as few as `sizing` allows.
+    If the budget does not limit device memory, as on cpu, the fastest placement fits. Raises TaskTooLarge if
+    nothing fits, or if one call has more inputs and outputs than can be measured on cpu.
     """
     needs = []
     for placement in PLACEMENTS:

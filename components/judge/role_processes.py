@@ -31,8 +31,8 @@ NO_GPU = (
 def task_errors() -> Iterator[None]:
     """Convert errors inside the context that are caused by the task's own source into TaskError.
 
-    These are RunnerError, and the errors of an invalid description of the task: pydantic's ValidationError,
-    ValueError and AttributeError.
+    These are RunnerError (a sandboxed process fails), and the errors of an invalid description of the task:
+    pydantic's ValidationError, ValueError and AttributeError.
     """
     try:
         yield
@@ -50,11 +50,11 @@ def task_errors() -> Iterator[None]:
 
 @dataclass
 class ProcessPerRole:
-    """Factory of a separate process for every role, and of the memory of timed runners.
+    """Factory of a separate process for every role of a task, and of the memory of timed runners.
 
-    A candidate's memory is separate, because it could otherwise change the memory that other runners read.
-    The baselines of a task use the memory `shared` in common if device memory is scarce
-    (`Placement.shares_buffers`).
+    A role is what a process does, for example `reference`, `eager` or `candidate`. A candidate's memory is
+    separate, because it could otherwise change the memory that other runners read. The baselines of a task
+    use the memory `shared` in common if device memory is scarce (`Placement.shares_buffers`).
     """
 
     device: Device
@@ -62,7 +62,7 @@ class ProcessPerRole:
     shared: RunnerMemory | None = None
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Start a process for the role that `header` names.
+        """Start a process for the role `header["role"]`, and return it.
 
         `descriptors` are the file descriptors that it gets. `seconds` limits the wall time of everything that
         the process does.
@@ -110,7 +110,7 @@ class OneProcess:
     shared: RunnerMemory | None = None
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Start the process if it does not run, or else switch it to the role that `header` names.
+        """Return the process, after starting it in the role `header["role"]` or switching it to this role.
 
         `descriptors` are the file descriptors that it gets. `seconds` limits the wall time of the role.
         """
@@ -137,6 +137,6 @@ class OneProcess:
 
 
 def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:
-    """Have a runner leave its role and take the role that `header` names, with new file descriptors."""
+    """Have a runner leave its role and take the role `header["role"]`, with new file descriptors."""
     runner.send({"op": "leave"})
     runner.send(header, descriptors)

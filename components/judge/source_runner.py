@@ -43,7 +43,10 @@ class TaskData:
     inputs: Buffer
 
     def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> RoleHeader:
-        """Return the header of the role `reference`, whose `buffers` have space for `sets` input sets."""
+        """Return the message that gives a runner the role `reference`, in which it makes inputs and outputs.
+
+        `buffers` are the runner's shared buffers by name, with space for `sets` input sets.
+        """
         return {
             "role": "reference",
             "code": self.code,
@@ -87,7 +90,7 @@ class SourceRunner:
 
         The inputs at the positions `changed` are then changed to the input distribution `distribution`
         (sandbox/inside/input_distributions.py). The next use of the runner overwrites the result. Raises
-        TaskError if `get_inputs` fails.
+        TaskError if `get_inputs` fails or takes too long, and InfrastructureError if the runner fails.
         """
         order = {
             "op": "fill",
@@ -108,7 +111,8 @@ class SourceRunner:
         """Return the float64 outputs for the inputs that are in the runner's memory (`inputs`).
 
         There is one tensor for each output, in its shape. The next call of this method overwrites the result.
-        The method may be called only if `computes` is set.
+        The method may be called only if `computes` is set. Raises TaskError if the task's source takes too
+        long, and InfrastructureError if it fails otherwise.
         """
         self._request({"op": "exact"})
         return self.data.layout.expected.tensors(self.buffers["expected"], 0)
@@ -122,7 +126,11 @@ class SourceRunner:
         return self.data.layout.input_sets - 1 if self._uses_last_set else 0
 
     def _request(self, order: dict[str, Any]) -> bytes:
-        """Have the runner carry out an order (sandbox/inside/runner_protocol.py), and return its answer."""
+        """Have the runner carry out an order, such as `{"op": "exact"}`, and return its answer.
+
+        The answer is empty, or the text of an error of the task's source. Raises TaskError and
+        InfrastructureError as `_working` does.
+        """
         with self._working() as runner:
             if self.data.params.device == "cuda":
                 torch.cuda.synchronize()

@@ -37,10 +37,11 @@ MAX_REFERENCE_BYTES = 24 << 30
 
 
 def input_distributions(sandbox: Sandbox) -> list[str]:
-    """Return the names of the input distributions on which a candidate must be correct.
+    """Return the names of the changes of the inputs under each of which a candidate must be correct.
 
-    With sandbox.tolerance=kernelbench this is only `given`, the task's own inputs, for which KernelBench's
-    tolerances are made. Otherwise it is every key of `INPUT_DISTRIBUTIONS`.
+    With sandbox.tolerance=kernelbench the result is `["given"]`, the task's own inputs, for which
+    KernelBench's tolerances are made. Otherwise it has every key of `INPUT_DISTRIBUTIONS`, such as `given`
+    and `scaled`.
     """
     return ["given"] if sandbox.tolerance == "kernelbench" else list(INPUT_DISTRIBUTIONS)
 
@@ -135,7 +136,7 @@ class TensorLayout:
     def region(self, buffer: Buffer | None) -> Region:
         """Return the layout in the form that a runner receives.
 
-        The form includes the size and the device of `buffer` if `buffer` is not None.
+        The size and the device of `buffer` are included if `buffer` is not None.
         """
         slots = [(slot.offset, list(slot.shape), slot.dtype) for slot in self.slots]
         region: Region = {"slots": slots, "stride": self.stride}
@@ -236,9 +237,10 @@ class TaskLayout:
     ) -> TaskLayout:
         """Return the layout of the task that `description` describes.
 
-        `most_sets`, by default the parameter `sandbox.correctness_sets`, limits the number of correctness
-        sets, which are input sets with reference outputs. There are fewer if they are larger than
-        `MAX_REFERENCE_BYTES`, but always at least `sizing.min_correctness_sets`.
+        `sizing` and `placement` say how much of the task is prepared and where its data are. `most_sets`, by
+        default the parameter `sandbox.correctness_sets`, limits the number of correctness sets, which are
+        input sets with reference outputs. There are fewer if they are larger than `MAX_REFERENCE_BYTES`, but
+        always at least `sizing.min_correctness_sets`.
         """
         inputs = TensorLayout.of([spec for spec in description.inputs if spec is not None])
         outputs = TensorLayout.of(description.outputs)
@@ -312,8 +314,8 @@ class TaskLayout:
     def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> MemoryLayout:
         """Return the description of the shared memory, in the form that a runner receives.
 
-        The memory holds `sets` sets of inputs; `buffers` are its buffers by name. On cpu a timed runner has
-        no buffer for outputs, but their layout is always part of the description.
+        The memory holds `sets` sets of inputs; `buffers` are its buffers by name, such as `inputs`. On cpu a
+        timed runner has no buffer for outputs, but their layout is always part of the description.
         """
         header: MemoryLayout = {
             "sets": sets,

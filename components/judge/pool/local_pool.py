@@ -1,8 +1,8 @@
 """Pool of judges, which accepts jobs and returns verdicts.
 
 Each verdict is written to a journal before it is returned. Its key is made of task, candidate, epoch (the
-caller's name for one set of judgements) and protocol (the settings of the judge). A stage that was killed and
-runs again therefore gets the same verdicts (docs/design/caching-and-resume.md).
+caller's name for one set of judgements) and protocol (a digest of the judge's settings). A stage that was
+killed and runs again therefore gets the same verdicts (docs/design/caching-and-resume.md).
 """
 
 import threading
@@ -59,8 +59,8 @@ class Candidate:
 class Job:
     """Request to judge one candidate on one task.
 
-    `epoch` is the caller's name for a set of judgements, for example one update of the policy. Jobs with the
-    same task, candidate and epoch share one measurement and one journal entry.
+    `epoch` is the caller's name for a set of judgements, for example `step-12` for one update of the policy.
+    Jobs with the same task, candidate and epoch share one measurement and one journal entry.
 
     `compare_compile` determines when a correct candidate is also compared with torch.compile: True always,
     with the fastest mode of torch.compile on the task; False only if the candidate is faster than eager, with
@@ -80,17 +80,21 @@ Backend: TypeAlias = "Judge | RayBackend | ServiceClient"
 
 
 def verdict_key(protocol: str, job: Job) -> str:
-    """Return the journal's key of a job's verdict under the judge's settings with the digest `protocol`."""
+    """Return the journal's key of a job's verdict under the judge's settings with the digest `protocol`.
+
+    The journal is a folder with a file for each verdict, and the key is the file's name.
+    """
     return digest_json(["verdict", protocol, job.task.code_digest, job.candidate.digest, job.epoch])
 
 
 def admission_key(
     protocol: str, window: tuple[float, float], code: str, *, headroom: bool, memory_only: bool = False
 ) -> str:
-    """Return the journal's key of the admission of the task with source `code`.
+    """Return the key of the admission of the task with source `code` in the journal, a folder of results.
 
     `protocol` is the digest of the judge's settings, and `window` the parameter `data.eager_seconds`, the
-    smallest and the largest time of one eager call. For `headroom` and `memory_only` see `Judge.admit`.
+    smallest and the largest time of one eager call. `headroom` is whether torch.compile is measured too, and
+    `memory_only` whether nothing is measured, in which case `window` and `headroom` do not enter the key.
     """
     if memory_only:
         return digest_json(["memory", protocol, digest_bytes(code.encode())])
@@ -149,7 +153,9 @@ def admit_with_retries(params: Params, admit: Callable[[], Admission]) -> Admiss
 class JudgePool(Protocol):
     """Interface through which episodes and evaluations get verdicts and check tasks.
 
-    `LocalPool` describes the methods.
+    `prepare` starts the judges before they are needed, `submit` returns a future of the verdict on a job,
+    `check` one of whether the task with source `code` can be judged, `drop` cancels jobs that no judge has
+    begun, and `close` ends the judges.
     """
 
     def prepare(self) -> Future[None]: ...
@@ -167,10 +173,11 @@ class LocalPool:
     """Pool whose journal is on this machine, with one judge on this machine or several on a Ray cluster.
 
     The judges are on a Ray cluster if `pool.judges`, their number, is not 0. Each judge builds and prepares
-    several candidates at once, and measures one at a time. `verdicts` is the journal's folder. Entries are
-    added to the journal and never changed. `folder` is where a judge on this machine keeps its builds and
-    caches; by default it is the folder `judge` beside the journal. If `use_service` is true and a service of
-    this account (`cuda-agent serve`) runs on `folder`, the pool uses it and starts no judge.
+    several candidates at once, and measures one at a time. `verdicts` is the journal's folder, with a file
+    for each verdict or admission. Entries are added to the journal and never changed. `folder` is where a
+    judge on this machine keeps its builds and caches; by default it is the folder `judge` beside the journal.
+    If `use_service` is true and a service of this account (`cuda-agent serve`) runs on `folder`, the pool
+    uses it and starts no judge.
     """
 
     def __init__(
@@ -229,7 +236,8 @@ class LocalPool:
     def submit(self, job: Job) -> Future[Verdict]:
         """Return a future of the verdict, which is read from the journal or measured.
 
-        Verdicts of status `infrastructure` are not written to the journal.
+        If the judge itself fails repeatedly, the verdict has the status `infrastructure`, which is not
+        written to the journal.
         """
         key = verdict_key(self.protocol, job)
 
@@ -278,9 +286,9 @@ class LocalPool:
     def _measure_once(self, key: str, measure: Callable[[], T], read: Callable[[Any], T]) -> Future[T]:
         """Return a future of the result for `key`, and submit `measure` only if it is needed.
 
-        If `measure` has been submitted for `key` and has not ended, its future is returned. If the journal
-        has an entry for `key`, the future is already done, and its result is the entry as converted by
-        `read`.
+        `key` is the result's key in the journal. If `measure` has been submitted for `key` and has not ended,
+        its future is returned. If the journal has an entry for `key`, the future is already done, and its
+        result is the entry as converted by `read`.
         """
         path = journal_path(self.verdicts, key)
         with self.lock:

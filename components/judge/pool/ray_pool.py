@@ -3,8 +3,8 @@
 Each actor is one judge with a device of its own. The devices belong to a placement group that only the judges
 use, and not the run's trainers and samplers. The node of an actor needs this project, bubblewrap and the
 compilers. The actors have names, so that all processes of a run, such as the flow and a trainer, use the same
-judges. The calling process keeps the journal of verdicts. The next run in the same home can therefore judge
-on one machine, or on a cluster again, and reuses these verdicts.
+judges. The calling process keeps the journal of verdicts. The next run with the same folder can therefore
+judge on one machine, or on a cluster again, and reuses these verdicts.
 """
 
 import secrets
