@@ -173,13 +173,12 @@ class TaskReference:
                 self.scheduler.release_cache()
 
     def _fill_set(self, index: int, distribution: str, parameters: int | None) -> bool:
-        """Have the runner make input set `index` with the change `distribution`; return whether that is
-        usable.
+        """Have the runner make input set `index` with the change `distribution`; return whether that works.
 
         If the set is a correctness set, its reference outputs are made too. `parameters` is the seed of the
-        task's parameters, or None if they keep their initial values. A change other than `given` (none) is
-        not usable if the task's source fails on it, for example because a probability is then above 1, or if
-        an output is then not finite although the same output is finite on the inputs of set 0.
+        task's parameters, or None if they keep their initial values. A change other than `given` (none) does
+        not work if the task's source fails on it, for example because a probability is then above 1, or if an
+        output is then not finite although the same output is finite on the inputs of set 0.
         """
         is_correctness_set = index < len(self.distributions)
         answer = self._request(

@@ -199,7 +199,7 @@ class ServiceClient:
                 raise InfrastructureError(text) if answer.status_code == JUDGE_FAILED else UserError(text)
 
     def _follow(self, job_id: str, report: Report) -> httpx.Response:
-        """Report each new step of the job `job_id` until it ends, and return the last answer of the service."""
+        """Report each new step of the job `job_id` until it ends, and return the service's last answer."""
         reported = ""
         while True:
             answer = self.client.get(f"/v1/jobs/{job_id}", params={"wait": PROGRESS_SECONDS})
