@@ -198,7 +198,7 @@ def _confine_failure() -> str:
 
 
 def _runner_failure(sandbox: Sandbox, device: Device) -> str:
-    """Return the problem with a runner that is started like a candidate's, or "" if there is none."""
+    """Return the problem with a process that is isolated like a candidate's, or "" if there is none."""
     header: RoleHeader = {"role": "candidate", "zygote": "probe"}
     with (
         tempfile.TemporaryDirectory(prefix="probe-") as folder,

@@ -104,9 +104,10 @@ def sealed_file(content: bytes) -> int:
 class RunnerFactory:
     """Factory that starts one zygote of each kind (seconds) and forks runners from them (milliseconds).
 
-    Runners of torch.compile are forked from a separate zygote, because the modules of torch.compile take most
-    of a minute to load and would make every fork slower. So a candidate that is not compared with
-    torch.compile never waits for these modules.
+    A zygote is a process that has loaded torch, and a runner one that executes code of a candidate or a task.
+    `folder` has their logs and files. Runners of torch.compile are forked from a separate zygote, because the
+    modules of torch.compile take most of a minute to load and would make every fork slower. So a candidate
+    that is not compared with torch.compile never waits for these modules.
     """
 
     def __init__(self, sandbox: Sandbox, device: Device, folder: Path, result_channel: Path):
@@ -134,7 +135,7 @@ class RunnerFactory:
                 self._zygote(kind)
 
     def spawn(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Fork a runner for the role in `header`, with `seconds` of wall time in all, pauses not counted.
+        """Fork a runner for the role `header["role"]`, with `seconds` of wall time, pauses not counted.
 
         `descriptors` are sent to the runner with the header, in the order that RoleHeader states. Raises
         RunnerError if the header is too long, InfrastructureError if the runner does not start, and UserError
@@ -191,7 +192,7 @@ class RunnerFactory:
         os.close(self.empty_library)
 
     def _confinement(self, role: Role, kind: ZygoteKind) -> Confinement:
-        """Return the resource limits and the system-call filter of a runner of this role and zygote."""
+        """Return the resource limits and system-call filter of a runner by its role and kind of zygote."""
         candidate = role in ("candidate", "record", "construct")
         autotunes = kind == "compile" and self.device == "cuda"
         limits = {
@@ -281,8 +282,9 @@ class RunnerFactory:
     def _start_error(self, kind: ZygoteKind, zygote: Zygote, reason: str) -> Exception:
         """Return the exception to raise for a zygote that did not start a runner; the caller holds the lock.
 
-        It is InfrastructureError, after which the caller may try again, or UserError if MAX_FAILED_STARTS
-        successive zygotes of this kind have ended without starting any runner.
+        `reason` says what happened. The exception is InfrastructureError, after which the caller may try
+        again, or UserError if MAX_FAILED_STARTS successive zygotes of this kind have ended without starting
+        any runner.
         """
         log = self.folder / f"{kind}.log"
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -153,7 +153,10 @@ class JobStore:
         return [str(row["id"]) for row in rows]
 
     def active(self, token: str | None = None) -> tuple[int, int]:
-        """Return the number and the bytes of the jobs that are queued or running, of a token or of all."""
+        """Return the number and the bytes of the jobs that are queued or running.
+
+        Only jobs of the token named `token` are counted, or those of all tokens if it is None.
+        """
         condition = "" if token is None else " AND token = ?"
         statement = f"SELECT count(*), sum(size) FROM jobs WHERE state IN ('queued', 'running'){condition}"
         row = self._rows(statement, *(() if token is None else (token,)))[0]

@@ -98,10 +98,10 @@ class JobService:
             thread.start()
 
     def submit(self, token: Token, body: JudgementBody | AdmissionBody) -> JobView:
-        """Return the job of a request, after adding it to the queue if necessary.
+        """Return the job of the request `body`, after adding it to the queue if necessary.
 
-        It is not added if its result is in the journal or if it is queued or running already. Raises
-        ServiceError if the request is not allowed, or if the queue is full.
+        The job is not added if its result is known or if it is queued or running already. Raises ServiceError
+        if the request is not allowed, or if the queue is full.
         """
         if body.params is not None and token is not OWNER:
             raise ServiceError(403, "params: only the account that runs the service may send them.")
@@ -288,7 +288,7 @@ class JobService:
             self._notify(job.id)
 
     def _stored(self, call: Callable[[], T]) -> T | None:
-        """Return the result of `call`, which is repeated while the database fails, as on a full disk.
+        """Return the result of `call`, which is repeated while the queue's database fails, as on a full disk.
 
         Returns None if the service is closing when the database fails.
         """
@@ -328,7 +328,12 @@ class JobService:
         return min(jobs, key=lambda job: (self.served.get(job.token, 0), job.seq), default=None)
 
     def _judge(self, job: StoredJob) -> tuple[State, str, int]:
-        """Judge one job, write its result to the journal, and return its state, error and HTTP status."""
+        """Judge one job, write its result to the journal, and return its state, error and HTTP status.
+
+        The result is `("done", "", 200)`, or `("failed", text, status)` with the status 422 if the task's
+        source is the cause and 503 if the judge is. Raises UserError if the settings of the request cannot be
+        used.
+        """
         path = journal_path(self.verdicts, job.id)
         if path.exists():  # written before the process was killed
             return "done", "", 200

@@ -38,7 +38,8 @@ PUBLIC_EVIDENCE = (
 class ServiceError(Exception):
     """An error that is answered with an HTTP status and one sentence.
 
-    `retry_after` is the number of seconds after which the caller may try again.
+    `status` is the HTTP status and `message` the sentence. `retry_after` is the number of seconds after which
+    the caller may try again, or None if that would not help.
     """
 
     def __init__(self, status: int, message: str, *, retry_after: float | None = None):
