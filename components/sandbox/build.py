@@ -234,6 +234,16 @@ class Builder:
 
         `files` are the texts of the candidate's files by workspace path, such as `kernels/add.cu`. What
         happens to a build that fails depends on the cause:
+
+        - The compiler reports errors in the sources: the result has them in `log` and is cached, because a
+          compiler gives the same result every time. If kernels/ has no source file, `log` says so.
+        - The compiler, or a program that it starts, crashes: the build is tried a second time. If it fails
+          again, `log` has the compiler's output. Nothing is cached.
+        - The build takes longer than sandbox.build_seconds: it is tried a second time, unless the compiler
+          says that its CPU time is used up. If it fails again, `timed_out` is set. Nothing is cached.
+        - The machine ends the compiler, for example because memory runs out: the build is tried a second
+          time. If it fails again, InfrastructureError is raised.
+        - The sandbox, the compiler or nm cannot be run: InfrastructureError is raised at once.
         """
         kernels = {name: text for name, text in sorted(files.items()) if name.startswith("kernels/")}
         suffixes = SOURCE_SUFFIXES[self.device]
