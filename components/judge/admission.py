@@ -281,7 +281,7 @@ def _sensitivity(reference: TaskReference) -> tuple[str | None, float]:
 
 
 def _passes(outputs: list[torch.Tensor], references: list[ReferenceOutput]) -> bool:
-    """Return whether all outputs of one call are correct."""
+    """Return whether all outputs of one call are correct, as `ReferenceOutput.mismatch` decides."""
     return all(
         reference.mismatch(output) is None for output, reference in zip(outputs, references, strict=True)
     )

@@ -150,7 +150,7 @@ class ScreenedCandidate:
 
 @dataclass(frozen=True)
 class BuiltCandidate:
-    """A built candidate: the files that its runner imports, and its libraries.
+    """A built candidate: the files that its runner (sandboxed process) imports, and its libraries.
 
     `digest` is the digest of the files that were given. `files` maps workspace paths to the texts that the
     runner gets. `library` is the content of the compiled shared library, which is empty if the candidate has
@@ -237,7 +237,10 @@ def build_candidate(
 
 
 def _refuse_run_time_compilers(tree: ast.Module) -> None:
-    """Raise Rejected if the file imports a module of `COMPILED_AT_RUN_TIME`, or mentions torch.compile."""
+    """Raise Rejected if the file imports a module such as triton, or mentions torch.compile.
+
+    The modules are those of `COMPILED_AT_RUN_TIME`, whose kernels are compiled while the candidate runs.
+    """
     for node in ast.walk(tree):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
@@ -278,10 +281,10 @@ def _build_extensions(
     """Build all extensions, and return their joined libraries, the place of each in them, and failed builds.
 
     The first result has the bytes of all libraries one after another, and the second one the offset and the
-    size of each library. Failed builds are the compiler's messages by name of the extension; there are none
-    if `is_screened` is set. Raises Rejected for CUDA sources on cpu, a refused or malformed compiler flag, a
-    build that takes too long, and, if `is_screened` is set, an extension that does not compile or imports
-    forbidden symbols.
+    size of each library. `is_screened` is set with sandbox.rules=kernel-only. Failed builds are the
+    compiler's messages by name of the extension; there are none if `is_screened` is set. Raises Rejected for
+    CUDA sources on cpu, a refused or malformed compiler flag, a build that takes too long, and, if
+    `is_screened` is set, an extension that does not compile or imports forbidden symbols.
     """
     libraries: dict[str, tuple[str, bytes]] = {}
     failures: dict[str, str] = {}
@@ -336,7 +339,8 @@ def _words(flags: list[str]) -> list[str]:
 def _library(built: BuildResult, builder: Builder, *, is_screened: bool) -> bytes:
     """Return the library of the finished build `built`; raise Rejected if the build failed.
 
-    If `is_screened` is set, Rejected is also raised if the library imports forbidden symbols.
+    If `is_screened` is set, as with sandbox.rules=kernel-only, Rejected is also raised if the library imports
+    forbidden symbols.
     """
     if built.timed_out:
         raise Rejected("timed_out", "build_limit", built.log)

@@ -178,9 +178,9 @@ class ReferenceOutput:
     def exceeds_tolerance(self) -> bool:
         """Whether the reference output's own maximum error is above the absolute tolerance.
 
-        The reference output then cannot decide whether another output is correct. The property is always
-        False with KernelBench's tolerances, because outputs are then compared with the reference output
-        itself.
+        The error is that against float64, and the tolerance a share of the largest value. The reference
+        output then cannot decide whether another output is correct. The property is always False with
+        KernelBench's tolerances, because outputs are then compared with the reference output itself.
         """
         return self.tolerance is None and not self.errors[0] <= self.ceiling
 
@@ -325,8 +325,8 @@ class _Part:
     def has_wrong_blocks(self, output: torch.Tensor, block: int) -> bool:
         """Return whether too many elements, or blocks of `block` elements, of `output` are wrong.
 
-        How many may be wrong is determined by `block_limits`. Blocks in which the reference output's own
-        error is not far below the limit are left out.
+        One element in 64 and one block in 512 may be wrong (`block_limits`). Blocks in which the reference
+        output's own error is not far below the limit are left out.
         """
         values = (self.high if self.rounded is None else self.expected)[None]
         for length, share, blocks_per_wrong in block_limits(output.dtype, block):

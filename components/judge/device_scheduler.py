@@ -38,7 +38,7 @@ MIN_CORES = 4
 
 @functools.cache
 def cores(device: Device) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the cores for timed rounds and the cores for other work.
+    """Return the numbers of the CPU cores for timed rounds (series of calls), and of those for other work.
 
     Both sets have all cores on cpu and on a machine with fewer than `MIN_CORES` cores. Otherwise the sets are
     disjoint, and all threads of this process are moved to the cores for other work. On a GPU a small kernel
@@ -184,8 +184,8 @@ class DeviceScheduler:
     def _is_next(self, thread: int) -> bool:
         """Return whether the device is free and `thread` is the next to measure.
 
-        Of the callers that wait, the one whose last measurement was the longest ago is next, and of its
-        threads the one that has waited longest.
+        Of the callers (users of the judge, `on_behalf_of`) that wait, the one whose last measurement was the
+        longest ago is next, and of its threads the one that has waited longest.
         """
         if self.measuring_thread is not None or self.preparations:
             return False

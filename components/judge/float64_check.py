@@ -58,9 +58,9 @@ def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int
 class DeferredCall(NamedTuple):
     """Timed call that is compared with float64 outputs only after the candidate has ended.
 
-    `departure` says how far its output departs from eager's (`round_departures`), and `mix` describes its
-    inputs. `results` and `eager_results` are all outputs of the call from the candidate and from eager, as
-    tensors of bytes in host memory.
+    `departure` says how far its output departs from that of eager, the task's own module
+    (`round_departures`), and `mix` describes its inputs. `results` and `eager_results` are all outputs of the
+    call from the candidate and from eager, as tensors of bytes in host memory.
     """
 
     departure: float
@@ -228,8 +228,9 @@ def departures(
     because the errors of output and baseline together are then at most `TIMED_MULTIPLE` times the limit of
     `ReferenceOutput`. With a larger departure, either the output or the baseline may be wrong. If n integers
     differ, the departure is n + 1, or 0 if none differ, and if NaN or infinity is in n different places, it
-    is at least n + 1. It is at least 2 if a secret sample of the output's blocks has too many that are wrong
-    (`wrong_blocks`). `block` is the number of elements of a block, by default that of the shape of `single`.
+    is at least n + 1. A departure is at least 2 if a secret sample of the output's blocks has too many that
+    are wrong (`wrong_blocks`). `block` is the number of elements of a block, by default that of the shape of
+    `single`.
 
     Many calls are compared at once, because on cuda each synchronisation takes as long as a small call.
     """

@@ -134,11 +134,12 @@ def blaming_the_other() -> Iterator[None]:
 def _exclusive_device(bench: TaskBench, compare_compile: bool | None) -> Iterator[None]:
     """Hold a GPU exclusively for one candidate, after its baselines have been started; do nothing on cpu.
 
-    The started baselines include those of torch.compile that the candidate may be compared with, as
-    `compare_compile` determines (`measure_candidate`). A thread that starts a baseline holds the lock of the
-    task's `BaselineCache`, and the start is paused while another thread measures. If that other thread judged
-    a candidate of the same task and needed the lock too, neither thread would continue. Candidates of one
-    task therefore first wait for `candidate_lock`.
+    The started baselines are eager, the no-op and, unless `compare_compile` is None, torch.compile: in the
+    default mode if it is False, and in every mode that can be started beside other work if it is True. An
+    error of torch.compile is ignored. A thread that starts a baseline holds the lock of the task's
+    `BaselineCache`, and the start is paused while another thread measures. If that other thread judged a
+    candidate of the same task and needed the lock too, neither thread would continue. Candidates of one task
+    therefore first wait for `candidate_lock`.
     """
     scheduler = bench.scheduler
     if not scheduler.is_exclusive:

@@ -262,7 +262,10 @@ def _mounts(root: Path, version: _Version) -> Iterator[Path]:
 
 
 def _left(group: Path, version: _Version) -> int | None:
-    """Return the bytes that can still be used within a control group's limit, or None if it has no limit."""
+    """Return the bytes that can still be used within the limit of the control group in the folder `group`.
+
+    None is returned if the group has no limit, or if its files do not exist or cannot be read.
+    """
     try:
         limit = (group / version.limit).read_text().strip()
         if limit == "max":

@@ -97,8 +97,8 @@ class ProcessPerRole:
 class OneProcess:
     """Single process, with a single set of buffers, that takes all roles of a task one after another.
 
-    It is used only for admissions, in which no candidate runs. One process saves most of the time of an
-    admission, because a CUDA context does not have to be created for each role.
+    It is used only for admissions, which check and time a task and in which no candidate runs. One process
+    saves most of the time of an admission, because a CUDA context does not have to be created for each role.
     """
 
     device: Device

@@ -59,10 +59,10 @@ OWN_OPERATORS = re.compile(r"\bTORCH_LIBRARY(?:_FRAGMENT)?\(\s*(?!aten\b|prim|to
 def screen_files(files: dict[str, str]) -> str | None:
     """Return the reason why a candidate's files are refused, or None if they are accepted.
 
-    The reason is `file_name:NAME`, `not_unicode:NAME` or `too_large`. A name must match `FILE_NAME`, because
-    it becomes a path on the judge's machine. A text must be encodable in UTF-8, because it is sent in
-    messages. model_new.py may have at most `MAX_MODEL_CHARACTERS`, and all files together
-    `MAX_CANDIDATE_CHARACTERS`.
+    The reason is `file_name:NAME`, `not_unicode:NAME` or `too_large`. `files` maps names to texts. A name
+    must be `model_new.py` or `kernels/NAME` (`FILE_NAME`), because it becomes a path on the judge's machine.
+    A text must be encodable in UTF-8, because it is sent in messages. model_new.py may have at most
+    `MAX_MODEL_CHARACTERS`, and all files together `MAX_CANDIDATE_CHARACTERS`.
     """
     for name, text in files.items():
         if not FILE_NAME.fullmatch(name):

@@ -88,7 +88,8 @@ class SourceRunner:
     def draw(self, seed: int, distribution: str, changed: list[int]) -> list[torch.Tensor]:
         """Return flat views of inputs that the task's `get_inputs` draws under `seed`.
 
-        The inputs at the positions `changed` are then changed to the input distribution `distribution`
+        The inputs at the positions `changed`, among those that are tensors, are then changed as
+        `distribution` says, such as `scaled`, or `given` for no change
         (sandbox/inside/input_distributions.py). The next use of the runner overwrites the result. Raises
         TaskError if `get_inputs` fails or takes too long, and InfrastructureError if the runner fails.
         """

@@ -85,7 +85,7 @@ def mean_ratio(ratios: Sequence[Ratio | None]) -> Ratio | None:
 
 
 def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:
-    """Return how many rounds there should be in total, after `rounds` rounds have resulted in `ratio`.
+    """Return how many timed rounds there should be in total, after `rounds` of them have resulted in `ratio`.
 
     `rounds` is returned if the interval is narrow (`NARROW`), or if the estimate differs from `MARGIN`, the
     limit for faster code, by at least twice the interval's half-width (on the log scale). The factor of two

@@ -105,7 +105,9 @@ class TaskBench:
         Deferred calls are timed calls whose outputs are compared with float64 outputs only after the
         candidate's runner has ended (`Float64Check`). If there are any, the runners of the baselines are
         ended first, and the memory that they shared and that torch caches is freed, because the comparison
-        needs it. The reason ends with the name of the input distribution, as in `max_error:given`.
+        needs it. The reason ends with the name of the input distribution, as in `max_error:given`. Raises
+        TaskError if eager is too inexact to tell, and InfrastructureError if the float64 outputs cannot be
+        computed.
         """
         if not self.float64_check.deferred:
             return None

@@ -134,7 +134,7 @@ class TensorLayout:
         return TensorLayout(*shared_memory.pack_slots([(tuple(shape), dtype) for shape, dtype in specs]))
 
     def region(self, buffer: Buffer | None) -> Region:
-        """Return the layout in the form that a runner receives.
+        """Return the layout as a dictionary for the message to a runner, a sandboxed process.
 
         The size and the device of `buffer` are included if `buffer` is not None.
         """
@@ -301,7 +301,7 @@ class TaskLayout:
     def memory_of(self, region: RegionName) -> Device:
         """Return the device of the judge's own buffer of a region: `cpu` if the buffer is in host memory.
 
-        `region` is `parameters`, `inputs`, `outputs` or `expected`.
+        `region` is `parameters`, `inputs`, `outputs` or `expected` (float64 outputs).
         """
         on_host: dict[RegionName, bool] = {
             "parameters": self.placement.shares_buffers,
@@ -312,7 +312,7 @@ class TaskLayout:
         return "cpu" if on_host[region] else self.device
 
     def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> MemoryLayout:
-        """Return the description of the shared memory, in the form that a runner receives.
+        """Return the description of the shared memory as a dictionary for the message to a runner.
 
         The memory holds `sets` sets of inputs; `buffers` are its buffers by name, such as `inputs`. On cpu a
         timed runner has no buffer for outputs, but their layout is always part of the description.

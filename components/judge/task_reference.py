@@ -208,7 +208,7 @@ class TaskReference:
         return buffer
 
     def _switch_to_reference(self, buffers: dict[RegionName, Buffer], sets: int) -> None:
-        """Switch the runner to the role `reference`.
+        """Switch the runner to the role `reference`, in which it makes inputs and outputs.
 
         `buffers` is the memory that the runner gets beside the parameters, with space for `sets` input sets.
         """

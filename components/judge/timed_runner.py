@@ -80,7 +80,7 @@ class StagedInputs:
         return self
 
     def hold_fresh(self, calls: int, number: int) -> StagedInputs:
-        """Hold inputs that no earlier call had for `calls` calls of round `number`, and return this object.
+        """Write inputs that no earlier call had for `calls` calls of round `number`, and return this object.
 
         Raises TaskError if the task's `get_inputs` draws the same inputs again and again.
         """

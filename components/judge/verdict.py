@@ -140,7 +140,8 @@ class Speedup(FrozenModel):
 class WorkloadFigures(FrozenModel):
     """Median seconds and speed-ups of a candidate on one workload, which `call` names: `get_inputs(32, 128)`.
 
-    All figures are None if the candidate failed on this workload.
+    A workload is one call of the task's `get_inputs` on which candidates are judged. All figures are None if
+    the candidate failed on this workload.
     """
 
     call: str

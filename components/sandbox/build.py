@@ -191,10 +191,11 @@ def open_factory(sandbox: Sandbox, device: Device, folder: Path) -> RunnerFactor
 
 
 class Builder:
-    """Builder of libraries from kernels, which keeps all builds in a cache.
+    """Builder of libraries from kernels, which keeps all builds in the folder `cache`.
 
-    The key of a build in the cache is a digest of its sources, the compiler, its flags, and the files of
-    agent_workdir/ that builds use.
+    The constructor raises UserError if the compiler of `device` is not installed, and InfrastructureError if
+    the project's own sources do not compile. The key of a build in the cache is a digest of its sources, the
+    compiler, its flags, and the files of agent_workdir/ that builds use.
     """
 
     def __init__(self, sandbox: Sandbox, device: Device, cache: Path):
@@ -343,7 +344,10 @@ class Builder:
         return isolation.python_paths() | fixed
 
     def _build_binding(self) -> frozenset[str]:
-        """Compile binding.cpp unless the cache has it, and return the symbols that it imports."""
+        """Compile binding.cpp unless the cache has it, and return the names of the symbols that it imports.
+
+        Raises InfrastructureError if it does not compile, or if nm fails.
+        """
         flags = ["-O1", "-fPIC", "-std=c++17", "-fvisibility=hidden", "-c"]
         flags += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
         compile_own(TEMPLATE / "binding.cpp", self.binding, flags)
@@ -386,11 +390,11 @@ class Builder:
     ) -> tuple[subprocess.CompletedProcess[str], tuple[str, ...]]:
         """Run a compiler that writes library.so; return the finished process and the imported symbols.
 
-        `folder` is a build folder (`_build_folder`), in whose subfolder `out` the file is written. The
-        compiler and nm run in the same sandbox, because starting a sandbox takes as long as a small
-        compilation. Without isolation, both run outside a sandbox. The stderr of the returned process has the
-        compiler's output. Raises InfrastructureError if nm fails, and subprocess.TimeoutExpired after
-        sandbox.build_seconds.
+        The symbols are names, and there are none if the compiler has failed. `folder` is a build folder
+        (`_build_folder`), in whose subfolder `out` the file is written. The compiler and nm run in the same
+        sandbox, because starting a sandbox takes as long as a small compilation. Without isolation, both run
+        outside a sandbox. The stderr of the returned process has the compiler's output. Raises
+        InfrastructureError if nm fails, and subprocess.TimeoutExpired after sandbox.build_seconds.
         """
         output = "/out/library.so" if self.is_isolated else f"{folder}/out/library.so"
         file = shlex.quote(output)

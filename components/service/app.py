@@ -119,7 +119,7 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
 
     @app.delete("/v1/jobs/{job_id}", responses=RESPONSES)
     def cancel(job_id: str, token: Caller) -> JobView:
-        """Cancel a job that is queued; answer 409 if it is running or has ended."""
+        """Cancel a job that is queued; answer 409 if it is running, done or failed."""
         return service.cancel(token, job_id)
 
     @app.get("/v1/tasks")
@@ -136,7 +136,7 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
 
     @app.get("/v1/settings")
     def settings(token: Caller) -> dict[str, Any]:
-        """Return the settings that verdicts depend on, and their digest."""
+        """Return the settings that verdicts depend on, their digest (`protocol`), and the judge's version."""
         params = service.params
         values = result_values(params, ("device", "precision", "sandbox"))
         return {"protocol": protocol_digest(params), "version": VERSION, "settings": values}

@@ -107,7 +107,10 @@ def journal_path(verdicts: Path, key: str) -> Path:
 
 
 def infrastructure_verdict(params: Params, error: InfrastructureError) -> Verdict:
-    """Return the verdict of a judge that itself failed with `error`."""
+    """Return the verdict of a judge that itself failed with `error`.
+
+    Its status is `infrastructure`, its reason `judge`, and its log the text of the error.
+    """
     return Verdict(
         status="infrastructure",
         reason="judge",
@@ -211,8 +214,9 @@ class LocalPool:
             return self._judge
 
     def start(self) -> Backend:
-        """Return a new judge, a client of the running service, or the judges on a Ray cluster.
+        """Return the judges on a Ray cluster, a client of the running service, or a new judge.
 
+        The cluster is used if `pool.judges` is not 0, and the service if `use_service` is set and one runs.
         The modules of these classes are imported in this method, because a run whose results are all in the
         journal needs neither torch nor a client.
         """
@@ -266,8 +270,9 @@ class LocalPool:
         """Return a future of the admission of the task with source `code`.
 
         The result is read from the journal or measured. With `headroom`, the task must compile and leave
-        device memory for other tasks, and its time under torch.compile is measured too. `memory_only` is for
-        `check`. A result with the reason `infrastructure` is not written to the journal.
+        device memory for other tasks, and its time under torch.compile is measured too. With `memory_only`,
+        nothing is measured (`check`), and a refusal is not written to the journal. A result with the reason
+        `infrastructure` is not written either.
         """
         window = self.params.data.eager_seconds
         key = admission_key(self.protocol, window, code, headroom=headroom, memory_only=memory_only)

@@ -60,7 +60,7 @@ def judge_workdir(
     the HTTP service at this address judges. Otherwise the service whose socket is in `folder` judges, or, if
     none runs there, a new judge that keeps its builds in `folder`. `report` is called with the name of each
     step when it begins. If the judge itself fails, the verdict has the status `infrastructure`. Raises
-    UserError if a file is missing or not valid.
+    UserError if a file is missing or not valid, or if no judge can be started here.
     """
     files, others = read_candidate(workdir), None if against is None else read_candidate(against)
     if task is None and workdir.is_file():

@@ -141,11 +141,11 @@ class ServiceClient:
     ) -> Admission:
         """Return the service's admission of the task with source `code`.
 
-        `eager_seconds` has the smallest and the largest time that one eager call may take. With `headroom`,
-        the task must also compile and leave device memory for other tasks, and its time under torch.compile
-        is measured too. With `memory_only`, nothing is measured, and the task is admitted if its source runs
-        and the memory suffices to judge its candidates. Raises InfrastructureError if the service or its
-        judge fails, and UserError if the service refuses the request.
+        `eager_seconds` has the smallest and the largest time in seconds that one eager call may take. With
+        `headroom`, the task must also compile and leave device memory for other tasks, and its time under
+        torch.compile is measured too. With `memory_only`, nothing is measured, and the task is admitted if
+        its source runs and the memory suffices to judge its candidates. Raises InfrastructureError if the
+        service or its judge fails, and UserError if the service refuses the request.
         """
         request = {
             "code": code,

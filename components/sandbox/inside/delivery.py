@@ -70,7 +70,8 @@ def address_message(outputs: list[torch.Tensor]) -> bytes:
 class HostDelivery:
     """Object that makes the calls of a role on cpu, and lets the judge read each result before the next call.
 
-    The judge reads the result from this process's memory, at addresses that this object sends.
+    The judge reads the result from this process's memory, at addresses that this object sends over the socket
+    `descriptor`.
 
     The code between two calls is part of every measurement. This code is native code (result_channel.cpp),
     because a candidate could otherwise save microseconds by sending the messages from its own native code
@@ -188,7 +189,10 @@ class DeviceDelivery:
         self.results: list[torch.Tensor] = []
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
-        """Make one call for each tuple of arguments, and deliver all results together."""
+        """Make one call of `call` for each tuple of arguments, and deliver all results together.
+
+        Raises WrongForm if the memory of a candidate's result is not torch's own (`check_memory`).
+        """
         results: list[list[torch.Tensor]] = []
         inspected = random_call(arguments)
         for index, values in enumerate(arguments):

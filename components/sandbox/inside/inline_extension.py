@@ -24,7 +24,10 @@ CONSTANTS = ("CUDA_HOME", "ROCM_HOME")
 
 
 class Extension(TypedDict):
-    """One extension to build: its module name, sources by file name, and the caller's compiler flags."""
+    """One extension to build: its module name, sources by file name, and the caller's compiler flags.
+
+    `cflags` are for C++ sources, `cuda_cflags` for CUDA sources, and `ldflags` for linking.
+    """
 
     name: str
     sources: dict[str, str]
@@ -55,7 +58,7 @@ def extension_digest(extension: Extension) -> str:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the items of an argument that is a string, a sequence of strings, or None."""
+    """Return the items of an argument that is a string (one item), a sequence of strings, or None (none)."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else [str(item) for item in value]
@@ -201,7 +204,8 @@ def record(files: Mapping[str, str], init_inputs: list[Any]) -> list[Extension]:
 
     `files` maps workspace paths to texts. If the import requests no extension, `ModelNew` is constructed too,
     with `init_inputs`. An error of the file is ignored if the file has requested an extension before, because
-    the objects that replace extensions compute nothing and may cause the error.
+    the objects that replace extensions compute nothing and may cause the error. Otherwise the error is
+    raised.
     """
     found: list[Extension] = []
 

@@ -127,7 +127,7 @@ def make_inputs(module: types.ModuleType, device: str) -> list[Any]:
 def _copied(slot: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Tensor:
     """Copy `value` to `slot`, which has the shape of the same tensor in an earlier call, and return `slot`.
 
-    Raises ValueError, which calls the tensor `kind`, if the shapes differ.
+    Raises ValueError, whose text calls the tensor `kind` (such as `an input`), if the shapes differ.
     """
     if value.shape != slot.shape:
         raise ValueError(

@@ -216,10 +216,12 @@ def make_references(
 def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors, library: int) -> None:
     """Load the candidate, baseline or no-op, and execute the judge's orders (runner_protocol.py).
 
-    The orders `time` and `check` make one call for each of their input sets, and `warm` makes one call.
-    `library` is the descriptor of a file: for a candidate its compiled library, which recorded results of its
-    constructor may follow (constructor_mode.py), for the role `compile` an archive (inductor.py), and
-    otherwise an empty file.
+    `header` is the message that names the role and has what it needs, and `shared` the memory with
+    parameters, inputs and outputs. The orders `time` and `check` make one call for each of their input sets,
+    and `warm` makes one call. `library` is the descriptor of a file: for a candidate its compiled library,
+    which recorded results of its constructor may follow (constructor_mode.py), for the role `compile` an
+    archive (inductor.py), and otherwise an empty file. Raises WrongForm, ForbiddenOperator or UnknownResult
+    if the candidate breaks a rule, and any other error of the loaded code.
     """
     refuse_construction, artefacts = None, None
     if header["role"] == "candidate":
@@ -309,7 +311,7 @@ def compute_operators(key: str) -> list[tuple[str, str]]:
 
 
 def compute_names(device: str) -> frozenset[str]:
-    """Return the full names of the compute operators on cpu and `device` that no constructor may call."""
+    """Return the full names of the operators on cpu and `device` that no constructor may call: `aten::mm`."""
     keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
     return frozenset(
         f"{space}::{name}"

@@ -49,8 +49,9 @@ def construct(model: type[torch.nn.Module], header: "RoleHeader") -> torch.nn.Mo
 def plain(value: Any, place: str) -> Any:
     """Return an argument in a form that JSON keeps: tuples and dictionaries are marked by one key.
 
-    Raises TypeError, which calls the argument `place`, if it contains anything but numbers, strings, None,
-    lists, tuples and dictionaries.
+    For example, `(1, 2)` becomes `{"tuple": [1, 2]}`. Raises TypeError, whose text calls the argument `place`
+    (such as `get_inputs()`), if it contains anything but numbers, strings, None, lists, tuples and
+    dictionaries.
     """
     if isinstance(value, tuple):
         return {"tuple": [plain(item, place) for item in value]}
@@ -159,11 +160,9 @@ class SharedTensors:
     def noop_outputs(self) -> list[list[torch.Tensor]]:
         """Return for each call of a round a list of tensors with the shapes and dtypes of its outputs.
 
-        The values of the tensors do not matter.
-
-        They are zeros in memory of their own if the layout has more input sets than calls, as when device
-        memory suffices, or if the outputs of a round do not fit into the buffer of the inputs. Otherwise they
-        are views of that buffer.
+        The values of the tensors do not matter. They are zeros in memory of their own if the layout has more
+        input sets than calls, as when device memory suffices, or if the outputs of a round do not fit into
+        the buffer of the inputs. Otherwise they are views of that buffer.
         """
         calls = self.layout["calls"]
         is_large = self.layout["outputs"]["stride"] * calls > self.buffers["inputs"].size

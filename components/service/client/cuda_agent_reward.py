@@ -50,11 +50,11 @@ def files_of(answer: str) -> dict[str, str]:
 
 
 def ask(path: str, request: dict[str, Any] | None = None) -> Any:
-    """Return the answer of the service to a request: GET, or POST with a JSON body.
+    """Return the answer of the service to a request: POST with the JSON body `request`, or GET if it is None.
 
-    The result is the answer's JSON. A request with a body is repeated until its job has ended. Raises
-    JudgeFailed if the service refuses the request, if its judge fails, or if no service answers for
-    RESTART_SECONDS.
+    `path` is a path of the service, such as `/v1/tasks`. The result is the answer's JSON. A request with a
+    body is repeated until its job has ended. Raises JudgeFailed if the service refuses the request, if its
+    judge fails, or if no service answers for RESTART_SECONDS.
     """
     address = os.environ.get("CUDA_AGENT_JUDGE", DEFAULT_ADDRESS).rstrip("/")
     headers = {"Authorization": f"Bearer {os.environ.get('CUDA_AGENT_TOKEN', '')}"}
@@ -81,7 +81,9 @@ def ask(path: str, request: dict[str, Any] | None = None) -> Any:
 
 
 def verdict_on(task: str, files: dict[str, str]) -> dict[str, Any]:
-    """Return the judge's verdict on a candidate, as the JSON object that docs/environments.md describes.
+    """Return the judge's verdict on a candidate, as a JSON object.
+
+    Its keys are described in docs/environments.md, among them `status`, `milestone` (the reward) and `log`.
 
     `task` is the task_id or the source of a task, and `files` maps paths to texts. Raises JudgeFailed if
     there is no verdict.
@@ -110,7 +112,10 @@ def milestones(tasks: Sequence[str], answers: Sequence[str]) -> list[float]:
 def kernel_reward(
     prompts: Sequence[Any], completions: Sequence[Any], task: Sequence[str], **columns: Any
 ) -> list[float]:
-    """Return the milestones of TRL's completions, for a data set whose column `task` has the tasks."""
+    """Return the milestones of TRL's completions, for a data set whose column `task` has the tasks.
+
+    A completion is a text or a list of messages with `content`. The other arguments are not used.
+    """
     answers = [
         completion if isinstance(completion, str) else "\n".join(str(turn["content"]) for turn in completion)
         for completion in completions
@@ -119,7 +124,10 @@ def kernel_reward(
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Return the milestone of an answer to verl, in whose data set `ground_truth` is the task."""
+    """Return the milestone of verl's answer `solution_str`, in whose data set `ground_truth` is the task.
+
+    The other arguments are not used.
+    """
     return milestones([ground_truth], [solution_str])[0]
 
 
