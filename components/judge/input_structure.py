@@ -62,7 +62,8 @@ def input_structures(sets: Sequence[Sequence[torch.Tensor]], device: str) -> lis
     """Return the set of structures of each input, by their names in `KEPT_BY`, such as `sorted`.
 
     `sets[i][j]` is input `j` of set `i`, and the sets were drawn under different seeds. An input has a
-    structure if it has it in every set. The tensors are examined on `device`.
+    structure if it has it in every set; the correlation with another input (`related`) is looked for in the
+    first set only. The tensors are examined on `device`.
     """
     found = [_structures([one[j] for one in sets], device) for j in range(len(sets[0]))]
     for i, one in enumerate(sets[0]):
