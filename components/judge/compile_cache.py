@@ -62,10 +62,10 @@ def entry_key(reference: TaskReference, mode: str) -> str:
 
 @dataclass(frozen=True)
 class CompileCache:
-    """Folder of entries, each in a file that begins with the SHA-256 of the entry's content.
+    """Folder of what torch.compile made of tasks: entries, each in a file of its own.
 
-    Several judges may use the folder at the same time, because each file is written atomically. All entries
-    together have at most `max_bytes` bytes.
+    A file begins with the SHA-256 of the entry's content. Several judges may use the folder at the same time,
+    because each file is written atomically. All entries together have at most `max_bytes` bytes.
     """
 
     folder: Path
@@ -110,7 +110,7 @@ class CompileCache:
 
 
 def open_cache() -> CompileCache:
-    """Return the user's cache, whose folder no other user of the machine may read."""
+    """Return the cache of what torch.compile made, whose folder no other user of the machine may read."""
     folder = user_cache("compile")
     folder.chmod(0o700)
     return CompileCache(folder)

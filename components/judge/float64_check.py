@@ -158,7 +158,10 @@ class Float64Check:
             self.deferred = [call, *self.deferred[:1]] if is_largest else [self.deferred[0], call]
 
     def forget_deferred(self) -> None:
-        """Drop all deferred calls, for example those of a candidate that failed before they were compared."""
+        """Drop all deferred calls (timed calls that wait for their comparison with float64 outputs).
+
+        They are those of a candidate that failed before the comparison, for example.
+        """
         self.deferred, self.deferrable = [], 0
 
     def wrong_deferred_call(self) -> str | None:
@@ -195,8 +198,9 @@ def round_departures(
     """Return how far the results of each call of a timed round depart from those of a baseline.
 
     `memory` and `baseline` are tensors of bytes that hold the results of the timed runner and of the baseline
-    in a round of `calls` calls on the same inputs. The result has one departure for each call, the largest
-    over its output tensors. A departure of at most 1 is within the limits that `departures` computes from the
+    in a round of `calls` calls on the same inputs. `reference` has the layout of the outputs. The result has
+    one departure for each call, the largest over its output tensors: a difference divided by the largest one
+    that is allowed. A departure of at most 1 is within the limits that `departures` computes from the
     baseline's output; `floors` multiplies these limits.
     """
     largest = torch.zeros(calls, dtype=torch.float64)
@@ -300,11 +304,12 @@ def _counted(number: torch.Tensor) -> torch.Tensor:
 
 
 def _special_departure(output: torch.Tensor, single: torch.Tensor, floors: float) -> torch.Tensor:
-    """Return the departure of one call's output if it or the baseline's output `single` is not all finite.
+    """Return the departure of one call's output if this or the baseline's output is not all finite.
 
-    Both tensors have one dimension. The result is a scalar: the departure of the elements that are finite in
-    both, with limits multiplied by `floors`, or n + 1 if that is larger, where n is the number of places at
-    which NaN or infinity differs.
+    A departure is a difference divided by the largest one that is allowed (`departures`). `output` and
+    `single`, the baseline's output, have one dimension. The result is a scalar: the departure of the elements
+    that are finite in both, with limits multiplied by `floors`, or n + 1 if that is larger, where n is the
+    number of places at which NaN or infinity differs.
     """
     different = torch.zeros((), dtype=torch.int64, device=single.device)
     scales, magnitudes, finite_count = [], list[tuple[torch.Tensor, torch.Tensor]](), 0

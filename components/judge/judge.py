@@ -164,9 +164,10 @@ class Judge:
     ) -> Verdict:
         """Return the verdict `correct` on the candidate `built`, on a task without workloads.
 
-        `other` is another candidate to compare with, or None. `compare_compile` and `report` are those of
-        `verdict`. `is_workload` is set if the task is one workload of several. Raises Rejected if a candidate
-        fails, and TaskError if the task's own source does.
+        `other` is another candidate to compare with, or None. `compare_compile` says when torch.compile is
+        measured too (True always, False if the candidate is faster than eager, None never), and `report` is
+        called with the name of each step. `is_workload` is set if the task is one workload of several. Raises
+        Rejected if a candidate fails, and TaskError if the task's own source does.
         """
         report("preparing inputs, reference outputs and baselines")
         with self.bench(task) as bench:

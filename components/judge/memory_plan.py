@@ -36,8 +36,8 @@ class MemoryBudget:
     """Memory that the judge of one device may use.
 
     `device_bytes` is the device memory that judging one task may take, or 0 if it is not limited, which is
-    the case on cpu unless `sandbox.device_bytes` is set. `runner_bytes` is the memory that one runner of the
-    task's source may allocate. `host_bytes` is the host memory that may be used.
+    the case on cpu unless `sandbox.device_bytes` is set. `runner_bytes` is the device memory that one runner
+    of the task's source (a sandboxed process) may allocate. `host_bytes` is the host memory that may be used.
     """
 
     device_bytes: int
@@ -81,9 +81,10 @@ class MemoryNeed:
 
 
 def memory_need(layout: TaskLayout, runner_bytes: int) -> MemoryNeed:
-    """Return the memory that judging a task with this layout takes.
+    """Return the estimated memory that judging a task with this layout takes.
 
-    `runner_bytes` is the memory that one runner of the task's source may allocate.
+    `runner_bytes` is the device memory that one runner of the task's source (a sandboxed process) may
+    allocate.
     """
     return _sharing_need(layout) if layout.placement.shares_buffers else _separate_need(layout, runner_bytes)
 

@@ -70,7 +70,11 @@ class ProcessPerRole:
         return self.factory.spawn(header, descriptors, seconds=seconds)
 
     def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
-        """Return memory for a timed runner of this role: its own, or the memory that the baselines share."""
+        """Return memory for a timed runner of this role: its own, or the memory that the baselines share.
+
+        A timed runner is a sandboxed process whose calls are timed. A candidate always gets memory of its
+        own.
+        """
         if role == "candidate" or not layout.placement.shares_buffers:
             return RunnerMemory.allocate(self.device, layout)
         self.shared = self.shared or RunnerMemory.allocate(self.device, layout)

@@ -61,12 +61,12 @@ class TaskData:
 class SourceRunner:
     """Runner of a task's own source that draws the inputs of timed calls, or computes float64 outputs.
 
-    It is started at the first use, and stopped whenever it does not work. Its memory has one call's inputs.
-    If `computes` is set, it can compute float64 outputs, and its memory also has a copy of the parameters and
-    the outputs. No other runner can access this memory. If the task's baselines share buffers
-    (`Placement.shares_buffers`) and `computes` is not set, the inputs are written to the task's last input
-    set, which no timed call needs if inputs are drawn. The methods may be called only while no runner of a
-    candidate computes.
+    A runner is a sandboxed process. It is started at the first use, and stopped whenever it does not work.
+    Its memory has one call's inputs. If `computes` is set, it can compute float64 outputs, and its memory
+    also has a copy of the parameters and the outputs. No other runner can access this memory. If the task's
+    baselines share buffers (`Placement.shares_buffers`) and `computes` is not set, the inputs are written to
+    the task's last input set, which no timed call needs if inputs are drawn. The methods may be called only
+    while no runner of a candidate computes.
     """
 
     def __init__(self, data: TaskData, *, computes: bool):

@@ -31,10 +31,9 @@ def make_reference(
 ) -> TaskReference:
     """Return the inputs, parameters and reference outputs that judging candidates of a task needs.
 
-    `code` is the task's source, `params` are the judge's settings, and `scheduler` reserves device memory.
-
-    If the task runs out of device memory, a second attempt first reserves all reservable device memory, so
-    that no other task uses any. If `makes_data` is false, only the layout of the data is determined. Raises
+    `code` is the task's source, `params` are the judge's settings, and `scheduler` reserves device memory. If
+    the task runs out of device memory, a second attempt first reserves all reservable device memory, so that
+    no other task uses any. If `makes_data` is false, only the layout of the data is determined. Raises
     TaskError if the task's source fails, and TaskTooLarge if judging the task takes more memory than there
     is.
     """
@@ -64,8 +63,8 @@ class TaskBench:
     ):
         """Make the reference data of the task with source `code`, and end the runner that makes them.
 
-        The runner is ended so that it does not exist while candidates run. Raises TaskError if the task's
-        source fails, or if its inputs do not depend on the random seed.
+        The runner, a sandboxed process, is ended so that it does not exist while candidates run. Raises
+        TaskError if the task's source fails, or if its inputs do not depend on the random seed.
         """
         self.scheduler = scheduler
         self.reference = make_reference(params, runner_factory, scheduler, code)

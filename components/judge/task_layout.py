@@ -84,7 +84,7 @@ TensorSpec = tuple[Shape, Dtype]
 
 
 class Description(FrozenModel):
-    """Description of a task that its own source sends from a runner; validated, as the source is untrusted.
+    """Description of a task that its own source, in a sandboxed process, has sent and that is validated.
 
     `init_inputs` are the arguments of the module's constructor. `inputs` and `scalars` both have one entry
     for each argument of a call. A tensor has its shape and dtype in `inputs` and None in `scalars`. Any other
@@ -182,8 +182,9 @@ class Placement:
 
     If `shares_buffers` is set, the baselines of a task have one buffer of inputs and one of outputs in
     common, no buffer has an additional input set for warm-up calls, buffers of parameters are in host memory,
-    and every timed runner returns its free memory to the device after its rounds. The candidate has buffers
-    of its own, because it could otherwise change what eager computes.
+    and every timed runner (a sandboxed process whose calls are timed) returns its free memory to the device
+    after its rounds. The candidate has buffers of its own, because it could otherwise change what eager
+    computes.
     """
 
     shares_buffers: bool = False
@@ -336,7 +337,7 @@ class TaskLayout:
 
 @dataclass
 class RunnerMemory:
-    """Memory of one timed runner, or of several that take turns.
+    """Memory of one timed runner (a sandboxed process whose calls are timed), or of several in turns.
 
     `buffers` has the shared buffers by name: parameters, inputs, and on cuda outputs. If the runner gets its
     inputs call by call (`TaskLayout.by_call`), there are also buffers for the inputs of the next call and for

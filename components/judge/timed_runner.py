@@ -110,7 +110,7 @@ class StagedInputs:
 
 
 class TimedRunner:
-    """Runner whose calls are timed: a candidate or a baseline."""
+    """Sandboxed process whose calls are timed: it runs a candidate or a baseline."""
 
     def __init__(
         self,

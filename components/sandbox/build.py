@@ -162,7 +162,8 @@ def compile_own(source: Path, target: Path, flags: Sequence[str]) -> None:
 def build_result_channel() -> Path:
     """Return the folder of the module compiled from result_channel.cpp, which every runner imports.
 
-    The module is compiled if the user's cache does not contain it. Raises InfrastructureError if that fails.
+    A runner (sandboxed process) on cpu sends its results with this module. The module is compiled if the
+    user's cache does not contain it. Raises InfrastructureError if that fails.
     """
     source = INSIDE_FOLDER / "result_channel.cpp"
     flags = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-shared"]

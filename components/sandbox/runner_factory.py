@@ -58,8 +58,8 @@ WARM_KINDS: tuple[ZygoteKind, ...] = ("plain", "compile")
 class Zygote:
     """A running zygote process and the socket `control`, on which the judge requests runners.
 
-    The zygote forks one runner for each message that it receives there: a RoleHeader with a Confinement
-    (inside/runner_protocol.py).
+    A zygote is a process that has loaded torch. It forks one runner for each message that it receives there:
+    a RoleHeader with a Confinement (inside/runner_protocol.py).
     """
 
     process: subprocess.Popen[bytes]
@@ -129,7 +129,10 @@ class RunnerFactory:
         self.pidfds: list[int] = []
 
     def prepare(self) -> None:
-        """Start the zygotes of the kinds `plain` and `compile` without waiting for their imports."""
+        """Start the zygotes of the kinds `plain` and `compile` without waiting for their imports.
+
+        A zygote is a process that runners are forked from. One of the kind `compile` loads torch.compile too.
+        """
         with self.lock:
             for kind in WARM_KINDS:
                 self._zygote(kind)

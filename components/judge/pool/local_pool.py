@@ -31,7 +31,7 @@ TASK_FAULTS = ("task", "too_large", "against")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Source files of one candidate.
+    """Source files of one candidate, an implementation of a task's module with its own kernels.
 
     `files` holds sorted pairs of workspace path (`model_new.py`, `kernels/…`) and text.
     """
@@ -123,9 +123,9 @@ def infrastructure_verdict(params: Params, error: InfrastructureError) -> Verdic
 def judge_with_retries(params: Params, judge: Callable[[], Verdict]) -> Verdict:
     """Return the first verdict of `judge` whose status is not `infrastructure`.
 
-    `judge` is called at most `sandbox.attempts` times. A verdict `infrastructure` is returned if another call
-    would not help (`TASK_FAULTS`), or if it is that of the last call. An InfrastructureError of `judge`
-    counts as such a verdict.
+    This status means that the judge or the task failed. `judge` is called at most `sandbox.attempts` times. A
+    verdict `infrastructure` is returned if another call would not help (`TASK_FAULTS`), or if it is that of
+    the last call. An InfrastructureError of `judge` counts as such a verdict.
     """
     with telemetry.judging() as status:
         for _ in range(params.sandbox.attempts):

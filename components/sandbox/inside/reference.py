@@ -265,7 +265,8 @@ class ReferenceModel:
         `optional` (whether the caller reports a failure of the task's source and goes on, in place of ending
         the process). To check whether a task depends on all of its inputs and parameters, the order may name
         one input (`other_input`, its position among all arguments) or one parameter (`other_parameter`) that
-        is drawn with another seed.
+        is drawn with another seed. Raises ValueError if a tensor's shape differs from that in shared memory,
+        and any error of the task's source.
         """
         if order["outputs"] or order["exact"]:
             self.load(order["parameters"], order.get("other_parameter"))

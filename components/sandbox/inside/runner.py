@@ -324,12 +324,13 @@ def compute_names(device: str) -> frozenset[str]:
 def block_operators(device: str) -> Callable[[], None]:
     """Make every compute operator raise ForbiddenOperator, except those that a constructor may call.
 
-    The exceptions are the operators of `constructor_mode.may_construct`. Also remove the functions ENGINES of
-    torch, which compute without operators. Return a function that blocks the exceptions too. Call this before
-    the candidate's code runs, and the returned function after the candidate's module is made. The returned
-    function does not look up names of this module, so a candidate that replaces them changes nothing. A
-    reference to each library object is leaked on purpose, because the original kernels would be restored if
-    the object were garbage collected.
+    Compute operators are all operators of torch but those that allocate, view or copy. The exceptions are the
+    operators of `constructor_mode.may_construct`. Also remove the functions ENGINES of torch, which compute
+    without operators. Return a function that blocks the exceptions too. Call this before the candidate's code
+    runs, and the returned function after the candidate's module is made. The returned function does not look
+    up names of this module, so a candidate that replaces them changes nothing. A reference to each library
+    object is leaked on purpose, because the original kernels would be restored if the object were garbage
+    collected.
     """
     keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
     library, partial, refuse = torch._C._dispatch_library, functools.partial, _refuse

@@ -136,8 +136,8 @@ class SharedTensors:
     ) -> list[torch.Tensor]:
         """Return the tensors of the region `name` for input set `index`, as views of the shared memory.
 
-        If `buffer` is given, their offsets and shapes are those of the region `name`, but the views lie in
-        the memory of the region `buffer`.
+        A region is a part of this memory such as `inputs` or `outputs`. If `buffer` is given, their offsets
+        and shapes are those of the region `name`, but the views lie in the memory of the region `buffer`.
         """
         region = self.layout[name]
         base = index * region["stride"]

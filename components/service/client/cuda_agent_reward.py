@@ -84,7 +84,6 @@ def verdict_on(task: str, files: dict[str, str]) -> dict[str, Any]:
     """Return the judge's verdict on a candidate, as a JSON object.
 
     Its keys are described in docs/environments.md, among them `status`, `milestone` (the reward) and `log`.
-
     `task` is the task_id or the source of a task, and `files` maps paths to texts. Raises JudgeFailed if
     there is no verdict.
     """
