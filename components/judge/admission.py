@@ -204,9 +204,9 @@ def _admission(reference: TaskReference, eager_seconds: tuple[float, float], *, 
 def _timed(reference: TaskReference, baseline: Baseline) -> tuple[list[float], bool]:
     """Time `ROUNDS` rounds of a baseline on the same inputs, and check whether their outputs are the same.
 
-    `reference` has the inputs of the task, and `baseline` is eager, the no-op or torch.compile. Returns the
-    seconds per call in each round, and whether the outputs of all rounds agree up to
-    `sandbox.absolute_tolerance`, a share of an output's largest absolute value. Raises TaskError if the
+    `reference` has the inputs of the task, and `baseline` is eager, torch.compile, or the no-op, which
+    computes nothing. Returns the seconds per call in each round, and whether the outputs of all rounds agree
+    up to `sandbox.absolute_tolerance`, a share of an output's largest absolute value. Raises TaskError if the
     baseline fails.
     """
     runner = start_baseline(reference, baseline, warm_up_seconds=reference.params.sandbox.run_seconds)
@@ -227,7 +227,7 @@ def _timed(reference: TaskReference, baseline: Baseline) -> tuple[list[float], b
 
 
 def _compile_evidence(reference: TaskReference, noop: list[float]) -> dict[str, Any]:
-    """Return the entries `compile_seconds`, `limit` and `headroom` of an admission's evidence.
+    """Return the figures `compile_seconds`, `limit` and `headroom` of an admission, by their names.
 
     `compile_seconds` is the median seconds per call under torch.compile, less those of the no-op, which
     computes nothing. `limit` has the lower bound of the seconds per call by the roofline model and the

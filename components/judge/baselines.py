@@ -86,7 +86,7 @@ class BaselineCache:
     """Timed runners of a task's baselines, each of which is started at its first use and then kept.
 
     A timed runner is a sandboxed process whose calls are timed, and a baseline is eager, torch.compile in
-    some mode, or the no-op.
+    some mode, or the no-op, which computes nothing.
     """
 
     def __init__(self, reference: TaskReference):
@@ -127,9 +127,9 @@ class BaselineCache:
 def start_baseline(reference: TaskReference, baseline: Baseline, *, warm_up_seconds: float) -> TimedRunner:
     """Start the timed runner of a baseline, warm it up, verify its outputs, and return it.
 
-    `reference` has the task's source, inputs and expected outputs. The no-op is neither warmed up nor
-    verified. The warm-up may take `warm_up_seconds` of wall time. Raises TaskError if the baseline fails or
-    an output is wrong.
+    `reference` has the task's source, inputs and expected outputs. The no-op, which computes nothing, is
+    neither warmed up nor verified. The warm-up may take `warm_up_seconds` of wall time. Raises TaskError if
+    the baseline fails or an output is wrong.
     """
     start = functools.partial(_start_baseline, reference, baseline, warm_up_seconds)
     if baseline.role == "compile":
@@ -140,11 +140,12 @@ def start_baseline(reference: TaskReference, baseline: Baseline, *, warm_up_seco
 def _start_baseline(
     reference: TaskReference, baseline: Baseline, warm_up_seconds: float, library: int | None
 ) -> TimedRunner:
-    """Start, warm up and verify the timed runner of a baseline; the no-op is only started.
+    """Start, warm up and verify the timed runner of a baseline.
 
-    The warm-up may take `warm_up_seconds`. For torch.compile, `library` is the descriptor of a file with the
-    artefacts of an earlier compilation, which is empty if there are none; for other baselines it is None.
-    Raises TaskError if the baseline fails or an output is wrong.
+    The no-op, which computes nothing, is only started. The warm-up may take `warm_up_seconds`. For
+    torch.compile, `library` is the descriptor of a file with the artefacts of an earlier compilation, which
+    is empty if there are none; for other baselines it is None. Raises TaskError if the baseline fails or an
+    output is wrong.
     """
     header: RoleHeader = {"role": baseline.role, "code": reference.code, "compile_mode": baseline.mode}
     try:

@@ -149,10 +149,11 @@ class InputBank:
         """Return descriptions of the inputs of the `calls` calls of timed round `number`, drawn at random.
 
         One call, at a random position, gets changed inputs if any change can be used (`usable`): an input
-        distribution other than `given` that depends on `number`, also if no correctness set has it. A
-        candidate that handles all distributions only during verification, which it can recognise by counting
-        its calls, is wrong in that call. If the round has a single call, this call has the distribution
-        `given` in some rounds. If `number` is None, all calls get inputs of the distribution `given`.
+        distribution other than `given` that depends on `number`, also if no correctness set (set with
+        reference outputs) has it. A candidate that handles all distributions only during verification, which
+        it can recognise by counting its calls, is wrong in that call. If the round has a single call, this
+        call has the distribution `given` in some rounds. If `number` is None, all calls get inputs of the
+        distribution `given`.
         """
         generator = random.Random(secrets.token_bytes(32))  # faster than a system call for each number
         mixes = [self._fresh(generator) for _ in range(calls)]

@@ -1,7 +1,8 @@
 """Structures of a task's inputs on which a kernel may rely, and the input distributions that keep them.
 
-A kernel may read half of a symmetric matrix, or search in sorted edges. Inputs with such a structure are
-therefore never mixed: every call gets inputs that the task's own `get_inputs` has drawn.
+An input distribution is a change of the inputs, such as `scaled`. A kernel may read half of a symmetric
+matrix, or search in sorted edges. Inputs with such a structure are therefore never mixed: every call gets
+inputs that the task's own `get_inputs` has drawn.
 """
 
 import math

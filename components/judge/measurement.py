@@ -75,8 +75,9 @@ def measure_candidate(
     eager and with `against` in the same rounds, and not with torch.compile, because memory is planned for at
     most `memory_plan.TIMED_RUNNERS` timed runners. `report` is called with the name of each step when it
     begins. On a GPU nothing else uses the device meanwhile. Returns the speed-ups, the median seconds per
-    call, and entries for the verdict's evidence. Raises Rejected if a candidate fails, TaskError if the
-    task's own source does, and InfrastructureError if a baseline fails otherwise.
+    call, and entries for the verdict's evidence (the record of what was measured). Raises Rejected if a
+    candidate fails, TaskError if the task's own source does, and InfrastructureError if a baseline fails
+    otherwise.
     """
     if against is not None:
         compare_compile = None
@@ -274,11 +275,11 @@ def _compare(
 
     The baselines are eager, the other candidate if `runners` has one, and torch.compile in the cases that
     `compare_compile` and `is_workload` determine (`measure_candidate`). `runners` has the running candidate,
-    eager, the no-op and, if there is one, the other candidate (`against`); torch.compile is added to it.
-    Times are in seconds per call. The evidence (a record of what was measured, for the verdict) has the times
-    of all rounds by runner, the least time of a call that the device allows (`limit.Limit`), what the inputs
-    were, and, if torch.compile was measured, its mode. Raises Rejected if an output is wrong or the times are
-    not possible.
+    eager, the no-op (whose time is subtracted from all others) and, if there is one, the other candidate
+    (`against`); torch.compile is added to it. Times are in seconds per call. The evidence (a record of what
+    was measured, for the verdict) has the times of all rounds by runner, the least time of a call that the
+    device allows (`limit.Limit`), what the inputs were, and, if torch.compile was measured, its mode. Raises
+    Rejected if an output is wrong or the times are not possible.
     """
     candidate, spread = runners["candidate"], params.sandbox.process_spread
     speedups, medians = dict[str, Ratio](), dict[str, float]()
@@ -356,7 +357,7 @@ def _checked_limit(bench: TaskBench, params: JudgeParams, medians: dict[str, flo
 def _compile_baseline(
     bench: TaskBench, candidate: TimedRunner, *, every_mode: bool
 ) -> tuple[TimedRunner, dict[str, Any]]:
-    """Return the timed runner of torch.compile, and the entries about its mode for a verdict's evidence.
+    """Return the timed runner of torch.compile, and the entries about its mode for the record in a verdict.
 
     The mode is the fastest one on the task if `every_mode` is set, and otherwise the default mode. The
     entries are `compile_mode`, `compile_cached` (whether nothing had to be compiled) and, if `every_mode` is
@@ -383,14 +384,14 @@ def timed_rounds(
 ) -> RawSeconds:
     """Measure all runners in alternating rounds, and return each runner's seconds per call in each round.
 
-    `runners` has the candidate, eager, the no-op and further baselines by name, and `baselines` has those
-    with which the candidate is compared. In each round all runners get the same new inputs (`staged`), and
-    their order rotates from one round to the next. If the baselines share their memory, the order is reversed
-    instead, so that the candidate and eager, whose outputs are compared, always follow each other. The first
-    round is left out, because a runner that has been stopped for a while is slow in it. There are
-    `sandbox.rounds` rounds at first. Their number is doubled, up to `sandbox.most_rounds`, until the
-    candidate's speed-up over each of `baselines` is precise enough (`statistics.wanted_rounds`) or the rounds
-    have taken the share `ROUNDS_SHARE` of `sandbox.run_seconds`.
+    `runners` has the candidate, eager, the no-op (which computes nothing) and further baselines by name, and
+    `baselines` has those with which the candidate is compared. In each round all runners get the same new
+    inputs (`staged`), and their order rotates from one round to the next. If the baselines share their
+    memory, the order is reversed instead, so that the candidate and eager, whose outputs are compared, always
+    follow each other. The first round is left out, because a runner that has been stopped for a while is slow
+    in it. There are `sandbox.rounds` rounds at first. Their number is doubled, up to `sandbox.most_rounds`,
+    until the candidate's speed-up over each of `baselines` is precise enough (`statistics.wanted_rounds`) or
+    the rounds have taken the share `ROUNDS_SHARE` of `sandbox.run_seconds`.
 
     Raises Rejected if an output of the candidate is found to be wrong (`Float64Check.wrong_call`), if the
     candidate changed its inputs, or if the other candidate of a comparison fails. Raises RunnerError if the

@@ -116,9 +116,10 @@ def _separate_need(layout: TaskLayout, runner_bytes: int) -> MemoryNeed:
 def _sharing_need(layout: TaskLayout) -> MemoryNeed:
     """Return the memory that judging a task takes with a layout in which the baselines share buffers.
 
-    Only one timed runner at a time has more memory than its context, its parameters and its buffers. A runner
-    of the task's source computes outputs only while no timed runner exists. When float64 outputs are computed
-    after the measurement, the buffers of the timed runners are freed too.
+    The layout is for tasks whose data do not fit otherwise. Only one timed runner at a time has more memory
+    than its context, its parameters and its buffers. A runner of the task's source computes outputs only
+    while no timed runner exists. When float64 outputs are computed after the measurement, the buffers of the
+    timed runners are freed too.
     """
     inputs, outputs, expected = layout.inputs.stride, layout.outputs.stride, layout.expected.stride
     parameters, peak = layout.parameters.stride, layout.description.peak_bytes

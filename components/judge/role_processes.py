@@ -53,8 +53,9 @@ class ProcessPerRole:
     """Factory of a separate process for every role of a task, and of the memory of timed runners.
 
     A role is what a process does, for example `reference`, `eager` or `candidate`. A candidate's memory is
-    separate, because it could otherwise change the memory that other runners read. The baselines of a task
-    use the memory `shared` in common if device memory is scarce (`Placement.shares_buffers`).
+    separate, because it could otherwise change the memory that other runners read. `factory` starts the
+    processes. The baselines of a task use the memory `shared` in common if device memory is scarce
+    (`Placement.shares_buffers`).
     """
 
     device: Device
@@ -101,8 +102,9 @@ class ProcessPerRole:
 class OneProcess:
     """Single process, with a single set of buffers, that takes all roles of a task one after another.
 
-    It is used only for admissions, which check and time a task and in which no candidate runs. One process
-    saves most of the time of an admission, because a CUDA context does not have to be created for each role.
+    `factory` starts it from a zygote of the kind `zygote`. It is used only for admissions, which check and
+    time a task and in which no candidate runs. One process saves most of the time of an admission, because a
+    CUDA context does not have to be created for each role.
     """
 
     device: Device

@@ -29,8 +29,9 @@ TOO_LONG = "longer in the timed rounds of one candidate than sandbox.run_seconds
 class TaskData:
     """A task's source and layout, and the buffers of its parameters and of all its input sets.
 
-    `processes` starts the processes of the task, and `construction_seed` is the seed under which runners
-    construct the model, or None if the constructor's parameters are overwritten.
+    `params` are the judge's settings, `processes` starts the processes of the task, and `construction_seed`
+    is the seed under which runners construct the model, or None if the constructor's parameters are
+    overwritten.
     """
 
     params: JudgeParams

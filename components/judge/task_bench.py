@@ -141,8 +141,9 @@ class BenchCache:
     def use(self, code_digest: str, make: Callable[[], TaskBench]) -> Iterator[TaskBench]:
         """Yield the bench of the task with the digest `code_digest`, and keep it open until the context ends.
 
-        If the cache has no bench for the task, `make` is called to make one. An error of `make` is raised and
-        not cached, because the machine may have caused it and the next call may succeed.
+        A bench has the reference data and running baselines of one task. If the cache has no bench for the
+        task, `make` is called to make one. An error of `make` is raised and not cached, because the machine
+        may have caused it and the next call may succeed.
         """
         with self.lock:
             self.users[code_digest] += 1
@@ -163,7 +164,7 @@ class BenchCache:
                 self._forget(code_digest)
 
     def _forget(self, code_digest: str) -> None:
-        """Drop the lock and the user count of a task if it has no bench and no call uses it.
+        """Drop the lock and the user count of a task whose bench is closed and that no call uses.
 
         The caller holds the lock of the cache.
         """
@@ -172,7 +173,10 @@ class BenchCache:
             self.task_locks.pop(code_digest, None)
 
     def close_unused(self) -> None:
-        """Close the least recently used bench that is not in use, if there is one."""
+        """Close the least recently used bench that is not in use, if there is one.
+
+        A bench has the reference data and running baselines of one task.
+        """
         with self.lock:
             unused = next((code_digest for code_digest in self.benches if self.users[code_digest] == 0), None)
             bench = None if unused is None else self.benches.pop(unused)

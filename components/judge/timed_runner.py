@@ -390,7 +390,7 @@ class TimedRunner:
         """Write inputs for a warm-up call into the last input set of the runner's memory.
 
         The inputs are valid but need not be secret: floating-point inputs are zeros, and other inputs are
-        those of the first correctness set.
+        those of the first correctness set (an input set with reference outputs).
         """
         original = self.reference.inputs.original(0)
         for index, tensor in enumerate(self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)):

@@ -158,9 +158,9 @@ class Verdict(FrozenModel):
     name computes: 1 for a correct candidate, 2 if it is faster than eager, 3 if it is faster than
     torch.compile too, and -1 if it is not correct.
 
-    `workloads` is empty unless the task names workloads (core/workloads.py). It then has the figures on each
-    of them, in their order, and `seconds` and `speedup` are geometric means over them. If the candidate
-    failed on a workload, `workloads` has only that one.
+    `workloads` is empty unless the task names workloads, which are calls of its `get_inputs`
+    (core/workloads.py). It then has the figures on each of them, in their order, and `seconds` and `speedup`
+    are geometric means over them. If the candidate failed on a workload, `workloads` has only that one.
     """
 
     status: Status
@@ -186,8 +186,8 @@ def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
 
     It is -1 for a candidate that is not correct, 1 for a correct one, 2 if it is also faster than eager, and
     3 if it is also faster than both eager and torch.compile. Faster means that the estimated speed-up is
-    above `MARGIN`, and that none on a workload of the task is below `WORKLOAD_MARGIN`. The field `milestone`
-    of the verdict is not read.
+    above `MARGIN`, and that none on a workload (a call of the task's `get_inputs`) is below
+    `WORKLOAD_MARGIN`. The field `milestone` of the verdict is not read.
     """
     if verdict.status != "correct":
         return -1

@@ -142,7 +142,8 @@ class RunnerFactory:
 
         `descriptors` are sent to the runner with the header, in the order that RoleHeader states. Raises
         RunnerError if the header is too long, InfrastructureError if the runner does not start, and UserError
-        if MAX_FAILED_STARTS successive zygotes of the kind have ended without starting any runner.
+        if MAX_FAILED_STARTS successive zygotes (processes that runners are forked from) of the kind have
+        ended without starting any runner.
         """
         kind = header.get("zygote") or ("compile" if header["role"] == "compile" else "plain")
         message = {**header, **self._confinement(header["role"], kind)}
@@ -181,7 +182,7 @@ class RunnerFactory:
     def close(self) -> None:
         """End all zygotes and runners and wait until they have ended, so that their GPU memory is free.
 
-        The wait for the runners ends after EXIT_SECONDS.
+        Runners are forked from zygotes. The wait for the runners ends after EXIT_SECONDS.
         """
         with self.lock:
             for zygote in self.zygotes.values():
@@ -224,7 +225,10 @@ class RunnerFactory:
         }
 
     def _zygote(self, kind: ZygoteKind) -> Zygote:
-        """Return the zygote of this kind, after starting it if none is running; the caller holds the lock."""
+        """Return the zygote of this kind, after starting it if none is running; the caller holds the lock.
+
+        A zygote is a process that runners are forked from.
+        """
         zygote = self.zygotes.get(kind)
         if zygote is None or zygote.process.poll() is not None:
             zygote = self.zygotes[kind] = self.starter.submit(self._start, kind).result()
@@ -285,9 +289,9 @@ class RunnerFactory:
     def _start_error(self, kind: ZygoteKind, zygote: Zygote, reason: str) -> Exception:
         """Return the exception to raise for a zygote that did not start a runner; the caller holds the lock.
 
-        `reason` says what happened. The exception is InfrastructureError, after which the caller may try
-        again, or UserError if MAX_FAILED_STARTS successive zygotes of this kind have ended without starting
-        any runner.
+        A zygote is a process that runners are forked from, and `reason` says what happened. The exception is
+        InfrastructureError, after which the caller may try again, or UserError if MAX_FAILED_STARTS
+        successive zygotes of this kind have ended without starting any runner.
         """
         log = self.folder / f"{kind}.log"
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -316,7 +320,7 @@ class RunnerFactory:
 
 
 def _receive_pid(connection: socket.socket) -> int | None:
-    """Return the PID of a new runner, or None if its zygote has failed.
+    """Return the PID of a new runner, or None if its zygote (the process that forks it) has failed.
 
     The PID is reliable, because the kernel adds it to the runner's message (SCM_CREDENTIALS). Raises
     InfrastructureError if no message comes in START_SECONDS.

@@ -328,7 +328,7 @@ class JobService:
         return min(jobs, key=lambda job: (self.served.get(job.token, 0), job.seq), default=None)
 
     def _judge(self, job: StoredJob) -> tuple[State, str, int]:
-        """Judge one job, write its result to the journal, and return its state, error and HTTP status.
+        """Judge one job, store its result, and return its state, error and HTTP status.
 
         The result is `("done", "", 200)`, or `("failed", text, status)` with the status 422 if the task's
         source is the cause and 503 if the judge is. Raises UserError if the settings of the request cannot be

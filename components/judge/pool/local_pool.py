@@ -1,8 +1,9 @@
 """Pool of judges, which accepts jobs and returns verdicts.
 
-Each verdict is written to a journal before it is returned. Its key is made of task, candidate, epoch (the
-caller's name for one set of judgements) and protocol (a digest of the judge's settings). A stage that was
-killed and runs again therefore gets the same verdicts (docs/design/caching-and-resume.md).
+Each verdict is written to a journal, a folder of results, before it is returned. Its key is made of task,
+candidate, epoch (the caller's name for one set of judgements) and protocol (a digest of the judge's
+settings). A stage that was killed and runs again therefore gets the same verdicts
+(docs/design/caching-and-resume.md).
 """
 
 import threading
@@ -60,7 +61,8 @@ class Job:
     """Request to judge one candidate on one task.
 
     `epoch` is the caller's name for a set of judgements, for example `step-12` for one update of the policy.
-    Jobs with the same task, candidate and epoch share one measurement and one journal entry.
+    Jobs with the same task, candidate and epoch share one measurement and one entry in the journal, the
+    folder of stored results.
 
     `compare_compile` determines when a correct candidate is also compared with torch.compile: True always,
     with the fastest mode of torch.compile on the task; False only if the candidate is faster than eager, with
@@ -102,7 +104,7 @@ def admission_key(
 
 
 def journal_path(verdicts: Path, key: str) -> Path:
-    """Return the path of the entry for `key` in the journal's folder `verdicts`."""
+    """Return the path of the entry for `key` in the journal, the folder `verdicts` of stored results."""
     return verdicts / key[:2] / f"{key}.json"
 
 
@@ -206,7 +208,7 @@ class LocalPool:
     def judge(self) -> Backend:
         """Backend that judges for this pool, which is started at the first access and then kept.
 
-        The pool accesses it for the first job whose result is not in the journal, or in `prepare`.
+        The pool accesses it for the first job whose result is not stored, or in `prepare`.
         """
         with self.lock:
             if self._judge is None:
@@ -217,8 +219,8 @@ class LocalPool:
         """Return the judges on a Ray cluster, a client of the running service, or a new judge.
 
         The cluster is used if `pool.judges` is not 0, and the service if `use_service` is set and one runs.
-        The modules of these classes are imported in this method, because a run whose results are all in the
-        journal needs neither torch nor a client.
+        The modules of these classes are imported in this method, because a run whose results are all stored
+        needs neither torch nor a client.
         """
         if self.params.pool.judges:
             from components.judge.pool.ray_pool import RayBackend
@@ -240,8 +242,8 @@ class LocalPool:
     def submit(self, job: Job) -> Future[Verdict]:
         """Return a future of the verdict, which is read from the journal or measured.
 
-        If the judge itself fails repeatedly, the verdict has the status `infrastructure`, which is not
-        written to the journal.
+        The journal is the folder of stored results. If the judge itself fails repeatedly, the verdict has the
+        status `infrastructure`, which is not written to the journal.
         """
         key = verdict_key(self.protocol, job)
 
@@ -254,25 +256,25 @@ class LocalPool:
         return self._measure_once(key, measure, Verdict.model_validate)
 
     def ask(self, job: Job) -> Verdict:
-        """Return the judge's verdict on a job whose verdict is not in the journal."""
+        """Return the judge's verdict on a job for which no verdict is stored."""
         return self.judge.verdict(job.task, dict(job.candidate.files), compare_compile=job.compare_compile)
 
     def check(self, code: str) -> Future[Admission]:
         """Return a future that says whether candidates of the task with source `code` can be judged here.
 
         The task's source runs in a sandboxed process that only describes the task, and nothing is measured.
-        The reason of a refusal is `too_large`, `does_not_run` or `infrastructure`. Refusals are not written
-        to the journal, because the memory of the machine may suffice the next time.
+        The reason of a refusal is `too_large`, `does_not_run` or `infrastructure`. Refusals are not stored,
+        because the memory of the machine may suffice the next time.
         """
         return self.admit(code, memory_only=True)
 
     def admit(self, code: str, *, headroom: bool = False, memory_only: bool = False) -> Future[Admission]:
         """Return a future of the admission of the task with source `code`.
 
-        The result is read from the journal or measured. With `headroom`, the task must compile and leave
-        device memory for other tasks, and its time under torch.compile is measured too. With `memory_only`,
-        nothing is measured (`check`), and a refusal is not written to the journal. A result with the reason
-        `infrastructure` is not written either.
+        The result is read from the journal (the folder of stored results) or measured. With `headroom`, the
+        task must compile and leave device memory for other tasks, and its time under torch.compile is
+        measured too. With `memory_only`, nothing is measured (`check`), and a refusal is not written to the
+        journal. A result with the reason `infrastructure` is not written either.
         """
         window = self.params.data.eager_seconds
         key = admission_key(self.protocol, window, code, headroom=headroom, memory_only=memory_only)
@@ -291,9 +293,9 @@ class LocalPool:
     def _measure_once(self, key: str, measure: Callable[[], T], read: Callable[[Any], T]) -> Future[T]:
         """Return a future of the result for `key`, and submit `measure` only if it is needed.
 
-        `key` is the result's key in the journal. If `measure` has been submitted for `key` and has not ended,
-        its future is returned. If the journal has an entry for `key`, the future is already done, and its
-        result is the entry as converted by `read`.
+        `key` is the result's key in the journal, the folder of stored results. If `measure` has been
+        submitted for `key` and has not ended, its future is returned. If the journal has an entry for `key`,
+        the future is already done, and its result is the entry as converted by `read`.
         """
         path = journal_path(self.verdicts, key)
         with self.lock:

@@ -39,7 +39,7 @@ class Extension(TypedDict):
 class BuiltExtension(TypedDict):
     """A built extension, and the place of its library in the file that holds all libraries of a candidate.
 
-    `digest` is its `extension_digest`; `offset` and `size` are in bytes.
+    `digest` is that of its sources and compiler flags (`extension_digest`); `offset` and `size` are in bytes.
     """
 
     digest: str

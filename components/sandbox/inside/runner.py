@@ -216,12 +216,13 @@ def make_references(
 def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors, library: int) -> None:
     """Load the candidate, baseline or no-op, and execute the judge's orders (runner_protocol.py).
 
-    `header` is the message that names the role and has what it needs, and `shared` the memory with
-    parameters, inputs and outputs. The orders `time` and `check` make one call for each of their input sets,
-    and `warm` makes one call. `library` is the descriptor of a file: for a candidate its compiled library,
-    which recorded results of its constructor may follow (constructor_mode.py), for the role `compile` an
-    archive (inductor.py), and otherwise an empty file. Raises WrongForm, ForbiddenOperator or UnknownResult
-    if the candidate breaks a rule, and any other error of the loaded code.
+    The no-op computes nothing. `header` is the message that names the role and has what it needs, and
+    `shared` the memory with parameters, inputs and outputs. The orders `time` and `check` make one call for
+    each of their input sets, and `warm` makes one call. `library` is the descriptor of a file: for a
+    candidate its compiled library, which recorded results of its constructor may follow
+    (constructor_mode.py), for the role `compile` an archive (inductor.py), and otherwise an empty file.
+    Raises WrongForm, ForbiddenOperator or UnknownResult if the candidate breaks a rule, and any other error
+    of the loaded code.
     """
     refuse_construction, artefacts = None, None
     if header["role"] == "candidate":

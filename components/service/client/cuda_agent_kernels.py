@@ -86,8 +86,8 @@ class KernelTask(vf.Task[vf.TaskData, KernelState]):
     async def finalize(self, trace: vf.Trace) -> None:
         """Have the rollout's files judged, and store status and milestone in the rollout's state.
 
-        A rollout without files keeps the milestone -1. Raises JudgeFailed if there is no verdict, so that the
-        rollout has an error and no reward.
+        The milestone is the reward, -1, 1, 2 or 3. A rollout without files keeps the milestone -1. Raises
+        JudgeFailed if there is no verdict, so that the rollout has an error and no reward.
         """
         if trace.state.files:
             verdict = await asyncio.to_thread(verdict_on, self.data.id, trace.state.files)
