@@ -203,14 +203,14 @@ class InputBank:
                 piece.copy_(change(piece))
 
     def _is_doubled(self, base: int, flat: torch.Tensor) -> bool:
-        """Return whether an input of set `base` with the size of `flat` is stored twice in a row."""
+        """Return whether an input of the set with the index `base` and the size of `flat` is stored twice."""
         is_timed = base >= len(self.distributions)
         return self.may_double and is_timed and not self.draws and flat.nbytes <= MAX_DOUBLED_BYTES
 
     def _rotated(self, base: int, index: int, shift: int, start: int, end: int) -> torch.Tensor:
-        """Return elements `start` to `end` of an input, flattened and rotated by `shift` elements.
+        """Return elements `start` to `end` of input `index` of set `base`, flattened and rotated.
 
-        The input is number `index` of set `base`.
+        The rotation begins with the element at `shift`.
         """
         if (base, index) not in self.flattened:
             flat = self.sets[base][index].view(-1)

@@ -130,8 +130,8 @@ class SourceRunner:
     def _request(self, order: dict[str, Any]) -> bytes:
         """Have the runner carry out an order, such as `{"op": "exact"}`, and return its answer.
 
-        The answer is empty, or the text of an error of the task's source. Raises TaskError and
-        InfrastructureError as `_working` does.
+        The answer is empty, or the text of an error of the task's source. Raises TaskError if the runner
+        takes too long, and InfrastructureError if it fails otherwise.
         """
         with self._working() as runner:
             if self.data.params.device == "cuda":

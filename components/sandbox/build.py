@@ -395,7 +395,8 @@ class Builder:
         (`_build_folder`), in whose subfolder `out` the file is written. The compiler and nm run in the same
         sandbox, because starting a sandbox takes as long as a small compilation. Without isolation, both run
         outside a sandbox. The stderr of the returned process has the compiler's output. Raises
-        InfrastructureError if nm fails, and subprocess.TimeoutExpired after sandbox.build_seconds.
+        InfrastructureError if the compiler succeeds but nm lists no symbols, and subprocess.TimeoutExpired
+        after sandbox.build_seconds.
         """
         output = "/out/library.so" if self.is_isolated else f"{folder}/out/library.so"
         file = shlex.quote(output)

@@ -62,9 +62,10 @@ T = TypeVar("T")
 class JobService:
     """Service that accepts jobs, queues them, has them judged, and reports their states and results.
 
-    `folder` has the queue and, in `verdicts`, the journal. `tasks` are the tasks that callers may name.
-    `workers` is the number of threads that judge, by default sandbox.build_workers; if it is 0, jobs are
-    accepted and stay queued. `capacity` is the largest number of jobs that may be queued or running.
+    `folder` has the queue and, in `verdicts`, the journal with a file for each result. `tasks` are the tasks
+    that callers may name. `workers` is the number of threads that judge, by default sandbox.build_workers; if
+    it is 0, jobs are accepted and stay queued. `capacity` is the largest number of jobs of all callers that
+    may be queued or running.
     """
 
     def __init__(

@@ -191,7 +191,7 @@ def _result(reference: Any) -> Any:
     """Wait for the result of a call of an actor's method, and return it.
 
     Raises InfrastructureError if the actor died. An InfrastructureError or UserError that the method raised
-    is raised unchanged.
+    is raised unchanged, and any other error of the method as RayTaskError.
     """
     try:
         return ray.get(reference)

@@ -135,8 +135,8 @@ def file_extension(
 def _replace_functions(load: Callable[[Extension, bool], Any]) -> None:
     """Replace torch.utils.cpp_extension by a module whose functions `load_inline` and `load` build nothing.
 
-    They call the argument `load` with the extension that their caller describes and with whether it is a
-    module of Python, and return its result.
+    Both call the function that is given here as `load`, with the extension that their caller describes and
+    with whether this is a module of Python, and return its result.
     """
     import torch.utils
 
