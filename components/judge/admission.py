@@ -1,7 +1,7 @@
-"""Admission of a task: a check that the judge would find wrong answers wrong, and a measurement of its speed.
+"""Admission of a task: a check that the judge would find wrong answers wrong, and a timing of the task.
 
 Most of an admission is preparation, which several threads can do at once for different tasks. Only timed
-rounds need exclusive access to the device.
+rounds (series of timed calls) need exclusive access to the device.
 """
 
 import contextlib
@@ -50,7 +50,11 @@ UNTOUCHED: dict[str, Any] = {"parameters": None}
 
 
 def named_workloads(code: str) -> list[Workload]:
-    """Return the workloads of the task with source `code`; raise TaskError if they are faulty."""
+    """Return the workloads of the task with source `code`: the calls of `get_inputs` on which it is judged.
+
+    A task that names no workloads has one, whose `call` is "" and whose `code` is the source itself. Raises
+    TaskError if the source names workloads in a form that is not valid.
+    """
     try:
         return workloads_of(code, "task")
     except UserError as error:
@@ -58,11 +62,15 @@ def named_workloads(code: str) -> list[Workload]:
 
 
 def admit_workloads(code: str, admit_one: Callable[[str], Admission]) -> Admission:
-    """Return the admission of a task, which names workloads or not.
+    """Return the admission of the task with source `code`, made of the admissions of its workloads.
 
-    `admit_one` admits the source of one workload. The first refusal is returned, and its detail names the
-    workload. For an admitted task, the evidence has the parameters, geometric means of the measured figures,
-    the shapes of the first workload, and under `workloads` the call and the shapes of each workload.
+    A workload is one call of the task's `get_inputs`, and `admit_one` returns the admission of a source with
+    only this call. A task that names no workloads gets the admission of its own source. A list of workloads
+    that is not valid is refused with the reason `does_not_run`. Otherwise the first refusal is returned, and
+    its detail names the workload. If all workloads are admitted, the evidence (the measured figures) has the
+    names of the parameters, the geometric mean of each figure in `MEANS`, the shapes of the first workload,
+    and under `workloads` the call and the shapes of each workload. It is empty if `admit_one` returns no
+    figures.
     """
     try:
         workloads = named_workloads(code)
@@ -99,14 +107,15 @@ def admit(
 ) -> Admission:
     """Return whether the task with source `code` can be judged, with the figures that were measured.
 
-    A single sandboxed process makes the reference data and runs the baselines (`OneProcess`), because no
-    candidate runs in an admission. `eager_seconds` has the smallest and the largest time that one eager call
-    may take. `headroom` is set for a task of a data set. Such a task must compile and must leave device
-    memory for other tasks, and its time under torch.compile is measured too. If the task is refused, the
-    reason of the result is a code such as `eager_time`, `not_deterministic` or `does_not_compile`. On a GPU a
-    task that runs out of memory is tried a second time, with as much memory reserved as its process may have
-    at most. This is `RUNNER_SHARE` of the memory if `headroom` is set, and all memory if it is not set, as
-    for a user's module.
+    A single sandboxed process, which `runner_factory` starts, makes the reference data and runs the baselines
+    (eager, the no-op and torch.compile), because no candidate runs in an admission. `scheduler` gives access
+    to the device and its memory, and `params` are the judge's settings. `eager_seconds` has the smallest and
+    the largest time in seconds that one eager call may take. `headroom` is set for a task of a data set. Such
+    a task must compile and must leave device memory for other tasks, and its time under torch.compile is
+    measured too. A faulty task is refused and raises nothing; the reason of the result is then a code such as
+    `eager_time`, `not_deterministic` or `does_not_compile`. On a GPU a task that runs out of memory is tried
+    a second time, with as much memory reserved as its process may have at most. This is `RUNNER_SHARE` of the
+    memory if `headroom` is set, and all memory if it is not set, as for a user's module.
     """
     try:
         check_contract(code, "task")
@@ -195,8 +204,10 @@ def _admission(reference: TaskReference, eager_seconds: tuple[float, float], *, 
 def _timed(reference: TaskReference, baseline: Baseline) -> tuple[list[float], bool]:
     """Time `ROUNDS` rounds of a baseline on the same inputs, and check whether their outputs are the same.
 
-    Returns the seconds per call in each round, and whether the outputs of all rounds agree up to the absolute
-    tolerance.
+    `reference` has the inputs of the task, and `baseline` is eager, torch.compile, or the no-op, which
+    computes nothing. Returns the seconds per call in each round, and whether the outputs of all rounds agree
+    up to `sandbox.absolute_tolerance`, a share of an output's largest absolute value. Raises TaskError if the
+    baseline fails.
     """
     runner = start_baseline(reference, baseline, warm_up_seconds=reference.params.sandbox.run_seconds)
     seconds, is_deterministic, first = [], True, None
@@ -216,12 +227,13 @@ def _timed(reference: TaskReference, baseline: Baseline) -> tuple[list[float], b
 
 
 def _compile_evidence(reference: TaskReference, noop: list[float]) -> dict[str, Any]:
-    """Return the entries `compile_seconds`, `limit` and `headroom` of an admission's evidence.
+    """Return the figures `compile_seconds`, `limit` and `headroom` of an admission, by their names.
 
-    `compile_seconds` is the median seconds per call under torch.compile, less the no-op's. `limit` has the
-    lower bound of the seconds per call by the roofline model and the figures from which it follows
-    (`limit.Limit`). `headroom` is `compile_seconds` divided by this lower bound. It can be below 1 if the
-    task's operands have a structure that saves work. `noop` has the no-op's seconds per call in each round.
+    `compile_seconds` is the median seconds per call under torch.compile, less those of the no-op, which
+    computes nothing. `limit` has the lower bound of the seconds per call by the roofline model and the
+    figures from which it follows (`limit.Limit`). `headroom` is `compile_seconds` divided by this lower
+    bound. It can be below 1 if the task's operands have a structure that saves work. `noop` has the no-op's
+    seconds per call in each round. Raises TaskError if torch.compile fails.
     """
     with reference.scheduler.measuring():
         limit = limit_of(reference.layout, reference.params.device, reference.params.precision)
@@ -239,9 +251,9 @@ def _sensitivity(reference: TaskReference) -> tuple[str | None, float]:
 
     Three kinds of change must each make the output wrong: drawing one input again, drawing one parameter
     again, and using the initial values of all parameters. The first change that does not is returned as a
-    reason, for example `input_0_does_not_matter`; otherwise None is returned. The variation (`_spread`) is
-    measured with the judge's parameters and with the initial parameters, and the smaller figure is returned.
-    It is 0 if there is a reason.
+    reason, for example `input_0_does_not_matter`; otherwise None is returned. The variation is the largest
+    relative standard deviation of an output tensor. It is measured with parameters that the judge has drawn
+    and with the initial ones, and the smaller figure is returned. It is 0 if there is a reason.
     """
     description = reference.layout.description
     changes: list[tuple[str, dict[str, Any]]] = [
@@ -269,7 +281,7 @@ def _sensitivity(reference: TaskReference) -> tuple[str | None, float]:
 
 
 def _passes(outputs: list[torch.Tensor], references: list[ReferenceOutput]) -> bool:
-    """Return whether all outputs of one call are correct."""
+    """Return whether all outputs of one call are correct, as `ReferenceOutput.mismatch` decides."""
     return all(
         reference.mismatch(output) is None for output, reference in zip(outputs, references, strict=True)
     )
@@ -278,7 +290,8 @@ def _passes(outputs: list[torch.Tensor], references: list[ReferenceOutput]) -> b
 def _spread(outputs: list[torch.Tensor]) -> float:
     """Return the largest relative standard deviation of a tensor in `outputs`, the outputs of one call.
 
-    It is the standard deviation over the tensor's elements, divided by their mean absolute value.
+    It is the standard deviation over the tensor's elements, divided by their mean absolute value, and 0 if no
+    tensor is of a floating-point type.
     """
     floats = [t.float() for t in outputs if t.dtype.is_floating_point]
     return max((float(t.std(correction=0) / t.abs().mean().clamp(min=TINY)) for t in floats), default=0.0)
@@ -291,8 +304,10 @@ def _does_not_run(error: Exception) -> Admission:
 def find_trivial_answer(reference: TaskReference) -> str | None:
     """Return the reason why a trivial answer would be correct on this task, or None if all of them are wrong.
 
-    Trivial answers are for example zeros, the mean of the output, and the output for another seed. A reason
-    is also returned if the task has no floating-point output, or if an output is not finite.
+    Trivial answers are for example zeros (`zeros_pass`), the mean of the output (`mean_passes`), and the
+    output for another seed (`seeds_agree`). A reason is also returned if the task has no floating-point
+    output (`no_float_output`), or if an output is not finite (`not_finite`). `reference` has the task's
+    inputs and outputs for at least two seeds.
     """
     single, exact = reference.correctness_outputs(0)
     expected = reference.prepared(single, exact)

@@ -43,7 +43,7 @@ DIFFERS = (
 
 @dataclass(frozen=True)
 class Baseline:
-    """A computation that is measured beside a candidate, or to choose the mode of torch.compile.
+    """A computation of a task that is timed beside a candidate's, or to choose the mode of torch.compile.
 
     `role` says whether it is the task's module in eager mode, the module under torch.compile in the mode
     `mode`, or the no-op. The no-op computes nothing, and its time is subtracted from all other times.
@@ -83,7 +83,11 @@ SHARING_MODES: dict[Device, tuple[Baseline, ...]] = {
 
 
 class BaselineCache:
-    """Timed runners of a task's baselines, each of which is started at its first use and then kept."""
+    """Timed runners of a task's baselines, each of which is started at its first use and then kept.
+
+    A timed runner is a sandboxed process whose calls are timed, and a baseline is eager, torch.compile in
+    some mode, or the no-op, which computes nothing.
+    """
 
     def __init__(self, reference: TaskReference):
         self.reference = reference
@@ -97,7 +101,7 @@ class BaselineCache:
     def get(self, baseline: Baseline) -> TimedRunner:
         """Return the runner of `baseline`, after starting it if it does not run yet.
 
-        Raises TaskError if the baseline fails or an output is wrong.
+        Raises TaskError if the baseline fails or one of its outputs is wrong.
         """
         with self.lock:
             if baseline not in self.runners:
@@ -106,7 +110,7 @@ class BaselineCache:
             return self.runners[baseline]
 
     def drop(self, baseline: Baseline) -> None:
-        """End the runner of `baseline`; its next use starts another runner."""
+        """End the runner of `baseline`, if there is one; its next use starts another runner."""
         if baseline in self.runners:
             self.runners.pop(baseline).close()
 
@@ -123,7 +127,8 @@ class BaselineCache:
 def start_baseline(reference: TaskReference, baseline: Baseline, *, warm_up_seconds: float) -> TimedRunner:
     """Start the timed runner of a baseline, warm it up, verify its outputs, and return it.
 
-    The no-op is neither warmed up nor verified. The warm-up may take `warm_up_seconds`. Raises TaskError if
+    `reference` has the task's source, inputs and expected outputs. The no-op, which computes nothing, is
+    neither warmed up nor verified. The warm-up may take `warm_up_seconds` of wall time. Raises TaskError if
     the baseline fails or an output is wrong.
     """
     start = functools.partial(_start_baseline, reference, baseline, warm_up_seconds)
@@ -135,11 +140,12 @@ def start_baseline(reference: TaskReference, baseline: Baseline, *, warm_up_seco
 def _start_baseline(
     reference: TaskReference, baseline: Baseline, warm_up_seconds: float, library: int | None
 ) -> TimedRunner:
-    """Start, warm up and verify the timed runner of a baseline; the no-op is only started.
+    """Start, warm up and verify the timed runner of a baseline.
 
-    The warm-up may take `warm_up_seconds`. `library` is the descriptor of a file with the artefacts of an
-    earlier compilation by torch.compile, which is empty if there are none, or None for other baselines.
-    Raises TaskError if the baseline fails or an output is wrong.
+    The no-op, which computes nothing, is only started. The warm-up may take `warm_up_seconds`. For
+    torch.compile, `library` is the descriptor of a file with the artefacts of an earlier compilation, which
+    is empty if there are none; for other baselines it is None. Raises TaskError if the baseline fails or an
+    output is wrong.
     """
     header: RoleHeader = {"role": baseline.role, "code": reference.code, "compile_mode": baseline.mode}
     try:
@@ -161,7 +167,7 @@ def _start_baseline(
 
 
 def compile_modes(reference: TaskReference) -> tuple[Baseline, ...]:
-    """Return the baselines of the torch.compile modes that are compared on a task."""
+    """Return the baselines of the torch.compile modes that are compared on the task of `reference`."""
     layout = reference.layout
     return (SHARING_MODES if layout.placement.shares_buffers else COMPILE_MODES)[layout.device]
 
@@ -169,9 +175,10 @@ def compile_modes(reference: TaskReference) -> tuple[Baseline, ...]:
 def start_early(baselines: BaselineCache, *, every_mode: bool) -> None:
     """Start torch.compile before a candidate is compared with it: every mode, or the default mode only.
 
-    If `every_mode` is set, the modes are those of `start_modes`. If a start fails, the error is ignored, and
-    no further early start is tried for the task. Such an error occurs again when a candidate is compared with
-    torch.compile, and candidates that are not compared with it are not affected.
+    If `every_mode` is set, only the fastest mode is started if it is known from an earlier comparison. If a
+    start fails, the error is ignored, and no further early start is tried for the task. Such an error occurs
+    again when a candidate is compared with torch.compile. Candidates that are not compared with torch.compile
+    are not affected.
     """
     if baselines.failed_early:
         return
@@ -185,8 +192,8 @@ def start_modes(baselines: BaselineCache) -> None:
     """Start the torch.compile baselines that `fastest_mode` needs and that can start beside other work.
 
     These are the baseline of the fastest mode if the modes of this task were compared before, and otherwise
-    those of every mode. A mode that times kernels while it compiles can start beside other work if the cache
-    has what it compiles.
+    those of every mode. A mode that times kernels while it compiles can start beside other work only if the
+    compile cache has what it compiles. Raises TaskError if the default mode fails.
     """
     modes = compile_modes(baselines.reference)
     _load_seconds(baselines, modes)
@@ -207,9 +214,9 @@ def fastest_mode(baselines: BaselineCache) -> tuple[TimedRunner, Baseline, dict[
     """Return the runner of a task's fastest torch.compile mode, the mode, and the seconds per call by mode.
 
     Modes are represented by their `Baseline`. The seconds are those of an earlier comparison on this device
-    if the cache has them, and are measured otherwise. The dictionary is empty on a device with one mode. The
-    calling thread must have exclusive access to the device. A mode that fails on the task is left out. If the
-    default mode fails, TaskError or InfrastructureError is raised.
+    if the compile cache has them, and are measured otherwise. The dictionary is empty on a device with one
+    mode. The calling thread must have exclusive access to the device. A mode that fails on the task is left
+    out. If the default mode fails, TaskError or InfrastructureError is raised.
     """
     modes = compile_modes(baselines.reference)
     if len(modes) == 1:
@@ -233,7 +240,10 @@ def fastest_mode(baselines: BaselineCache) -> tuple[TimedRunner, Baseline, dict[
 
 
 def _load_seconds(baselines: BaselineCache, modes: Sequence[Baseline]) -> None:
-    """Fill `baselines.mode_seconds` from the compile cache, if it is empty and there are several modes."""
+    """Fill `baselines.mode_seconds` (seconds per call by mode) from the compile cache.
+
+    Nothing is done if it is filled already or if `modes` has only one entry.
+    """
     if len(modes) > 1 and not baselines.mode_seconds:
         known = load_mode_seconds(baselines.reference, [mode.mode for mode in modes])
         baselines.mode_seconds.update({mode: known[mode.mode] for mode in modes if mode.mode in known})
@@ -242,7 +252,8 @@ def _load_seconds(baselines: BaselineCache, modes: Sequence[Baseline]) -> None:
 def start_available(baselines: BaselineCache, wanted: Sequence[Baseline]) -> list[Baseline]:
     """Start the runner of each baseline, and return the baselines whose runners work on the task.
 
-    Raises TaskError if a baseline that is not optional fails.
+    Raises TaskError if a baseline fails that is not optional. Only other modes of torch.compile than the
+    default are optional.
     """
     available = []
     for baseline in wanted:
@@ -259,9 +270,10 @@ def baseline_seconds(baselines: BaselineCache, wanted: Sequence[Baseline]) -> di
     """Return the median seconds per call of each baseline that works on the task.
 
     The median seconds of the no-op, a runner that computes nothing, are subtracted. The baselines are
-    measured in alternating rounds. The first round is not included, and more rounds are made as long as a
-    median is uncertain (`statistics.precise_rounds`). If a baseline that is not optional fails, TaskError or
-    InfrastructureError is raised.
+    measured in alternating rounds of several calls each. The first round is not included, and more rounds are
+    made as long as a median is uncertain (`statistics.precise_rounds`). Raises TaskError or
+    InfrastructureError if a baseline fails that is not optional (`Baseline.is_optional`); others that fail
+    are left out.
     """
     reference = baselines.reference
     sandbox, calls, number = reference.params.sandbox, reference.layout.calls, 0

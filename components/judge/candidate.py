@@ -61,7 +61,12 @@ FLAGS = ("cflags", "cuda_cflags", "ldflags")
 
 
 class CheckedExtension(FrozenModel):
-    """Extension whose names, texts and sizes are checked, because they come from an untrusted candidate."""
+    """Extension whose names, texts and sizes are checked, because they come from an untrusted candidate.
+
+    An extension is a C++ or CUDA module that a candidate requests from torch.utils.cpp_extension. `sources`
+    maps file names to texts. `cflags` are the flags of the C++ compiler, `cuda_cflags` of nvcc, and `ldflags`
+    of the linker.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,99}$")]
     sources: dict[FileName, Annotated[Text, Field(max_length=1 << 20)]] = Field(min_length=1, max_length=16)
@@ -108,9 +113,10 @@ def _read(path: Path) -> str:
 
 
 def read_candidate(path: Path) -> dict[str, str]:
-    """Return the files of a candidate, which is a workspace or a single Python file, by workspace path.
+    """Return the texts of a candidate's files by workspace path, such as `model_new.py` or `kernels/add.cu`.
 
-    Raises UserError if the path does not exist or has a file that cannot be judged.
+    `path` is a workspace, which has these files, or a single Python file, which is returned as
+    `model_new.py`. Raises UserError if the path does not exist or has a file that cannot be judged.
     """
     return {"model_new.py": _read(path)} if path.is_file() else read_workspace(path)
 
@@ -119,9 +125,11 @@ def read_candidate(path: Path) -> dict[str, str]:
 class ScreenedCandidate:
     """The sources of a candidate that has passed the screening of files and of model_new.py.
 
-    `files` maps the workspace paths of all given files to their texts, and `model` is the text of
-    model_new.py that runs. `uses_extensions` is whether model_new.py imports torch.utils.cpp_extension, from
-    which it may request extensions.
+    `files` maps the workspace paths (`model_new.py`, `kernels/NAME`) of all files to their texts, as they
+    were given. `model` is the text that runs in place of `files["model_new.py"]`. It has no byte order mark,
+    and with sandbox.rules=kernel-only the parts of a file with extensions that are not used, such as
+    `get_inputs`, are removed from it. `uses_extensions` is whether model_new.py imports
+    torch.utils.cpp_extension, from which it may request extensions.
     """
 
     files: dict[str, str]
@@ -130,10 +138,10 @@ class ScreenedCandidate:
 
     @property
     def runner_files(self) -> dict[str, str]:
-        """Texts by workspace path of the files that a runner gets.
+        """Texts by workspace path of the files that a runner, the candidate's sandboxed process, gets.
 
-        These are model_new.py and, if it uses extensions, the C++ and CUDA sources and headers that it may
-        read.
+        These are model_new.py with the text `model` and, if it uses extensions, the C++ and CUDA sources and
+        headers that it may read.
         """
         suffixes = (".cpp", ".cu", *HEADER_SUFFIXES) if self.uses_extensions else ()
         sources = {name: text for name, text in self.files.items() if name.endswith(suffixes)}
@@ -142,14 +150,14 @@ class ScreenedCandidate:
 
 @dataclass(frozen=True)
 class BuiltCandidate:
-    """A built candidate: the files that its runner imports, and its libraries.
+    """A built candidate: the files that its runner (sandboxed process) imports, and its libraries.
 
     `digest` is the digest of the files that were given. `files` maps workspace paths to the texts that the
-    runner gets. `library` is the content of the library, which is empty if the candidate has none. For a
-    workspace it is the library of kernels/. For a single Python file that requests extensions from
-    torch.utils.cpp_extension, it is a concatenation of their libraries, and `extensions` has the offset and
-    size of each in bytes. `extensions` is None if the candidate requests no extension. `failures` maps the
-    name of each extension that does not compile to the compiler's messages; only candidates under
+    runner gets. `library` is the content of the compiled shared library, which is empty if the candidate has
+    none. For a workspace it is the library of kernels/. For a single Python file that requests extensions
+    from torch.utils.cpp_extension, it is a concatenation of their libraries, and `extensions` has the offset
+    and size of each in bytes. `extensions` is None if the candidate requests no extension. `failures` maps
+    the name of each extension that does not compile to the compiler's messages; only candidates under
     sandbox.rules=any have such extensions.
     """
 
@@ -163,7 +171,7 @@ class BuiltCandidate:
 def screen_candidate(files: dict[str, str], rules: Sandbox) -> ScreenedCandidate:
     """Screen the sources of a candidate before any of them runs or is compiled, and return the sources.
 
-    `files` maps each workspace path to the text of the file, and `rules` are the parameters of the section
+    `files` maps each workspace path to the text of the file, and `rules` are all parameters of the section
     sandbox. With sandbox.rules=kernel-only the returned text of a model_new.py that uses extensions lacks the
     parts that are not used. With sandbox.rules=any model_new.py may compute with torch; only the names and
     sizes of files are screened, and whether model_new.py would start a compiler while it runs. Raises
@@ -207,11 +215,12 @@ def build_candidate(
 ) -> BuiltCandidate:
     """Build a candidate's extensions or kernels/, and return what its runner loads.
 
-    `requested` is the JSON list of the extensions that model_new.py requests. A runner reported it, so it is
-    untrusted. If the list is not empty, kernels/ is not built. With sandbox.rules=any a candidate may have no
-    library, and an extension that does not compile is left out, because the file may catch the error that
-    `load_inline` then raises. Raises Rejected if the candidate does not compile in the time limit, or if an
-    extension or an imported symbol is refused.
+    `rules` are all parameters of the section sandbox. `requested` is the JSON list of the extensions that
+    model_new.py requests, `[]` if there are none. A sandboxed process reported it, so it is untrusted. If the
+    list is not empty, kernels/ is not built. With sandbox.rules=any a candidate may have no library, and an
+    extension that does not compile is left out, because the file may catch the error that `load_inline` then
+    raises. Raises Rejected if the candidate does not compile or takes too long, or if an extension or an
+    imported symbol is refused.
     """
     is_screened = rules.rules == "kernel-only"
     digest = digest_json(sorted(candidate.files.items()))
@@ -228,7 +237,10 @@ def build_candidate(
 
 
 def _refuse_run_time_compilers(tree: ast.Module) -> None:
-    """Raise Rejected if the file imports a module of `COMPILED_AT_RUN_TIME`, or mentions torch.compile."""
+    """Raise Rejected if the file imports a module such as triton, or mentions torch.compile.
+
+    The modules are those of `COMPILED_AT_RUN_TIME`, whose kernels are compiled while the candidate runs.
+    """
     for node in ast.walk(tree):
         names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
@@ -266,13 +278,13 @@ def _validated(requested: bytes) -> list[CheckedExtension]:
 def _build_extensions(
     extensions: list[CheckedExtension], builder: Builder, *, is_screened: bool
 ) -> tuple[bytes, list[BuiltExtension], dict[str, str]]:
-    """Build all extensions, and return their joined libraries, the places in them, and failed builds.
+    """Build all extensions, and return their joined libraries, the place of each in them, and failed builds.
 
     The first result has the bytes of all libraries one after another, and the second one the offset and the
-    size of each library. Failed builds are the compiler's messages by name of the extension; there are none
-    if `is_screened` is set. Raises Rejected for CUDA sources on cpu, a refused or malformed compiler flag, a
-    build that takes too long, and, if `is_screened` is set, an extension that does not compile or imports
-    forbidden symbols.
+    size of each library. `is_screened` is set with sandbox.rules=kernel-only. Failed builds are the
+    compiler's messages by name of the extension; there are none if `is_screened` is set. Raises Rejected for
+    CUDA sources on cpu, a refused or malformed compiler flag, a build that takes too long, and, if
+    `is_screened` is set, an extension that does not compile or imports forbidden symbols.
     """
     libraries: dict[str, tuple[str, bytes]] = {}
     failures: dict[str, str] = {}
@@ -327,7 +339,8 @@ def _words(flags: list[str]) -> list[str]:
 def _library(built: BuildResult, builder: Builder, *, is_screened: bool) -> bytes:
     """Return the library of the finished build `built`; raise Rejected if the build failed.
 
-    If `is_screened` is set, Rejected is also raised if the library imports forbidden symbols.
+    If `is_screened` is set, as with sandbox.rules=kernel-only, Rejected is also raised if the library imports
+    forbidden symbols.
     """
     if built.timed_out:
         raise Rejected("timed_out", "build_limit", built.log)

@@ -53,7 +53,8 @@ def installation(device: Device) -> tuple[str, ...]:
 def entry_key(reference: TaskReference, mode: str) -> str:
     """Return the key, which is also the file name, of a task's cache entry for `mode`.
 
-    `mode` is a mode of torch.compile, or for the entry with the times by mode a text of `_modes_key`.
+    `reference` belongs to the task. `mode` is a mode of torch.compile, or for the entry with the seconds per
+    call of several modes the text `seconds of` and their names.
     """
     params, task = reference.params, digest_bytes(reference.code.encode())
     return digest_json([FORMAT, task, mode, params.precision, *installation(params.device)])
@@ -61,10 +62,10 @@ def entry_key(reference: TaskReference, mode: str) -> str:
 
 @dataclass(frozen=True)
 class CompileCache:
-    """Folder of entries, each in a file that begins with the SHA-256 of the entry's content.
+    """Folder of what torch.compile made of tasks: entries, each in a file of its own.
 
-    Several judges may use the folder at the same time, because each file is written atomically. All entries
-    together have at most `max_bytes` bytes.
+    A file begins with the SHA-256 of the entry's content. Several judges may use the folder at the same time,
+    because each file is written atomically. All entries together have at most `max_bytes` bytes.
     """
 
     folder: Path
@@ -109,7 +110,7 @@ class CompileCache:
 
 
 def open_cache() -> CompileCache:
-    """Return the user's cache, whose folder no other user of the machine may read."""
+    """Return the cache of what torch.compile made, whose folder no other user of the machine may read."""
     folder = user_cache("compile")
     folder.chmod(0o700)
     return CompileCache(folder)
@@ -121,9 +122,9 @@ def has_artefacts(reference: TaskReference, mode: str) -> bool:
 
 
 def load_mode_seconds(reference: TaskReference, modes: Sequence[str]) -> dict[str, float]:
-    """Return the seconds of one call by mode that `store_mode_seconds` stored for these modes of the task.
+    """Return the seconds of one call of the task by mode, as stored when exactly these modes were compared.
 
-    The result is empty if none were stored.
+    The keys are names of torch.compile's modes. The result is empty if nothing is stored.
     """
     content = open_cache().load(_modes_key(reference, modes))
     return TypeAdapter(dict[str, float]).validate_json(content) if content else {}
@@ -141,7 +142,7 @@ def _modes_key(reference: TaskReference, modes: Sequence[str]) -> str:
 def start_compiled(
     reference: TaskReference, mode: str, start: Callable[[int], TimedRunner], *, save_seconds: float
 ) -> TimedRunner:
-    """Return a timed runner of torch.compile, which compiles only what the cache does not have.
+    """Return a timed runner of torch.compile in `mode`, which compiles only what the cache does not have.
 
     `start` starts and verifies the runner. Its argument is the descriptor of a file with the archive from the
     cache; the file is empty if the cache has none. What the runner compiles anew is stored after its outputs

@@ -85,9 +85,10 @@ def block_size(shape: torch.Size) -> int:
 def block_limits(dtype: torch.dtype, block: int) -> tuple[tuple[int, float, int], ...]:
     """Return the limits for single elements and for blocks of `block` elements of an output of type `dtype`.
 
-    Each limit has the number of elements of a block, the error relative to the block's largest value that is
-    always allowed, and a number n: at most one in n blocks may have a larger error, because the values of a
-    few blocks are small by cancellation.
+    The result has a limit for single elements and one for blocks. Each limit is a tuple of the number of
+    elements of a block, the error relative to the block's largest value that is always allowed, and a number
+    n: at most one in n blocks may have a larger error, because the values of a few blocks are small by
+    cancellation.
     """
     share = 2.0**-6
     if block >= MIN_BLOCK:
@@ -137,10 +138,10 @@ def _largest(blocks: torch.Tensor) -> torch.Tensor:
 
 
 class ReferenceOutput:
-    """Reference values for one output tensor of a call, with the limits of a candidate's errors.
+    """Reference values for one output tensor of a call, with the limits for the errors of other outputs.
 
-    Outputs are compared with it in parts of at most `PART_NUMEL` elements, so that a comparison needs little
-    memory beside the tensors.
+    Outputs are compared with the reference values in parts of at most `PART_NUMEL` elements, so that a
+    comparison needs little memory beside the tensors.
     """
 
     def __init__(
@@ -155,10 +156,10 @@ class ReferenceOutput:
     ):
         """Prepare `single`, the reference output at `precision`, and `expected`, the float64 output.
 
-        Both tensors have the same shape. Comparisons are made on `device`, which is by default that of
-        `single`. The limits of errors follow from the tolerances in `sandbox`. If `keep_parts` is set, the
-        prepared parts are kept, which takes as much memory as `expected`. Otherwise each comparison prepares
-        them again.
+        Both are results of the task's own source and have the same shape. Comparisons are made on `device`,
+        which is by default that of `single`. The limits of errors follow from the tolerances in `sandbox`,
+        the parameters of that section. If `keep_parts` is set, the prepared parts are kept, which takes as
+        much memory as `expected`. Otherwise each comparison prepares them again.
         """
         self.shape, self.device = single.shape, device or single.device
         self.block = block_size(single.shape)
@@ -207,9 +208,9 @@ class ReferenceOutput:
     def exceeds_tolerance(self) -> bool:
         """Whether the reference output's own maximum error is above the absolute tolerance.
 
-        The reference output then cannot decide whether another output is correct. The property is always
-        False with KernelBench's tolerances, because outputs are then compared with the reference output
-        itself.
+        The error is that against float64, and the tolerance a share of the largest value. The reference
+        output then cannot decide whether another output is correct. The property is always False with
+        KernelBench's tolerances, because outputs are then compared with the reference output itself.
         """
         return self.tolerance is None and not self.errors[0] <= self.ceiling
 
@@ -221,10 +222,11 @@ class ReferenceOutput:
         return self.departures(output, self.ceiling)[0] == 0
 
     def departures(self, output: torch.Tensor, limit: float) -> tuple[int, float]:
-        """Return how many elements differ from the reference output by more than `limit`, and by how much.
+        """Return how many elements of `output` differ from the reference output by more than `limit`.
 
-        The second number is the largest difference. Elements that are NaN or the same infinity in both are
-        equal; others that are not finite differ by infinity.
+        The second result is the largest difference of any element. Integers are compared in the same way.
+        Elements that are NaN or the same infinity in both are equal; others that are not finite differ by
+        infinity.
         """
         flat, count, largest = _flat(output), 0, 0.0
         for start in self._starts:
@@ -347,7 +349,8 @@ class _Part:
     def errors(self, output: torch.Tensor) -> tuple[float, float]:
         """Return the maximum and the Euclidean norm of the error of `output`.
 
-        They are NaN or infinity if `output` and the reference differ in where they are NaN or infinite.
+        Both are 64-bit numbers, and NaN or infinity if `output` and the reference differ in where they are
+        NaN or infinite.
         """
         largest, norm = row_magnitudes(self._error(output).reshape(1, -1))
         return largest.item(), norm.item()
@@ -355,8 +358,8 @@ class _Part:
     def has_wrong_blocks(self, output: torch.Tensor, block: int) -> bool:
         """Return whether too many elements, or blocks of `block` elements, of `output` are wrong.
 
-        How many may be wrong is determined by `block_limits`. Blocks on which the reference output itself is
-        not clearly more exact are left out.
+        One element in 64 and one block in 512 may be wrong (`block_limits`). Blocks in which the reference
+        output's own error is not far below the limit are left out.
         """
         values = (self.high if self.rounded is None else self.expected)[None]
         multiple = HALF_BLOCK_MULTIPLE if output.dtype in HALF_DTYPES else BLOCK_MULTIPLE
@@ -449,7 +452,9 @@ def row_magnitudes(error: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Mismatch(NamedTuple):
     """The reason why an output is wrong, as a verdict names it, and a clause for people with the details.
 
-    `reason` is a code such as `max_error:given`. `detail` says for example how many elements are wrong.
+    `reason` is a code such as `max_error:given`, which names the kind of the error and the input distribution
+    (the change that was made to the inputs, with `given` for none). `detail` says for example how many
+    elements are wrong.
     """
 
     reason: str
@@ -468,10 +473,11 @@ def first_mismatch(
     """Return why an output of one call is wrong, or None if all outputs are right.
 
     `outputs` are the output tensors of the call, each with one dimension, and `references` has the reference
-    output of each, in the same order. The reason ends with `distribution`, the name of the input
-    distribution. The largest errors that `ReferenceOutput.mismatch` allows are multiplied by `multiple`.
-    `loose` allows errors up to the absolute tolerance; it is meant for outputs of the task's own source, such
-    as those of its baselines.
+    output of each, in the same order. The reason ends with `distribution`, the name of the change that was
+    made to the inputs, such as `scaled`, or `given` for none. The largest errors that
+    `ReferenceOutput.mismatch` allows are multiplied by `multiple`. `loose` allows errors up to the absolute
+    tolerance (`sandbox.absolute_tolerance` times the largest absolute value); it is meant for outputs of the
+    task's own source, such as those of its baselines.
 
     `repeats` says that the task's own source has computed `outputs` once more. With KernelBench's tolerances,
     which do not compare the reference output with float64, `outputs` must then equal the reference outputs up

@@ -38,7 +38,7 @@ MIN_CORES = 4
 
 @functools.cache
 def cores(device: Device) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the cores for timed rounds and the cores for other work.
+    """Return the numbers of the CPU cores for timed rounds (series of calls), and of those for other work.
 
     Both sets have all cores on cpu and on a machine with fewer than `MIN_CORES` cores. Otherwise the sets are
     disjoint, and all threads of this process are moved to the cores for other work. On a GPU a small kernel
@@ -68,10 +68,11 @@ def _hardware_threads(core: int) -> frozenset[int]:
 
 
 class TimeLeft(threading.local):
-    """Seconds of wall time for which charged runners may still work for this thread.
+    """Seconds of wall time for which charged runners (sandboxed processes) may still work for a thread.
 
-    The time is unlimited outside of `DeviceScheduler.limiting`. Baselines and other runners of a task's own
-    source are charged (`DeviceScheduler.charged`), and runners of candidates are not.
+    `seconds` is a value for each thread, and unlimited outside of `DeviceScheduler.limiting`. Baselines and
+    other runners of a task's own source are charged (`DeviceScheduler.charged`), and runners of candidates
+    are not.
     """
 
     seconds: float = math.inf
@@ -80,7 +81,8 @@ class TimeLeft(threading.local):
 class DeviceScheduler:
     """Scheduler of shared and exclusive access to one device, and of reservations of its memory.
 
-    The thread that has exclusive access for a measurement may also take shared access.
+    Preparations share the device, and a measurement has it alone. The thread that has exclusive access for a
+    measurement may also take shared access.
     """
 
     def __init__(self, device: Device):
@@ -133,7 +135,7 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def background_work(self, runner: Runner) -> Iterator[None]:
-        """Let `runner` work inside the context, while the judge waits for its answer.
+        """Let `runner`, a sandboxed process, work inside the context, while this thread waits for its answer.
 
         On cuda the runner is paused whenever another thread measures.
         """
@@ -182,8 +184,8 @@ class DeviceScheduler:
     def _is_next(self, thread: int) -> bool:
         """Return whether the device is free and `thread` is the next to measure.
 
-        Of the callers that wait, the one whose last measurement was the longest ago is next, and of its
-        threads the one that has waited longest.
+        Of the callers (users of the judge, `on_behalf_of`) that wait, the one whose last measurement was the
+        longest ago is next, and of its threads the one that has waited longest.
         """
         if self.measuring_thread is not None or self.preparations:
             return False
@@ -208,8 +210,9 @@ class DeviceScheduler:
     def limiting(self, seconds: float) -> Iterator[None]:
         """Limit the work that `charged` charges to this thread inside the context to `seconds` in total.
 
-        The seconds are wall time. A separate limit for each round would not be enough, because other callers
-        wait for the device during all rounds.
+        The seconds are wall time. A runner that is charged and exceeds them fails with a RunnerError of the
+        kind `timed_out`. A separate limit for each round would not be enough, because other callers wait for
+        the device during all rounds.
         """
         before, self.left.seconds = self.left.seconds, seconds
         try:
@@ -219,10 +222,10 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def charged(self, runner: Runner, seconds: float) -> Iterator[None]:
-        """Give `runner` a deadline for its work in the context, and take its time from the thread's limit.
+        """Give `runner` a deadline for its work in the context, and charge its time to this thread's limit.
 
         The deadline is `seconds` seconds from now, or earlier if less is left of the limit that `limiting`
-        set for this thread.
+        set for this thread. After the deadline, waiting for the runner raises RunnerError.
         """
         limit = min(seconds, self.left.seconds)
         runner.deadline = time.monotonic() + limit
@@ -257,9 +260,9 @@ class DeviceScheduler:
     def reserve_memory(self, size: int) -> Iterator[None]:
         """Block until `size` bytes of device memory are unreserved, and reserve them until the context ends.
 
-        Threads that wait get memory in the order of their calls, and meanwhile idle task benches are closed
-        (`release_idle_memory`). If `size` is larger than `reservable_bytes`, all reservable memory is
-        reserved. On cpu nothing is reserved.
+        Threads that wait get memory in the order of their calls. Meanwhile the data and baselines of tasks
+        that no thread uses are freed (`release_idle_memory`). If `size` is larger than `reservable_bytes`,
+        all reservable memory is reserved. On cpu nothing is reserved.
         """
         wanted = min(size, self.reservable_bytes)  # 0 on cpu
         ticket = object()
@@ -281,7 +284,7 @@ class DeviceScheduler:
                 self.condition.notify_all()
 
     def _take_memory(self, ticket: object, wanted: int) -> bool:
-        """Reserve `wanted` bytes if they are free and `ticket` is next in the queue.
+        """Reserve `wanted` bytes if they are free and `ticket` is the first entry of `memory_queue`.
 
         Returns whether the bytes were reserved. If they were not, the call first waits for a change, at most
         `RETRY_SECONDS`.

@@ -42,10 +42,11 @@ COMPARED_BYTES = 1 << 26
 def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int]:
     """Return the indices of the calls of a round that must be compared with float64 outputs, at most three.
 
-    `departures` says how far each call's output departs from eager's (`round_departures`), and `mixes`
-    describes each call's inputs. Calls with a departure of at most 1 are right. Of all other calls with
-    inputs of the distribution `given`, the result has the one that departs most, and a random one of the
-    rest. Of those with inputs of another distribution, it has the one that departs most.
+    `departures` says how far each call's output departs from that of eager, the task's own module
+    (`round_departures`), and `mixes` describes each call's inputs. Calls with a departure of at most 1 are
+    right. Of all other calls with inputs of the distribution `given` (as the task draws them), the result has
+    the one that departs most, and a random one of the rest. Of those with inputs of another distribution
+    (changed afterwards, such as `scaled`), the result has the one that departs most.
 
     The random call is needed because eager itself can be inexact. A correct answer then departs far from
     eager, and if only the largest departure were examined, one such call would hide wrong answers in others.
@@ -62,9 +63,9 @@ def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int
 class DeferredCall(NamedTuple):
     """Timed call that is compared with float64 outputs only after the candidate has ended.
 
-    `departure` says how far its output departs from eager's (`round_departures`), and `mix` describes its
-    inputs. `results` and `eager_results` are all outputs of the call from the candidate and from eager, as
-    tensors of bytes in host memory.
+    `departure` says how far its output departs from that of eager, the task's own module
+    (`round_departures`), and `mix` describes its inputs. `results` and `eager_results` are all outputs of the
+    call from the candidate and from eager, as tensors of bytes in host memory.
     """
 
     departure: float
@@ -78,10 +79,10 @@ class Float64Check:
 
     The methods may be called only while no runner of a candidate computes. Only suspicious calls are checked,
     whose outputs differ clearly from eager's (`suspicious_calls`). They are checked at once, unless the
-    baselines of the task share buffers (`Placement.shares_buffers`), because the device memory then does not
-    hold the float64 outputs and the timed runners at the same time. In that case, at most two suspicious
-    calls of the candidate are kept in host memory, the one that departs most from eager and a random other
-    one. `wrong_deferred_call` checks them after the timed runners have ended.
+    baselines of the task share buffers (`Placement.shares_buffers`), as they do if memory is scarce, because
+    the device memory then does not hold the float64 outputs and the timed runners at the same time. In that
+    case, at most two suspicious calls of the candidate are kept in host memory, the one that departs most
+    from eager and a random other one. `wrong_deferred_call` checks them after the timed runners have ended.
     """
 
     def __init__(self, reference: TaskReference):
@@ -105,8 +106,8 @@ class Float64Check:
         from eager's more than usual (`suspicious_calls`) are computed again in float64. If the task's
         baselines use one set of buffers in turns, computing now would overwrite the results of the round:
         these calls are then kept for `wrong_deferred_call`, and None is returned. The reason ends with the
-        name of the input distribution. Raises TaskError if eager is too inexact to tell, and
-        InfrastructureError if the float64 outputs cannot be computed.
+        name of the input distribution, as in `max_error:given`. Raises TaskError if eager is too inexact to
+        tell, and InfrastructureError if the float64 outputs cannot be computed.
         """
         figures = round_departures(self.reference, results, eager_results, len(mixes))
         calls, ours, eager = (t.view(len(mixes), -1) for t in (inputs, results, eager_results))
@@ -133,7 +134,8 @@ class Float64Check:
         """Return the reason why the results of one call are wrong, or None if they are right.
 
         `results` and `eager_results` are the outputs of the candidate and of eager as bytes, and `expected`
-        are the float64 outputs. The reason ends with the input distribution of `mix`.
+        are the float64 outputs. The reason ends with the input distribution of `mix`, as in
+        `max_error:given`.
         """
         layout = self.reference.layout
         references = self.reference.prepared(layout.outputs.views(eager_results, 0), expected)
@@ -161,7 +163,10 @@ class Float64Check:
             self.deferred = [call, *self.deferred[:1]] if is_largest else [self.deferred[0], call]
 
     def forget_deferred(self) -> None:
-        """Drop all deferred calls, for example those of a candidate that failed before they were compared."""
+        """Drop all deferred calls (timed calls that wait for their comparison with float64 outputs).
+
+        They are those of a candidate that failed before the comparison, for example.
+        """
         self.deferred, self.deferrable = [], 0
 
     def wrong_deferred_call(self) -> str | None:
@@ -169,8 +174,9 @@ class Float64Check:
 
         A deferred call is a timed call whose output departed from eager's, and whose comparison waits until
         the device's memory is free. All deferred calls are dropped. The timed runners of the task must have
-        ended. The reason ends with the name of the input distribution. Raises TaskError if eager is too
-        inexact to tell, and InfrastructureError if the float64 outputs cannot be computed.
+        ended. The reason ends with the name of the input distribution, as in `max_error:given`. Raises
+        TaskError if eager is too inexact to tell, and InfrastructureError if the float64 outputs cannot be
+        computed.
         """
         deferred = self.deferred
         self.forget_deferred()
@@ -197,9 +203,10 @@ def round_departures(
     """Return how far the results of each call of a timed round depart from those of a baseline.
 
     `memory` and `baseline` are tensors of bytes that hold the results of the timed runner and of the baseline
-    in a round of `calls` calls on the same inputs. The result has one departure for each call. A departure of
-    at most 1 is within the limits that `departures` computes from the baseline's output; `floors` multiplies
-    these limits.
+    in a round of `calls` calls on the same inputs. `reference` has the layout of the outputs. The result has
+    one departure for each call, the largest over its output tensors: a difference divided by the largest one
+    that is allowed. A departure of at most 1 is within the limits that `departures` computes from the
+    baseline's output; `floors` multiplies these limits.
     """
     largest = torch.zeros(calls, dtype=torch.float64)
     for slot in reference.layout.outputs.slots:
@@ -229,11 +236,11 @@ def departures(
     largest absolute value. With the default `floors`, an output with a departure of at most 1 is correct,
     because the errors of output and baseline together are then at most `TIMED_MULTIPLE` times the limit of
     `ReferenceOutput`. With a larger departure, either the output or the baseline may be wrong. If n integers
-    differ, the departure is n + 1, and if NaN or infinity is in n different places, it is at least n + 1. It
-    is at least 2 if a secret sample of the output's blocks has too many that are wrong (`wrong_blocks`). In
-    half precision, it is also above 1 if the rounding error against the baseline (`rounding_error`) is above
-    `ROUNDING_DEPARTURE`, times `floors`.
-    `block` is the number of elements of a block, by default that of the shape of `single`.
+    differ, the departure is n + 1, or 0 if none differ, and if NaN or infinity is in n different places, it
+    is at least n + 1. A departure is at least 2 if a secret sample of the output's blocks has too many that
+    are wrong (`wrong_blocks`). In half precision it is also above 1 if the rounding error against the
+    baseline (`rounding_error`) is above `ROUNDING_DEPARTURE` times `floors`. `block` is the number of
+    elements of a block, by default that of the shape of `single`.
 
     Many calls are compared at once, because on cuda each synchronisation takes as long as a small call.
     """
@@ -309,11 +316,12 @@ def _counted(number: torch.Tensor) -> torch.Tensor:
 
 
 def _special_departure(output: torch.Tensor, single: torch.Tensor, floors: float) -> torch.Tensor:
-    """Return the departure of one call's output if it or the baseline's output `single` is not all finite.
+    """Return the departure of one call's output if this or the baseline's output is not all finite.
 
-    Both tensors have one dimension. The result is a scalar: the departure of the elements that are finite in
-    both, with limits multiplied by `floors`, or n + 1 if that is larger, where n is the number of places at
-    which NaN or infinity differs.
+    A departure is a difference divided by the largest one that is allowed (`departures`). `output` and
+    `single`, the baseline's output, have one dimension. The result is a scalar: the departure of the elements
+    that are finite in both, with limits multiplied by `floors`, or n + 1 if that is larger, where n is the
+    number of places at which NaN or infinity differs.
     """
     different = torch.zeros((), dtype=torch.int64, device=single.device)
     scales, magnitudes, finite_count = [], list[tuple[torch.Tensor, torch.Tensor]](), 0

@@ -86,7 +86,8 @@ class InputBank:
     """Input sets of a task: the correctness sets, followed by the sets that timed inputs are mixed from.
 
     A correctness set is an input set with reference outputs. `sets[i][j]` is input `j` of set `i`.
-    `distributions` has the input distribution of each correctness set, and `timed_distributions` has the
+    `distributions` has the input distribution of each correctness set, that is, the name of the change that
+    was made to it (`INPUT_DISTRIBUTIONS`), with `given` for none. `timed_distributions` has the names of the
     input distributions of timed calls. The sets may be in host memory although `device`, for which inputs are
     mixed, is a GPU. `may_double` is whether small inputs may be stored twice in a row, which makes mixing
     faster.
@@ -139,7 +140,7 @@ class InputBank:
     def repeated(self, calls: int) -> list[InputMix]:
         """Return descriptions of the inputs of `calls` calls in a round without a candidate.
 
-        They give the sets without reference outputs in turn, unchanged, so that inputs may repeat.
+        The calls get the sets without reference outputs in turn, unchanged, so that inputs may repeat.
         """
         bases = range(len(self.distributions), len(self.sets))
         return [self.original(i) for i in itertools.islice(itertools.cycle(bases), calls)]
@@ -147,15 +148,16 @@ class InputBank:
     def fresh(self, calls: int, number: int | None = None) -> list[InputMix]:
         """Return descriptions of the inputs of the `calls` calls of timed round `number`, drawn at random.
 
-        One call, at a random position, gets an input distribution that depends on `number`, also if no
-        correctness set has it. A candidate that handles all distributions only during verification, which it
-        can recognise by counting its calls, is wrong in that call. If the round has a single call, this call
-        has the distribution `given` in some rounds. If `number` is None, all calls get inputs of the
+        One call, at a random position, gets changed inputs if any change can be used (`usable`): an input
+        distribution other than `given` that depends on `number`, also if no correctness set (set with
+        reference outputs) has it. A candidate that handles all distributions only during verification, which
+        it can recognise by counting its calls, is wrong in that call. If the round has a single call, this
+        call has the distribution `given` in some rounds. If `number` is None, all calls get inputs of the
         distribution `given`.
         """
         generator = random.Random(secrets.token_bytes(32))  # faster than a system call for each number
         mixes = [self._fresh(generator) for _ in range(calls)]
-        # If a round has a single call, every sixth round is of the distribution `given`.
+        # If a round has a single call, at least every sixth round is of the distribution `given`.
         names = [*self.usable(), *(["given"] if calls == 1 else [])]
         if number is not None and names:
             other = generator.randrange(calls)
@@ -163,7 +165,10 @@ class InputBank:
         return mixes
 
     def usable(self) -> list[str]:
-        """Return the names of the input distributions of timed calls, besides `given`, that change inputs."""
+        """Return the names of the input distributions other than `given` that can be used for timed calls.
+
+        These are the entries of `timed_distributions` that change at least one input.
+        """
         return [name for name in self.timed_distributions if self.changed[name]]
 
     def _fresh(self, generator: random.Random) -> InputMix:
@@ -175,7 +180,7 @@ class InputBank:
         return InputMix(first, second, shifts[0], shifts[1], generator.uniform(0.25, 0.75))
 
     def write(self, mix: InputMix, index: int, out: torch.Tensor) -> None:
-        """Write input `index` of the mixture `mix` of two sets into the flat tensor `out`."""
+        """Write input `index` of the mixture `mix`, which has no seed, into the flat tensor `out`."""
         first, second = mix.first_shifts[index], mix.second_shifts[index]
         blended = mix.first != mix.second
         # A small input is stored twice in a row, so that a rotated copy is a view. A large input is stored
@@ -198,14 +203,14 @@ class InputBank:
                 piece.copy_(change(piece))
 
     def _is_doubled(self, base: int, flat: torch.Tensor) -> bool:
-        """Return whether an input of set `base` with the size of `flat` is stored twice in a row."""
+        """Return whether an input of the set with the index `base` and the size of `flat` is stored twice."""
         is_timed = base >= len(self.distributions)
         return self.may_double and is_timed and not self.draws and flat.nbytes <= MAX_DOUBLED_BYTES
 
     def _rotated(self, base: int, index: int, shift: int, start: int, end: int) -> torch.Tensor:
-        """Return elements `start` to `end` of an input, flattened and rotated by `shift` elements.
+        """Return elements `start` to `end` of input `index` of set `base`, flattened and rotated.
 
-        The input is number `index` of set `base`.
+        The rotation begins with the element at `shift`.
         """
         if (base, index) not in self.flattened:
             flat = self.sets[base][index].view(-1)

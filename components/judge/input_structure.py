@@ -1,7 +1,8 @@
 """Structures of a task's inputs on which a kernel may rely, and the input distributions that keep them.
 
-A kernel may read half of a symmetric matrix, or search in sorted edges. Inputs with such a structure are
-therefore never mixed: every call gets inputs that the task's own `get_inputs` has drawn.
+An input distribution is a change of the inputs, such as `scaled`. A kernel may read half of a symmetric
+matrix, or search in sorted edges. Inputs with such a structure are therefore never mixed: every call gets
+inputs that the task's own `get_inputs` has drawn.
 """
 
 import math
@@ -59,10 +60,11 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def input_structures(sets: Sequence[Sequence[torch.Tensor]], device: str) -> list[frozenset[str]]:
-    """Return the structures of each input, by their names in `KEPT_BY`.
+    """Return the set of structures of each input, by their names in `KEPT_BY`, such as `sorted`.
 
     `sets[i][j]` is input `j` of set `i`, and the sets were drawn under different seeds. An input has a
-    structure if it has it in every set. The tensors are examined on `device`.
+    structure if it has it in every set; the correlation with another input (`related`) is looked for in the
+    first set only. The tensors are examined on `device`.
     """
     found = [_structures([one[j] for one in sets], device) for j in range(len(sets[0]))]
     for i, one in enumerate(sets[0]):

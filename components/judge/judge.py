@@ -63,7 +63,7 @@ TRIVIAL_ANSWER = (
 
 
 class Judge:
-    """Judge of candidates on one device, which makes one measurement at a time.
+    """Judge of candidates (implementations of a task's module) on one device, with one measurement at a time.
 
     `folder` is where the judge keeps builds and the files of runners, its sandboxed processes. `factory` is a
     factory of runners made by `open_factory`; by default one is made. `scheduler` has to be given if several
@@ -115,7 +115,8 @@ class Judge:
         eager, with the default mode; None never. If `against` is given, the files of another candidate, the
         candidate is compared with eager and with this other one in the same rounds, and never with
         torch.compile. If the task names workloads, the candidate is built once, and measured on one workload
-        after the other until it fails. `report` is called with the name of each step when it begins. Raises
+        after the other until it fails. `report` is called with the name of each step when it begins. Failures
+        of the candidate and of the task are verdicts too, with a status other than `correct`. Raises
         InfrastructureError if the judge itself fails.
         """
         call = ""  # that makes the inputs of the present workload
@@ -161,9 +162,12 @@ class Judge:
         *,
         is_workload: bool,
     ) -> Verdict:
-        """Return the verdict on the correct candidate `built`, on a task without workloads.
+        """Return the verdict `correct` on the candidate `built`, on a task without workloads.
 
-        The arguments are those of `measure_candidate`, which raises Rejected if the candidate fails.
+        `other` is another candidate to compare with, or None. `compare_compile` says when torch.compile is
+        measured too (True always, False if the candidate is faster than eager, None never), and `report` is
+        called with the name of each step. `is_workload` is set if the task is one workload of several. Raises
+        Rejected if a candidate fails, and TaskError if the task's own source does.
         """
         report("preparing inputs, reference outputs and baselines")
         with self.bench(task) as bench:
@@ -181,7 +185,11 @@ class Judge:
             )
 
     def _build(self, task: KernelTask, files: dict[str, str]) -> BuiltCandidate:
-        """Screen and build a candidate; raise Rejected if a file is refused or does not compile."""
+        """Screen and build a candidate; raise Rejected if a file is refused or does not compile.
+
+        `files` maps each workspace path to the text of the file. The task's constructor arguments are needed
+        to find the extensions that the candidate requests.
+        """
         sandbox = self.params.sandbox
         candidate = screen_candidate(files, sandbox)
         requested = (
@@ -194,8 +202,8 @@ class Judge:
 
         An extension is a C++ or CUDA module that the file requests from torch.utils.cpp_extension
         (`sandbox/inside/inline_extension.py`). A runner, which is a sandboxed process, imports the file.
-        `files` maps the workspace paths that the runner gets to texts. Raises Rejected if the import fails
-        before any extension is requested.
+        `files` maps the workspace paths that the runner gets to texts. The result is `[]` if none is
+        requested. Raises Rejected if the import fails before any extension is requested.
         """
         with self.bench(task) as bench:
             init_inputs = bench.reference.layout.description.init_inputs
@@ -212,7 +220,7 @@ class Judge:
                 return runner.receive()
 
     def bench(self, task: KernelTask) -> contextlib.AbstractContextManager[TaskBench]:
-        """Return a context that yields the task's bench (`TaskBench`), made anew if the cache has none.
+        """Return a context that yields the task's reference data and baselines, from the cache or made anew.
 
         Entering the context raises TaskError if the task's own source fails.
         """
@@ -242,11 +250,11 @@ class Judge:
     ) -> Admission:
         """Return whether the task with source `code` can be judged, with the figures that were measured.
 
-        `eager_seconds` has the smallest and the largest time that one eager call may take. With `headroom`,
-        the task must also compile and leave device memory for other tasks, and its time under torch.compile
-        is measured too. With `memory_only`, nothing is measured, `eager_seconds` and `headroom` are ignored,
-        and the task is admitted if its source runs and the memory suffices to judge its candidates. A task
-        that names workloads is admitted if each of them is (`admission.admit_workloads`).
+        `eager_seconds` has the smallest and the largest time in seconds that one eager call may take. With
+        `headroom`, the task must also compile and leave device memory for other tasks, and its time under
+        torch.compile is measured too. With `memory_only`, nothing is measured, `eager_seconds` and `headroom`
+        are ignored, and the task is admitted if its source runs and the memory suffices to judge its
+        candidates. A task that names workloads is admitted if each of them is (`admission.admit_workloads`).
         """
         # An admission shows that a task is sound, whatever the rules of the candidates.
         params = with_standard_labels(self.params)
@@ -261,7 +269,7 @@ class Judge:
         return admit_workloads(code, admit_one)
 
     def _admit_memory(self, code: str) -> Admission:
-        """Return whether candidates of the task can be judged: its source runs, and the memory suffices."""
+        """Return the admission of a task that has to run, and whose candidates have to fit the memory."""
         try:
             make_reference(self.params, self.runner_factory, self.scheduler, code, makes_data=False).close()
         except TaskTooLarge as error:
@@ -283,9 +291,10 @@ class Judge:
 def verdict_over_workloads(task: KernelTask, calls: Sequence[str], verdicts: Sequence[Verdict]) -> Verdict:
     """Return the verdict on a candidate that is correct on all workloads of a task.
 
-    `verdicts` are those on the single workloads, and `calls` are the calls that make their inputs. Speed-ups
-    and seconds are geometric means. The log has a line for each workload. Entries of the evidence that are
-    not equal on all workloads are in a list under `workloads`.
+    `verdicts` are those on the single workloads (calls of the task's `get_inputs`), and `calls` are these
+    calls, such as `get_inputs(32, 128)`. Speed-ups and seconds are geometric means. The log has a line for
+    each workload. Entries of the evidence (the record of measurements in a verdict) that are not equal on all
+    workloads are in a list under `workloads`.
     """
     figures = [
         WorkloadFigures(call=call, seconds=verdict.seconds, speedup=verdict.speedup)
@@ -330,9 +339,9 @@ def make_verdict(
     """Return a verdict with the given fields, and with the milestone that follows from them.
 
     The milestone is the reward (-1, 1, 2 or 3), computed from the status and the speed-ups by
-    `verdict.milestone`. The version of the judge, the isolation and the labels (`verdict.Labels`) are added
-    to `evidence`. Long reasons and logs are shortened, and their terminal escapes and control characters are
-    removed.
+    `verdict.milestone`. The version of the judge, the isolation and the rules of judging (`verdict.Labels`)
+    are added to `evidence`, the record of what was measured. Long reasons and logs are shortened, and their
+    terminal escapes and control characters are removed.
     """
     verdict = Verdict(
         status=status,

@@ -33,7 +33,8 @@ class Limit:
     with a copy of as many bytes as all calls of a timed round move together, because each call of a round has
     inputs of its own. `operations_per_second` is 0 if the task has no matrix products and convolutions.
     `output_seconds` is the time of writing the outputs of one call alone, to memory that a cache may hold.
-    `seconds` is the limit itself, the least time of one call.
+    `seconds` is the limit itself, the least time of one call: the larger of the times for moving and
+    computing.
     """
 
     bytes: int
@@ -49,7 +50,7 @@ class Limit:
 
 
 def limit_of(layout: TaskLayout, device: Device, precision: Precision) -> Limit:
-    """Return the limit of the task with this layout, from measurements of the device.
+    """Return the least time of a call of the task with this layout, from measurements of the device.
 
     The measurements are kept for later calls in this process; `forget_bandwidth` drops those of bandwidth.
     The calling thread must have exclusive access to the device (`DeviceScheduler.measuring`), because other

@@ -1,4 +1,7 @@
-"""Measurement of a candidate: verification, and alternating timed rounds with its baselines."""
+"""Measurement of a candidate: verification, and alternating timed rounds with its baselines.
+
+A round is a series of timed calls, and a baseline is eager, torch.compile or another candidate.
+"""
 
 import contextlib
 import functools
@@ -63,16 +66,18 @@ def measure_candidate(
 ) -> Measurement:
     """Load a candidate, verify its outputs before and after timing it, and return the measured figures.
 
-    `built` is the candidate, and `bench` has the reference data and baselines of its task. `compare_compile`
-    determines when a correct candidate is also compared with torch.compile: True always, with the fastest
-    mode of torch.compile on the task; False only if the candidate is faster than eager, with the default
-    mode; None never. `is_workload` is set if the task is one workload of several. The ratio above which a
-    candidate is called faster than eager is then lower, because the mean over the workloads decides. If
-    `against` is given, another candidate, `built` is compared with eager and with `against` in the same
-    rounds, and not with torch.compile, because memory is planned for at most `memory_plan.TIMED_RUNNERS`
-    timed runners. `report` is called with the name of each step when it begins. On a GPU nothing else uses
-    the device meanwhile. Returns the speed-ups, the median seconds per call, and entries for the verdict's
-    evidence. Raises Rejected if a candidate fails.
+    `built` is the candidate, `bench` has the reference data and baselines of its task, and `params` are the
+    judge's settings. `compare_compile` determines when a correct candidate is also compared with
+    torch.compile: True always, with the fastest mode of torch.compile on the task; False only if the
+    candidate is faster than eager, with the default mode; None never. `is_workload` is set if the task is one
+    workload of several. The ratio above which a candidate is called faster than eager is then lower, because
+    the mean over the workloads decides. If `against` is given, another candidate, `built` is compared with
+    eager and with `against` in the same rounds, and not with torch.compile, because memory is planned for at
+    most `memory_plan.TIMED_RUNNERS` timed runners. `report` is called with the name of each step when it
+    begins. On a GPU nothing else uses the device meanwhile. Returns the speed-ups, the median seconds per
+    call, and entries for the verdict's evidence (the record of what was measured). Raises Rejected if a
+    candidate fails, TaskError if the task's own source does, and InfrastructureError if a baseline fails
+    otherwise.
     """
     if against is not None:
         compare_compile = None
@@ -117,7 +122,7 @@ def measure_candidate(
 def blaming_the_other() -> Iterator[None]:
     """Convert a Rejected raised inside the context into one that names the other candidate of a comparison.
 
-    Its status is `infrastructure` and its reason `against`.
+    The converted one has the status `infrastructure` and the reason `against`.
     """
     try:
         yield
@@ -130,11 +135,12 @@ def blaming_the_other() -> Iterator[None]:
 def _exclusive_device(bench: TaskBench, compare_compile: bool | None) -> Iterator[None]:
     """Hold a GPU exclusively for one candidate, after its baselines have been started; do nothing on cpu.
 
-    The started baselines include those of torch.compile that the candidate may be compared with, as
-    `compare_compile` determines (`measure_candidate`). A thread that starts a baseline holds the lock of the
-    task's `BaselineCache`, and the start is paused while another thread measures. If that other thread judged
-    a candidate of the same task and needed the lock too, neither thread would continue. Candidates of one
-    task therefore first wait for `candidate_lock`.
+    The started baselines are eager, the no-op and, unless `compare_compile` is None, torch.compile: in the
+    default mode if it is False, and in every mode that can be started beside other work if it is True. An
+    error of torch.compile is ignored. A thread that starts a baseline holds the lock of the task's
+    `BaselineCache`, and the start is paused while another thread measures. If that other thread judged a
+    candidate of the same task and needed the lock too, neither thread would continue. Candidates of one task
+    therefore first wait for `candidate_lock`.
     """
     scheduler = bench.scheduler
     if not scheduler.is_exclusive:
@@ -163,7 +169,7 @@ def _loaded(
 ) -> Iterator[TimedRunner]:
     """Yield a runner that has loaded the candidate `built`; raise Rejected if loading fails.
 
-    The runner may exist for `limits` times `sandbox.run_seconds`.
+    A runner is a sandboxed process, and this one may exist for `limits` times `sandbox.run_seconds`.
     """
     with (
         open(sealed_file(built.library), "rb") as library,
@@ -179,7 +185,8 @@ def _load(
 
     `library` is the file descriptor of the candidate's library, or of an empty file if the candidate has
     none. The runner may exist for `limits` times `sandbox.run_seconds`. If the constructor needs results that
-    torch may not compute in the timed process, it is run in another process first (`_constructor_results`).
+    torch may not compute in the timed process, the constructor is run in another process first
+    (`_constructor_results`).
     """
     header: RoleHeader = {
         "role": "candidate",
@@ -215,8 +222,9 @@ def _constructor_results(
     """Yield the descriptor of a file with a candidate's library, followed by results of its constructor.
 
     The results are what torch computed in the constructor, in a process that does nothing else
-    (sandbox/inside/constructor_mode.py). `library` is the descriptor of a file with the library alone. The
-    yielded file is in memory. Raises RunnerError if the constructor fails.
+    (sandbox/inside/constructor_mode.py). `header` is the message that gives the candidate's runner its role,
+    and `library` the descriptor of a file with the library alone. The yielded file is in memory. Raises
+    RunnerError if the constructor fails.
     """
     reference = bench.reference
     header = {
@@ -244,7 +252,8 @@ def _constructor_results(
 def _verify(candidate: TimedRunner, *, detailed: bool) -> None:
     """Raise Rejected if the candidate's output is wrong on an input set that has a reference output.
 
-    If `detailed` is set, the log says how many elements are wrong.
+    If `detailed` is set, the log says how many elements are wrong. Raises RunnerError if the candidate's
+    process fails.
     """
     if (found := candidate.verify("check")) is not None:
         where = found.reason.replace(":", " on inputs of the distribution ")
@@ -266,10 +275,11 @@ def _compare(
 
     The baselines are eager, the other candidate if `runners` has one, and torch.compile in the cases that
     `compare_compile` and `is_workload` determine (`measure_candidate`). `runners` has the running candidate,
-    eager, the no-op and, if there is one, the other candidate (`against`); torch.compile is added to it.
-    Times are in seconds per call. The evidence has the times of all rounds by runner, the limit of the task
-    (`limit.Limit`), what the inputs were, and, if torch.compile was measured, its mode. Raises Rejected if an
-    output is wrong or the times are not possible.
+    eager, the no-op (whose time is subtracted from all others) and, if there is one, the other candidate
+    (`against`); torch.compile is added to it. Times are in seconds per call. The evidence (a record of what
+    was measured, for the verdict) has the times of all rounds by runner, the least time of a call that the
+    device allows (`limit.Limit`), what the inputs were, and, if torch.compile was measured, its mode. Raises
+    Rejected if an output is wrong or the times are not possible.
     """
     candidate, spread = runners["candidate"], params.sandbox.process_spread
     speedups, medians = dict[str, Ratio](), dict[str, float]()
@@ -323,12 +333,12 @@ def _compare(
 
 
 def _checked_limit(bench: TaskBench, params: JudgeParams, medians: dict[str, float]) -> Limit:
-    """Return the limit of the task, or raise Rejected if a candidate is faster than its outputs are written.
+    """Return the least time of a call; raise Rejected if the candidate takes less than writing its outputs.
 
-    `medians` has the median seconds per call of each runner. Nothing is refused if eager too is faster than
-    its outputs can be written, because they are then views of its inputs. What a candidate reads is not
-    counted, because a part of an input may be unused. The device is measured again before a candidate is
-    refused, because other work can have made it look slow.
+    `medians` has the median seconds per call of each runner, under names such as `candidate` and `eager`.
+    Nothing is refused if eager too is faster than its outputs can be written, because they are then views of
+    its inputs. What a candidate reads is not counted, because a part of an input may be unused. The device is
+    measured again before a candidate is refused, because other work can have made it look slow.
     """
     for _ in range(2):
         with bench.scheduler.measuring():
@@ -347,12 +357,12 @@ def _checked_limit(bench: TaskBench, params: JudgeParams, medians: dict[str, flo
 def _compile_baseline(
     bench: TaskBench, candidate: TimedRunner, *, every_mode: bool
 ) -> tuple[TimedRunner, dict[str, Any]]:
-    """Return the timed runner of torch.compile, and the entries about its mode for the evidence.
+    """Return the timed runner of torch.compile, and the entries about its mode for the record in a verdict.
 
     The mode is the fastest one on the task if `every_mode` is set, and otherwise the default mode. The
     entries are `compile_mode`, `compile_cached` (whether nothing had to be compiled) and, if `every_mode` is
     set, `compile_seconds`, the seconds per call by mode. The candidate's time limit is extended by the time
-    that starting and choosing take.
+    that starting and choosing take. Raises TaskError if torch.compile fails on the task.
     """
     began = time.monotonic()
     if every_mode:
@@ -374,13 +384,14 @@ def timed_rounds(
 ) -> RawSeconds:
     """Measure all runners in alternating rounds, and return each runner's seconds per call in each round.
 
-    In each round all runners get the same new inputs (`staged`), and their order rotates from one round to
-    the next. If the baselines share their memory, the order is reversed instead, so that the candidate and
-    eager, whose outputs are compared, always follow each other. The first round is left out, because a runner
-    that has been stopped for a while is slow in it. There are `sandbox.rounds` rounds at first. Their number
-    is doubled, up to `sandbox.most_rounds`, until the candidate's speed-up over each of `baselines` is
-    precise enough (`statistics.wanted_rounds`) or the rounds have taken the share `ROUNDS_SHARE` of
-    `sandbox.run_seconds`.
+    `runners` has the candidate, eager, the no-op (which computes nothing) and further baselines by name, and
+    `baselines` has those with which the candidate is compared. In each round all runners get the same new
+    inputs (`staged`), and their order rotates from one round to the next. If the baselines share their
+    memory, the order is reversed instead, so that the candidate and eager, whose outputs are compared, always
+    follow each other. The first round is left out, because a runner that has been stopped for a while is slow
+    in it. There are `sandbox.rounds` rounds at first. Their number is doubled, up to `sandbox.most_rounds`,
+    until the candidate's speed-up over each of `baselines` is precise enough (`statistics.wanted_rounds`) or
+    the rounds have taken the share `ROUNDS_SHARE` of `sandbox.run_seconds`.
 
     Raises Rejected if an output of the candidate is found to be wrong (`Float64Check.wrong_call`), if the
     candidate changed its inputs, or if the other candidate of a comparison fails. Raises RunnerError if the
@@ -456,7 +467,10 @@ CONDITIONS = (
 
 
 def wrong_timed_output(reason: str) -> Rejected:
-    """Return the error for a candidate whose output in a timed round is wrong for `reason`."""
+    """Return the error for a candidate whose output in a timed round is wrong for `reason`.
+
+    `reason` is a code such as `max_error:given` or `inputs_changed`.
+    """
     log = (
         f"an output of a timed round is wrong ({reason}). Those of the verification before were right, so "
         "this depends on the call, or concerns a few elements, such as one that is rounded the other way."
@@ -467,13 +481,17 @@ def wrong_timed_output(reason: str) -> Rejected:
 def speedup(raw: RawSeconds, baseline: Timed, process_spread: float = 0.0) -> Ratio:
     """Return the candidate's speed-up over `baseline`, after the no-op's time has been subtracted from both.
 
-    `process_spread` is the standard deviation of the log-ratio between two processes that run the same code.
-    It widens the interval of the result.
+    `raw` has the seconds per call in each round by the name of the runner. `process_spread` is the standard
+    deviation of the log-ratio between two processes that run the same code. It widens the interval of the
+    result.
     """
     baseline_seconds, candidate_seconds = net(raw[baseline], raw["noop"]), net(raw["candidate"], raw["noop"])
     return paired_ratio(baseline_seconds, candidate_seconds, process_spread=process_spread)
 
 
 def median_seconds(raw: RawSeconds, name: Timed) -> float:
-    """Return the median seconds of one call of runner `name`, after the no-op's time has been subtracted."""
+    """Return the median seconds of one call of runner `name`, after the no-op's time has been subtracted.
+
+    `raw` has the seconds per call in each round by the name of the runner.
+    """
     return float(np.median(net(raw[name], raw["noop"])))

@@ -36,8 +36,8 @@ class MemoryBudget:
     """Memory that the judge of one device may use.
 
     `device_bytes` is the device memory that judging one task may take, or 0 if it is not limited, which is
-    the case on cpu unless `sandbox.device_bytes` is set. `runner_bytes` is the memory that one runner of the
-    task's source may allocate. `host_bytes` is the host memory that may be used.
+    the case on cpu unless `sandbox.device_bytes` is set. `runner_bytes` is the device memory that one runner
+    of the task's source (a sandboxed process) may allocate. `host_bytes` is the host memory that may be used.
     """
 
     device_bytes: int
@@ -46,7 +46,7 @@ class MemoryBudget:
 
     @staticmethod
     def of(params: JudgeParams, scheduler: DeviceScheduler, runner_share: float = 1.0) -> "MemoryBudget":
-        """Return the budget of the judge with `params` on the device of `scheduler`.
+        """Return the budget of the judge with the settings `params` on the device of `scheduler`.
 
         `runner_share` is the share of the device's memory that a runner of the task's source may allocate.
         """
@@ -63,9 +63,10 @@ class MemoryBudget:
 class MemoryNeed:
     """Estimated bytes that judging a task takes.
 
-    `fill` bytes of device memory are needed while the reference data are made, `timed` bytes while runners
-    are measured, `deferred` bytes while float64 outputs of timed calls are computed after the measurement,
-    and `host` bytes of host memory on cuda.
+    `fill` bytes of device memory (on cpu, of host memory) are needed while the reference data are made,
+    `timed` bytes while runners are measured, `deferred` bytes while float64 outputs of timed calls are
+    computed after the measurement, and `host` bytes of host memory on cuda. `deferred` and `host` are 0
+    unless the baselines share buffers.
     """
 
     fill: int
@@ -80,9 +81,10 @@ class MemoryNeed:
 
 
 def memory_need(layout: TaskLayout, runner_bytes: int) -> MemoryNeed:
-    """Return the memory that judging a task with this layout takes.
+    """Return the estimated memory that judging a task with this layout takes.
 
-    `runner_bytes` is the memory that one runner of the task's source may allocate.
+    `runner_bytes` is the device memory that one runner of the task's source (a sandboxed process) may
+    allocate.
     """
     return _sharing_need(layout) if layout.placement.shares_buffers else _separate_need(layout, runner_bytes)
 
@@ -114,9 +116,10 @@ def _separate_need(layout: TaskLayout, runner_bytes: int) -> MemoryNeed:
 def _sharing_need(layout: TaskLayout) -> MemoryNeed:
     """Return the memory that judging a task takes with a layout in which the baselines share buffers.
 
-    Only one timed runner at a time has more memory than its context, its parameters and its buffers. A runner
-    of the task's source computes outputs only while no timed runner exists. When float64 outputs are computed
-    after the measurement, the buffers of the timed runners are freed too.
+    The layout is for tasks whose data do not fit otherwise. Only one timed runner at a time has more memory
+    than its context, its parameters and its buffers. A runner of the task's source computes outputs only
+    while no timed runner exists. When float64 outputs are computed after the measurement, the buffers of the
+    timed runners are freed too.
     """
     inputs, outputs, expected = layout.inputs.stride, layout.outputs.stride, layout.expected.stride
     parameters, peak = layout.parameters.stride, layout.description.peak_bytes
@@ -166,10 +169,11 @@ def plan_layout(
 ) -> TaskLayout:
     """Return the layout with the fastest placement that fits the budget.
 
-    A placement says which data are shared or in host memory (`task_layout.Placement`). With each placement,
-    the full number of correctness sets is tried first, and then as few as `sizing` allows. If the budget does
-    not limit device memory, as on cpu, the fastest placement fits. Raises TaskTooLarge if nothing fits, or if
-    one call has more inputs and outputs than can be measured on cpu.
+    A placement says which data are shared or in host memory (`task_layout.Placement`). `description` has the
+    shapes of the task, and `sizing` says how much of it is prepared. With each placement, the full number of
+    correctness sets (input sets with reference outputs) is tried first, and then as few as `sizing` allows.
+    If the budget does not limit device memory, as on cpu, the fastest placement fits. Raises TaskTooLarge if
+    nothing fits, or if one call has more inputs and outputs than can be measured on cpu.
     """
     needs = []
     for placement in PLACEMENTS:
@@ -260,7 +264,10 @@ def _mounts(root: Path, version: _Version) -> Iterator[Path]:
 
 
 def _left(group: Path, version: _Version) -> int | None:
-    """Return the bytes that can still be used within a control group's limit, or None if it has no limit."""
+    """Return the bytes that can still be used within the limit of the control group in the folder `group`.
+
+    None is returned if the group has no limit, or if its files do not exist or cannot be read.
+    """
     try:
         limit = (group / version.limit).read_text().strip()
         if limit == "max":

@@ -31,8 +31,8 @@ NO_GPU = (
 def task_errors() -> Iterator[None]:
     """Convert errors inside the context that are caused by the task's own source into TaskError.
 
-    These are RunnerError, and the errors of an invalid description of the task: pydantic's ValidationError,
-    ValueError and AttributeError.
+    These are RunnerError (a sandboxed process fails), and the errors of an invalid description of the task:
+    pydantic's ValidationError, ValueError and AttributeError.
     """
     try:
         yield
@@ -50,10 +50,11 @@ def task_errors() -> Iterator[None]:
 
 @dataclass
 class ProcessPerRole:
-    """Factory of a separate process for every role, and of the memory of timed runners.
+    """Factory of a separate process for every role of a task, and of the memory of timed runners.
 
-    A candidate's memory is separate, because it could otherwise change the memory that other runners read.
-    The baselines of a task use the memory `shared` in common if device memory is scarce
+    A role is what a process does, for example `reference`, `eager` or `candidate`. A candidate's memory is
+    separate, because it could otherwise change the memory that other runners read. `factory` starts the
+    processes. The baselines of a task use the memory `shared` in common if device memory is scarce
     (`Placement.shares_buffers`).
     """
 
@@ -62,7 +63,7 @@ class ProcessPerRole:
     shared: RunnerMemory | None = None
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Start a process for the role that `header` names.
+        """Start a process for the role `header["role"]`, and return it.
 
         `descriptors` are the file descriptors that it gets. `seconds` limits the wall time of everything that
         the process does.
@@ -70,7 +71,11 @@ class ProcessPerRole:
         return self.factory.spawn(header, descriptors, seconds=seconds)
 
     def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
-        """Return memory for a timed runner of this role: its own, or the memory that the baselines share."""
+        """Return memory for a timed runner of this role: its own, or the memory that the baselines share.
+
+        A timed runner is a sandboxed process whose calls are timed. A candidate always gets memory of its
+        own.
+        """
         if role == "candidate" or not layout.placement.shares_buffers:
             return RunnerMemory.allocate(self.device, layout)
         self.shared = self.shared or RunnerMemory.allocate(self.device, layout)
@@ -97,8 +102,9 @@ class ProcessPerRole:
 class OneProcess:
     """Single process, with a single set of buffers, that takes all roles of a task one after another.
 
-    It is used only for admissions, in which no candidate runs. One process saves most of the time of an
-    admission, because a CUDA context does not have to be created for each role.
+    `factory` starts it from a zygote of the kind `zygote`. It is used only for admissions, which check and
+    time a task and in which no candidate runs. One process saves most of the time of an admission, because a
+    CUDA context does not have to be created for each role.
     """
 
     device: Device
@@ -110,7 +116,7 @@ class OneProcess:
     shared: RunnerMemory | None = None
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Start the process if it does not run, or else switch it to the role that `header` names.
+        """Return the process, after starting it in the role `header["role"]` or switching it to this role.
 
         `descriptors` are the file descriptors that it gets. `seconds` limits the wall time of the role.
         """
@@ -137,6 +143,6 @@ class OneProcess:
 
 
 def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:
-    """Have a runner leave its role and take the role that `header` names, with new file descriptors."""
+    """Have a runner leave its role and take the role `header["role"]`, with new file descriptors."""
     runner.send({"op": "leave"})
     runner.send(header, descriptors)

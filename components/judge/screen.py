@@ -59,9 +59,10 @@ OWN_OPERATORS = re.compile(r"\bTORCH_LIBRARY(?:_FRAGMENT)?\(\s*(?!aten\b|prim|to
 def screen_files(files: dict[str, str]) -> str | None:
     """Return the reason why a candidate's files are refused, or None if they are accepted.
 
-    A name must match `FILE_NAME`, because it becomes a path on the judge's machine. A text must be encodable
-    in UTF-8, because it is sent in messages. model_new.py may have at most `MAX_MODEL_CHARACTERS`, and all
-    files together `MAX_CANDIDATE_CHARACTERS`.
+    The reason is `file_name:NAME`, `not_unicode:NAME` or `too_large`. `files` maps names to texts. A name
+    must be `model_new.py` or `kernels/NAME` (`FILE_NAME`), because it becomes a path on the judge's machine.
+    A text must be encodable in UTF-8, because it is sent in messages. model_new.py may have at most
+    `MAX_MODEL_CHARACTERS`, and all files together `MAX_CANDIDATE_CHARACTERS`.
     """
     for name, text in files.items():
         if not FILE_NAME.fullmatch(name):
@@ -212,7 +213,8 @@ def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
 def screen_python(code: str) -> str | None:
     """Return the reason why `code`, the text of model_new.py, is forbidden, or None if it is allowed.
 
-    A reason is a kind and what was found, such as `import:os`, `call:torch.mm` or `operator:matmul`. Raises
+    Code is forbidden that could compute with torch instead of kernels of its own, or reach other modules. A
+    reason is a kind and what was found, such as `import:os`, `call:torch.mm` or `operator:matmul`. Raises
     SyntaxError, ValueError, RecursionError or MemoryError if `code` cannot be parsed.
     """
     tree = parse_python(code)

@@ -29,8 +29,9 @@ TOO_LONG = "longer in the timed rounds of one candidate than sandbox.run_seconds
 class TaskData:
     """A task's source and layout, and the buffers of its parameters and of all its input sets.
 
-    `processes` starts the processes of the task, and `construction_seed` is the seed under which runners
-    construct the model, or None if the constructor's parameters are overwritten.
+    `params` are the judge's settings, `processes` starts the processes of the task, and `construction_seed`
+    is the seed under which runners construct the model, or None if the constructor's parameters are
+    overwritten.
     """
 
     params: JudgeParams
@@ -43,7 +44,10 @@ class TaskData:
     inputs: Buffer
 
     def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> RoleHeader:
-        """Return the header of the role `reference`, whose `buffers` have space for `sets` input sets."""
+        """Return the message that gives a runner the role `reference`, in which it makes inputs and outputs.
+
+        `buffers` are the runner's shared buffers by name, with space for `sets` input sets.
+        """
         return {
             "role": "reference",
             "code": self.code,
@@ -58,12 +62,12 @@ class TaskData:
 class SourceRunner:
     """Runner of a task's own source that draws the inputs of timed calls, or computes float64 outputs.
 
-    It is started at the first use, and stopped whenever it does not work. Its memory has one call's inputs.
-    If `computes` is set, it can compute float64 outputs, and its memory also has a copy of the parameters and
-    the outputs. No other runner can access this memory. If the task's baselines share buffers
-    (`Placement.shares_buffers`) and `computes` is not set, the inputs are written to the task's last input
-    set, which no timed call needs if inputs are drawn. The methods may be called only while no runner of a
-    candidate computes.
+    A runner is a sandboxed process. It is started at the first use, and stopped whenever it does not work.
+    Its memory has one call's inputs. If `computes` is set, it can compute float64 outputs, and its memory
+    also has a copy of the parameters and the outputs. No other runner can access this memory. If the task's
+    baselines share buffers (`Placement.shares_buffers`) and `computes` is not set, the inputs are written to
+    the task's last input set, which no timed call needs if inputs are drawn. The methods may be called only
+    while no runner of a candidate computes.
     """
 
     def __init__(self, data: TaskData, *, computes: bool):
@@ -85,9 +89,10 @@ class SourceRunner:
     def draw(self, seed: int, distribution: str, changed: list[int]) -> list[torch.Tensor]:
         """Return flat views of inputs that the task's `get_inputs` draws under `seed`.
 
-        The inputs at the positions `changed` are then changed to the input distribution `distribution`
+        The inputs at the positions `changed`, among those that are tensors, are then changed as
+        `distribution` says, such as `scaled`, or `given` for no change
         (sandbox/inside/input_distributions.py). The next use of the runner overwrites the result. Raises
-        TaskError if `get_inputs` fails.
+        TaskError if `get_inputs` fails or takes too long, and InfrastructureError if the runner fails.
         """
         order = {
             "op": "fill",
@@ -108,7 +113,8 @@ class SourceRunner:
         """Return the float64 outputs for the inputs that are in the runner's memory (`inputs`).
 
         There is one tensor for each output, in its shape. The next call of this method overwrites the result.
-        The method may be called only if `computes` is set.
+        The method may be called only if `computes` is set. Raises TaskError if the task's source takes too
+        long, and InfrastructureError if it fails otherwise.
         """
         self._request({"op": "exact"})
         return self.data.layout.expected.tensors(self.buffers["expected"], 0)
@@ -122,7 +128,11 @@ class SourceRunner:
         return self.data.layout.input_sets - 1 if self._uses_last_set else 0
 
     def _request(self, order: dict[str, Any]) -> bytes:
-        """Have the runner carry out an order (sandbox/inside/runner_protocol.py), and return its answer."""
+        """Have the runner carry out an order, such as `{"op": "exact"}`, and return its answer.
+
+        The answer is empty, or the text of an error of the task's source. Raises TaskError if the runner
+        takes too long, and InfrastructureError if it fails otherwise.
+        """
         with self._working() as runner:
             if self.data.params.device == "cuda":
                 torch.cuda.synchronize()

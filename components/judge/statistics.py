@@ -43,8 +43,8 @@ def paired_ratio(
     is computed with a circular block bootstrap, which draws blocks of consecutive rounds instead of single
     rounds, because neighbouring rounds are affected by the same state of the machine. `process_spread` is the
     standard deviation of the log-ratio between two processes that run the same code at different memory
-    addresses. It is treated as an independent error: its 95 % half-width is added to the interval's in
-    quadrature, on the log scale.
+    addresses. This deviation is treated as an independent error: its 95 % half-width is added to the
+    interval's in quadrature, on the log scale.
     """
     logs = np.log(baseline) - np.log(candidate)
     count = len(logs)
@@ -85,7 +85,7 @@ def mean_ratio(ratios: Sequence[Ratio | None]) -> Ratio | None:
 
 
 def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:
-    """Return how many rounds there should be in total, after `rounds` rounds have resulted in `ratio`.
+    """Return how many timed rounds there should be in total, after `rounds` of them have resulted in `ratio`.
 
     `rounds` is returned if the interval is narrow (`NARROW`), or if the estimate differs from `MARGIN`, the
     limit for faster code, by at least twice the interval's half-width (on the log scale). The factor of two

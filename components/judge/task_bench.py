@@ -29,10 +29,11 @@ def make_reference(
     *,
     makes_data: bool = True,
 ) -> TaskReference:
-    """Make the reference data of the task with source `code`, as judging its candidates needs them.
+    """Return the inputs, parameters and reference outputs that judging candidates of a task needs.
 
-    If the task runs out of device memory, a second attempt first reserves all reservable device memory, so
-    that no other task uses any. If `makes_data` is false, only the layout of the data is determined. Raises
+    `code` is the task's source, `params` are the judge's settings, and `scheduler` reserves device memory. If
+    the task runs out of device memory, a second attempt first reserves all reservable device memory, so that
+    no other task uses any. If `makes_data` is false, only the layout of the data is determined. Raises
     TaskError if the task's source fails, and TaskTooLarge if judging the task takes more memory than there
     is.
     """
@@ -62,8 +63,8 @@ class TaskBench:
     ):
         """Make the reference data of the task with source `code`, and end the runner that makes them.
 
-        The runner is ended so that it does not exist while candidates run. Raises TaskError if the task's
-        source fails.
+        The runner, a sandboxed process, is ended so that it does not exist while candidates run. Raises
+        TaskError if the task's source fails, or if its inputs do not depend on the random seed.
         """
         self.scheduler = scheduler
         self.reference = make_reference(params, runner_factory, scheduler, code)
@@ -86,7 +87,7 @@ class TaskBench:
 
     @functools.cached_property
     def trivial_answer(self) -> str:
-        """Name of a trivial answer that is correct on this task, such as `zeros_pass`, or empty.
+        """Name of a trivial answer that is correct on this task, such as `zeros_pass`, or "" if none is.
 
         It is looked for only with KernelBench's tolerances, which do not depend on the magnitude of the
         outputs, and only if the task has at least two correctness sets (input sets with reference outputs).
@@ -103,7 +104,9 @@ class TaskBench:
         Deferred calls are timed calls whose outputs are compared with float64 outputs only after the
         candidate's runner has ended (`Float64Check`). If there are any, the runners of the baselines are
         ended first, and the memory that they shared and that torch caches is freed, because the comparison
-        needs it. The reason ends with the name of the input distribution.
+        needs it. The reason ends with the name of the input distribution, as in `max_error:given`. Raises
+        TaskError if eager is too inexact to tell, and InfrastructureError if the float64 outputs cannot be
+        computed.
         """
         if not self.float64_check.deferred:
             return None
@@ -121,9 +124,10 @@ class TaskBench:
 
 
 class BenchCache:
-    """Cache of task benches by the digest of the task's source (`KernelTask.code_digest`).
+    """Cache of the reference data and baselines of tasks, by the digest of the task's source.
 
-    If there are more benches than `capacity`, the least recently used benches that are not in use are closed.
+    A bench has those of one task (`TaskBench`). If there are more benches than `capacity`, the least recently
+    used benches that are not in use are closed.
     """
 
     def __init__(self, capacity: int):
@@ -137,8 +141,9 @@ class BenchCache:
     def use(self, code_digest: str, make: Callable[[], TaskBench]) -> Iterator[TaskBench]:
         """Yield the bench of the task with the digest `code_digest`, and keep it open until the context ends.
 
-        If the cache has no bench for the task, `make` is called. An error of `make` is raised and not cached,
-        because the machine may have caused it and the next call may succeed.
+        A bench has the reference data and running baselines of one task. If the cache has no bench for the
+        task, `make` is called to make one. An error of `make` is raised and not cached, because the machine
+        may have caused it and the next call may succeed.
         """
         with self.lock:
             self.users[code_digest] += 1
@@ -159,7 +164,7 @@ class BenchCache:
                 self._forget(code_digest)
 
     def _forget(self, code_digest: str) -> None:
-        """Drop the lock and the user count of a task if it has no bench and no call uses it.
+        """Drop the lock and the user count of a task whose bench is closed and that no call uses.
 
         The caller holds the lock of the cache.
         """
@@ -168,7 +173,10 @@ class BenchCache:
             self.task_locks.pop(code_digest, None)
 
     def close_unused(self) -> None:
-        """Close the least recently used bench that is not in use, if there is one."""
+        """Close the least recently used bench that is not in use, if there is one.
+
+        A bench has the reference data and running baselines of one task.
+        """
         with self.lock:
             unused = next((code_digest for code_digest in self.benches if self.users[code_digest] == 0), None)
             bench = None if unused is None else self.benches.pop(unused)

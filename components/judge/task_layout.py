@@ -37,10 +37,11 @@ MAX_REFERENCE_BYTES = 24 << 30
 
 
 def input_distributions(sandbox: Sandbox) -> list[str]:
-    """Return the names of the input distributions on which a candidate must be correct.
+    """Return the names of the changes of the inputs under each of which a candidate must be correct.
 
-    With sandbox.tolerance=kernelbench this is only `given`, the task's own inputs, for which KernelBench's
-    tolerances are made. Otherwise it is every key of `INPUT_DISTRIBUTIONS`.
+    With sandbox.tolerance=kernelbench the result is `["given"]`, the task's own inputs, for which
+    KernelBench's tolerances are made. Otherwise it has every key of `INPUT_DISTRIBUTIONS`, such as `given`
+    and `scaled`.
     """
     return ["given"] if sandbox.tolerance == "kernelbench" else list(INPUT_DISTRIBUTIONS)
 
@@ -83,7 +84,7 @@ TensorSpec = tuple[Shape, Dtype]
 
 
 class Description(FrozenModel):
-    """Description of a task that its own source sends from a runner; validated, as the source is untrusted.
+    """Description of a task that its own source, in a sandboxed process, has sent and that is validated.
 
     `init_inputs` are the arguments of the module's constructor. `inputs` and `scalars` both have one entry
     for each argument of a call. A tensor has its shape and dtype in `inputs` and None in `scalars`. Any other
@@ -133,9 +134,9 @@ class TensorLayout:
         return TensorLayout(*shared_memory.pack_slots([(tuple(shape), dtype) for shape, dtype in specs]))
 
     def region(self, buffer: Buffer | None) -> Region:
-        """Return the layout in the form that a runner receives.
+        """Return the layout as a dictionary for the message to a runner, a sandboxed process.
 
-        The form includes the size and the device of `buffer` if `buffer` is not None.
+        The size and the device of `buffer` are included if `buffer` is not None.
         """
         slots = [(slot.offset, list(slot.shape), slot.dtype) for slot in self.slots]
         region: Region = {"slots": slots, "stride": self.stride}
@@ -181,8 +182,9 @@ class Placement:
 
     If `shares_buffers` is set, the baselines of a task have one buffer of inputs and one of outputs in
     common, no buffer has an additional input set for warm-up calls, buffers of parameters are in host memory,
-    and every timed runner returns its free memory to the device after its rounds. The candidate has buffers
-    of its own, because it could otherwise change what eager computes.
+    and every timed runner (a sandboxed process whose calls are timed) returns its free memory to the device
+    after its rounds. The candidate has buffers of its own, because it could otherwise change what eager
+    computes.
     """
 
     shares_buffers: bool = False
@@ -236,9 +238,10 @@ class TaskLayout:
     ) -> TaskLayout:
         """Return the layout of the task that `description` describes.
 
-        `most_sets`, by default the parameter `sandbox.correctness_sets`, limits the number of correctness
-        sets, which are input sets with reference outputs. There are fewer if they are larger than
-        `MAX_REFERENCE_BYTES`, but always at least `sizing.min_correctness_sets`.
+        `sizing` and `placement` say how much of the task is prepared and where its data are. `most_sets`, by
+        default the parameter `sandbox.correctness_sets`, limits the number of correctness sets, which are
+        input sets with reference outputs. There are fewer if they are larger than `MAX_REFERENCE_BYTES`, but
+        always at least `sizing.min_correctness_sets`.
         """
         inputs = TensorLayout.of([spec for spec in description.inputs if spec is not None])
         outputs = TensorLayout.of(description.outputs)
@@ -299,7 +302,7 @@ class TaskLayout:
     def memory_of(self, region: RegionName) -> Device:
         """Return the device of the judge's own buffer of a region: `cpu` if the buffer is in host memory.
 
-        `region` is `parameters`, `inputs`, `outputs` or `expected`.
+        `region` is `parameters`, `inputs`, `outputs` or `expected` (float64 outputs).
         """
         on_host: dict[RegionName, bool] = {
             "parameters": self.placement.shares_buffers,
@@ -310,10 +313,10 @@ class TaskLayout:
         return "cpu" if on_host[region] else self.device
 
     def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> MemoryLayout:
-        """Return the description of the shared memory, in the form that a runner receives.
+        """Return the description of the shared memory as a dictionary for the message to a runner.
 
-        The memory holds `sets` sets of inputs; `buffers` are its buffers by name. On cpu a timed runner has
-        no buffer for outputs, but their layout is always part of the description.
+        The memory holds `sets` sets of inputs; `buffers` are its buffers by name, such as `inputs`. On cpu a
+        timed runner has no buffer for outputs, but their layout is always part of the description.
         """
         header: MemoryLayout = {
             "sets": sets,
@@ -334,7 +337,7 @@ class TaskLayout:
 
 @dataclass
 class RunnerMemory:
-    """Memory of one timed runner, or of several that take turns.
+    """Memory of one timed runner (a sandboxed process whose calls are timed), or of several in turns.
 
     `buffers` has the shared buffers by name: parameters, inputs, and on cuda outputs. If the runner gets its
     inputs call by call (`TaskLayout.by_call`), there are also buffers for the inputs of the next call and for

@@ -53,8 +53,9 @@ class TaskReference:
     ):
         """Start a runner of the task's source, and make the data in the layout that its description requires.
 
-        `code` is the task's source, and `processes` starts its runners. `sizing` determines how many calls
-        and input sets there are. If `makes_data` is false, only the layout is determined.
+        `code` is the task's source, `params` are the judge's settings, and `processes` starts the task's
+        runners. `sizing` determines how many calls and input sets there are. If `makes_data` is false, only
+        the layout is determined.
 
         `memory_share` is the share of a GPU's memory that the runner may allocate. Device memory of
         `describing_bytes` is reserved while the runner describes the task, and of `extra_bytes` beyond the
@@ -98,12 +99,15 @@ class TaskReference:
         return self.parameter_seed if self.params.sandbox.weights == "seed" else None
 
     def _fill(self, extra_bytes: int) -> None:
-        """Make parameters, inputs and reference outputs from secret seeds.
+        """Reserve device memory, and make the parameters, input sets and reference outputs in it.
 
-        Device memory of `self.bytes` plus `extra_bytes` is reserved first. Correctness sets get reference
-        outputs, both at the task's precision and in float64. The sets that timed calls are mixed from get no
-        outputs. The structures of the inputs (`input_structure.py`) are found before the input distributions
-        are used.
+        `self.bytes` plus `extra_bytes` bytes are reserved. The runner of the task's source draws all data
+        under secret random seeds; with sandbox.weights=seed the parameters are those of the constructor. The
+        first input sets, the correctness sets, get reference outputs at the task's precision and in float64.
+        Each of these sets is changed as `layout.distributions` says (such as `scaled`), or left as it is
+        drawn (`given`) if the change would destroy a structure of the inputs (`input_structure.py`) or the
+        task fails on the changed inputs. The other sets, from which the inputs of timed calls are mixed, are
+        not changed and get no outputs.
         """
         layout, shares_buffers = self.layout, self.layout.placement.shares_buffers
         correctness_sets = len(layout.distributions)
@@ -169,11 +173,11 @@ class TaskReference:
                 self.scheduler.release_cache()
 
     def _fill_set(self, index: int, distribution: str, parameters: int | None) -> bool:
-        """Have the runner make input set `index`, and return whether the input distribution can be used.
+        """Have the runner make input set `index` with the change `distribution`; return whether that works.
 
-        If it is a correctness set, its reference outputs are made too. `parameters` is the seed of the task's
-        parameters, or None if they keep their initial values. A distribution other than `given` cannot be
-        used if the task's source fails on it, for example because a probability is then above 1, or if an
+        If the set is a correctness set, its reference outputs are made too. `parameters` is the seed of the
+        task's parameters, or None if they keep their initial values. A change other than `given` (none) does
+        not work if the task's source fails on it, for example because a probability is then above 1, or if an
         output is then not finite although the same output is finite on the inputs of set 0.
         """
         is_correctness_set = index < len(self.distributions)
@@ -204,7 +208,7 @@ class TaskReference:
         return buffer
 
     def _switch_to_reference(self, buffers: dict[RegionName, Buffer], sets: int) -> None:
-        """Switch the runner to the role `reference`.
+        """Switch the runner to the role `reference`, in which it makes inputs and outputs.
 
         `buffers` is the memory that the runner gets beside the parameters, with space for `sets` input sets.
         """
@@ -221,7 +225,8 @@ class TaskReference:
     def _request(self, order: dict[str, Any]) -> bytes:
         """Have the runner, in the role `reference`, carry out an order, and return its answer.
 
-        The orders are those of sandbox/inside/runner_protocol.py.
+        An order is a message such as `{"op": "exact"}`. The answer is empty, or the text of an error of the
+        task's source. Raises RunnerError if the runner fails.
         """
         assert self.runner is not None
         with self.scheduler.background_work(self.runner):
@@ -245,10 +250,10 @@ class TaskReference:
         """Yield the task's outputs for changed versions of the first input set, one list for each change.
 
         Each item of `changes` has the entries to replace in the message `fill` with which the judge orders
-        the set from the runner (`sandbox.inside.reference.ReferenceModel.fill`), for example so that one
-        input comes from another seed. Each list has the output tensors of one call at the task's precision.
-        They are views of a buffer that the next change overwrites. Raises TaskError if the task's source
-        fails.
+        the set from the runner (`sandbox.inside.reference.ReferenceModel.fill`), for example `{"other_input":
+        0}` so that input 0 comes from another seed. Each list has the output tensors of one call at the
+        task's precision. They are views of a buffer that the next change overwrites. Raises TaskError if the
+        task's source fails.
         """
         order = {
             "op": "fill",
@@ -287,9 +292,11 @@ class TaskReference:
         """Return why an output in `memory` is wrong, or None if all outputs are right.
 
         `memory` has the bytes of the outputs for the correctness sets that `mixes` names, one set after
-        another. The reason ends with the name of the input distribution. `loose` and `repeats`, which are
-        meant for baselines, are those of `first_mismatch`. Raises TaskError if the task's own output is too
-        inexact to tell.
+        another. The reason is a code that ends with the name of the input distribution, such as
+        `max_error:given`. `loose` allows errors up to the absolute tolerance, and is meant for baselines.
+        `repeats` says that the task's own module has computed the outputs; with KernelBench's tolerances they
+        must then equal the reference outputs. Raises TaskError if the task's own output is too inexact to
+        tell.
         """
         for i, mix in enumerate(mixes):
             references = self._references(mix.first)
@@ -303,7 +310,7 @@ class TaskReference:
     def _references(self, index: int) -> list[ReferenceOutput]:
         """Return the reference outputs of one correctness set, prepared for comparison.
 
-        They are kept for later uses if `TaskLayout.keeps_references` is set.
+        The prepared outputs are kept for later uses if `TaskLayout.keeps_references` is set.
         """
         if index in self._outputs:
             return self._outputs[index]
@@ -313,7 +320,11 @@ class TaskReference:
         return prepared
 
     def prepared(self, single: list[torch.Tensor], expected: list[torch.Tensor]) -> list[ReferenceOutput]:
-        """Return the outputs of one call, at the task's precision and in float64, prepared for comparison."""
+        """Return the outputs of one call, at the task's precision and in float64, prepared for comparison.
+
+        `single` and `expected` have the output tensors in the same order. The tensors of `single` may be
+        flat.
+        """
         return [
             ReferenceOutput(
                 one.view(exact.shape),
@@ -327,7 +338,7 @@ class TaskReference:
         ]
 
     def correctness_outputs(self, index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the reference outputs of one correctness set, at the task's precision and in float64."""
+        """Return the reference outputs of correctness set `index`, at the task's precision and in float64."""
         return (
             self.layout.outputs.tensors(self.output_buffer, index),
             self.layout.expected.tensors(self.expected_buffer, index),

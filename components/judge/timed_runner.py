@@ -53,11 +53,11 @@ def _secret_generator(device: torch.device) -> torch.Generator:
 
 
 class StagedInputs:
-    """Inputs of one round, made in memory that no runner can read and then copied to each timed runner.
+    """Inputs of a round of calls, made in memory that no runner can read and then copied to each runner.
 
-    The memory holds the inputs of `capacity` calls. Those of a call are a combination of input sets, as its
-    `InputMix` says. They are made in advance, because on cuda the clock runs while a runner gets its inputs,
-    and combining the sets takes as many kernel launches as a small task.
+    The memory holds the inputs of `capacity` calls. Those of a call are a combination of input sets or drawn
+    anew, as its `InputMix` says. They are made in advance, because on cuda the clock runs while a runner gets
+    its inputs, and combining the sets takes as many kernel launches as a small task.
     """
 
     def __init__(self, reference: TaskReference, capacity: int):
@@ -80,7 +80,7 @@ class StagedInputs:
         return self
 
     def hold_fresh(self, calls: int, number: int) -> StagedInputs:
-        """Hold inputs for timed round `number` that no earlier call had, and return this object.
+        """Write inputs that no earlier call had for `calls` calls of round `number`, and return this object.
 
         Raises TaskError if the task's `get_inputs` draws the same inputs again and again.
         """
@@ -110,7 +110,7 @@ class StagedInputs:
 
 
 class TimedRunner:
-    """Runner whose calls are timed: a candidate or a baseline."""
+    """Sandboxed process whose calls are timed: it runs a candidate or a baseline."""
 
     def __init__(
         self,
@@ -119,11 +119,11 @@ class TimedRunner:
         library: int | None,
         seconds: float,
     ):
-        """Start the runner for the role that `header` names, and wait until it is ready.
+        """Start the runner for the role `header["role"]`, such as `eager`, and wait until it is ready.
 
         The runner gets a copy of the parameters of the task of `reference`. `library` is the file descriptor
-        of a candidate's library or of torch.compile's archive, and None for the other baselines. The runner
-        may exist for `seconds`. Raises RunnerError if it fails.
+        of a candidate's library or of torch.compile's archive, and None for the other baselines. `seconds`
+        limits the runner's wall time until a later call sets another limit. Raises RunnerError if it fails.
         """
         self.reference = reference
         self.processes = processes = reference.processes
@@ -190,7 +190,7 @@ class TimedRunner:
         self._untimed("warm", seconds)
 
     def save_artefacts(self, seconds: float) -> None:
-        """Have torch.compile write what it compiled to its archive, within `seconds` of wall time."""
+        """Have torch.compile write what it compiled to its archive file, within `seconds` of wall time."""
         self._untimed("save", seconds)
 
     def _untimed(self, operation: Literal["warm", "save"], seconds: float) -> None:
@@ -203,10 +203,14 @@ class TimedRunner:
     def verify(self, operation: Operation, *, loose: bool = False) -> Mismatch | None:
         """Return why an output for a correctness set is wrong, or None if all outputs are right.
 
-        The outputs are computed in rounds of the kind `operation`: `check` also checks each output's form,
-        and `time` calls the runner as a timed round does. If the outputs are right but the candidate changed
-        its inputs, the reason is `inputs_changed`. `loose`, which is meant for baselines, allows errors up to
-        the absolute tolerance. Raises RunnerError if the runner fails.
+        A correctness set is an input set with reference outputs. The outputs are computed in rounds of the
+        kind `operation`. With `check` the runner also checks the number, shapes, dtypes and device of each
+        call's outputs, and that they do not overlap the inputs; with `time` it is called as in a timed round.
+        `loose` allows every error up to the absolute tolerance (`sandbox.absolute_tolerance` times the
+        largest absolute value of the reference output) and is for baselines; without it the limits of errors
+        are smaller, as for candidates. If the outputs are right but the candidate changed its inputs, the
+        reason is `inputs_changed`. Raises RunnerError if the runner fails or a check does, and TaskError if
+        the task's own output is too inexact to tell.
         """
         mixes, capacity = self.reference.inputs.correctness_sets(), self.layout.capacity
         staged = StagedInputs(self.reference, capacity)
@@ -221,8 +225,8 @@ class TimedRunner:
     def round(self, operation: Operation, staged: StagedInputs) -> tuple[float, torch.Tensor]:
         """Run one round on the staged inputs, and return the seconds per call and the results as bytes.
 
-        In a round of the kind `check`, the runner also checks the form of each result. The results are read
-        before the runner can change them. Raises RunnerError if the runner fails.
+        In a round of the kind `check`, the runner also checks the shapes, dtypes and device of each result.
+        The results are read before the runner can change them. Raises RunnerError if the runner fails.
 
         On cpu the judge reads each result out of the runner's memory, and then overwrites it if the runner is
         a candidate's. Results on cuda are overwritten before the next round. What a candidate does not write
@@ -386,7 +390,7 @@ class TimedRunner:
         """Write inputs for a warm-up call into the last input set of the runner's memory.
 
         The inputs are valid but need not be secret: floating-point inputs are zeros, and other inputs are
-        those of the first correctness set.
+        those of the first correctness set (an input set with reference outputs).
         """
         original = self.reference.inputs.original(0)
         for index, tensor in enumerate(self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)):

@@ -49,11 +49,13 @@ Status = Literal[
 
 
 class Labels(FrozenModel):
-    """Values of the parameters `sandbox.rules`, `sandbox.weights` and `sandbox.tolerance` for a verdict.
+    """Rules under which a verdict was reached: `sandbox.rules`, `sandbox.weights` and `sandbox.tolerance`.
 
-    The class `Sandbox` of core/params.py says what the values mean. Verdicts with different labels were
-    reached by different rules, so their figures must not be compared. The defaults are the labels of training
-    and promotion.
+    `rules` is `kernel-only` if a candidate may compute only with its own kernels, and `any` if it may use
+    torch too. `weights` is `state_dict` if candidates get parameters that the judge has drawn, and `seed` if
+    they keep those of their constructor under the judge's seed. `tolerance` is `strict` for errors relative
+    to float64, and `kernelbench` if an output within KernelBench's tolerances is correct too. Verdicts with
+    different labels must not be compared. The defaults are the labels of training and promotion.
     """
 
     rules: Literal["kernel-only", "any"] = "kernel-only"
@@ -71,25 +73,25 @@ class Labels(FrozenModel):
 def protocol_digest(params: JudgeParams) -> str:
     """Return the digest of all parameters on which a verdict depends.
 
-    These are the device, the precision, and the parameters of the section sandbox that change results. The
-    judge's sources (`VERSION`) are not part of it.
+    These are the device, the precision, and the parameters of the section sandbox that change results, and
+    not only the speed of the work. The judge's sources (`VERSION`) are not part of it.
     """
     return digest_json(result_values(params, ("device", "precision", "sandbox")))
 
 
 def with_standard_labels(params: AnyParams) -> AnyParams:
-    """Return a copy of `params` with the labels of training and promotion, the defaults of `Labels`.
+    """Return a copy of `params` with the rules of judging for training and promotion (`Labels`).
 
-    The labels are sandbox.rules, sandbox.weights and sandbox.tolerance.
+    These are the parameters sandbox.rules, sandbox.weights and sandbox.tolerance.
     """
     sandbox = params.sandbox.model_copy(update=Labels().model_dump())
     return params.model_copy(update={"sandbox": sandbox})
 
 
 def require_standard_labels(sandbox: Sandbox, purpose: str) -> None:
-    """Raise UserError unless `sandbox` has the labels of training and promotion.
+    """Raise UserError unless `sandbox` has the rules of judging for training and promotion (`Labels`).
 
-    `purpose` is what the parameters are to be used for, as the error's text names it.
+    `purpose` is what the parameters are to be used for, such as `training`, for the error's text.
     """
     for name, default in Labels().model_dump().items():
         value = getattr(sandbox, name)
@@ -100,8 +102,8 @@ def require_standard_labels(sandbox: Sandbox, purpose: str) -> None:
 class Ratio(FrozenModel):
     """Ratio of baseline seconds to candidate seconds over paired rounds, with a 95 % interval.
 
-    `low` and `high` are the ends of the interval, which is computed with a block bootstrap
-    (`statistics.paired_ratio`).
+    `estimate` is the ratio, above 1 if the candidate is faster. `low` and `high` are the ends of the
+    interval, which is computed with a block bootstrap (`statistics.paired_ratio`).
     """
 
     estimate: float
@@ -138,7 +140,8 @@ class Speedup(FrozenModel):
 class WorkloadFigures(FrozenModel):
     """Median seconds and speed-ups of a candidate on one workload, which `call` names: `get_inputs(32, 128)`.
 
-    All figures are None if the candidate failed on this workload.
+    A workload is one call of the task's `get_inputs` on which candidates are judged. All figures are None if
+    the candidate failed on this workload.
     """
 
     call: str
@@ -147,17 +150,17 @@ class WorkloadFigures(FrozenModel):
 
 
 class Verdict(FrozenModel):
-    """The judge's verdict on one candidate.
+    """The judge's verdict on one candidate, an implementation of a task's module with its own kernels.
 
-    `reason` is a short code for programs, such as `max_error:given`, and `log` is a short text for the
-    policy. `evidence` has what shows how the verdict was reached, such as versions, seeds and the seconds of
-    each round. `milestone` is the reward that the function of the same name computes: 1 for a correct
-    candidate, 2 if it is faster than eager, 3 if it is faster than torch.compile too, and -1 if it is not
-    correct.
+    `reason` is a short code for programs, such as `max_error:given`, or "" if the candidate is correct, and
+    `log` is a short text for the policy. `evidence` has what shows how the verdict was reached, such as
+    versions, seeds and the seconds of each round. `milestone` is the reward that the function of the same
+    name computes: 1 for a correct candidate, 2 if it is faster than eager, 3 if it is faster than
+    torch.compile too, and -1 if it is not correct.
 
-    `workloads` is empty unless the task names workloads (core/workloads.py). It then has the figures on each
-    of them, in their order, and `seconds` and `speedup` are geometric means over them. If the candidate
-    failed on a workload, `workloads` has only that one.
+    `workloads` is empty unless the task names workloads, which are calls of its `get_inputs`
+    (core/workloads.py). It then has the figures on each of them, in their order, and `seconds` and `speedup`
+    are geometric means over them. If the candidate failed on a workload, `workloads` has only that one.
     """
 
     status: Status
@@ -183,8 +186,8 @@ def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
 
     It is -1 for a candidate that is not correct, 1 for a correct one, 2 if it is also faster than eager, and
     3 if it is also faster than both eager and torch.compile. Faster means that the estimated speed-up is
-    above `MARGIN`, and that none on a workload of the task is below `WORKLOAD_MARGIN`. The field `milestone`
-    of the verdict is not read.
+    above `MARGIN`, and that none on a workload (a call of the task's `get_inputs`) is below
+    `WORKLOAD_MARGIN`. The field `milestone` of the verdict is not read.
     """
     if verdict.status != "correct":
         return -1
@@ -205,10 +208,10 @@ def _is_faster(verdict: Verdict, baseline: Literal["eager", "compile"]) -> bool:
 
 @dataclass(frozen=True)
 class Admission:
-    """Result of checking whether a task can be judged.
+    """Result of checking whether candidates of a task can be judged.
 
-    `reason` is a short code, which is empty if the task is admitted. `evidence` holds the measured figures,
-    or the detail of a failure.
+    `reason` is a short code, such as `does_not_run`, which is empty if the task is admitted. `evidence` holds
+    the measured figures, such as `eager_seconds`, or the text of a failure under `detail`.
     """
 
     admitted: bool
@@ -254,7 +257,7 @@ LOAD_ERRORS: dict[str, Rejection] = RUN_ERRORS | {
 
 @dataclass(eq=False)
 class Rejected(Exception):
-    """Exception for a candidate that fails, with the status, reason and log of its verdict."""
+    """Exception for a candidate that fails, with the status, reason and log of its verdict (`Verdict`)."""
 
     status: Status
     reason: str
@@ -265,8 +268,10 @@ class Rejected(Exception):
 def rejecting(errors: Mapping[str, Rejection], *, hide_text: bool = False) -> Iterator[None]:
     """Convert a RunnerError raised inside the context into Rejected, as `errors` defines for its kind.
 
-    A kind without an entry gets the status `crashed`. If `hide_text` is set, only the part of the runner's
-    message that matches `PLAIN_REASON` is used; a message without a match is replaced by `HIDDEN`.
+    `errors` maps a kind, such as `timed_out`, to status, reason and log of a verdict, in which `{text}` is
+    replaced by the runner's message. A kind without an entry gets the status `crashed`. If `hide_text` is
+    set, only the part of the runner's message that matches `PLAIN_REASON` is used; a message without a match
+    is replaced by `HIDDEN`.
     """
     try:
         yield

@@ -2,8 +2,9 @@
 
 Compilers of candidates' sources run inside a sandbox unless sandbox.isolation is "none". Of a workspace, only
 the files in kernels/ are compiled for each candidate. The binding module (agent_workdir/binding.cpp, with
-pybind11) is compiled once for all homes of a user and linked to every build of kernels. So a cpu candidate
-builds in a fraction of a second instead of more than ten seconds, which compiling with torch's headers takes.
+pybind11) is compiled once for each user of the machine and linked to every build of kernels. So a cpu
+candidate builds in a fraction of a second instead of more than ten seconds, which compiling with torch's
+headers takes.
 """
 
 import contextlib
@@ -108,8 +109,8 @@ CACHE_FORMAT = 6
 class BuildResult:
     """The content of a built library with the symbols that it imports, or the output of a failed build.
 
-    `library` is None if the build failed, `log` then has the output or the reason, and `timed_out` says
-    whether the build used up its time.
+    `symbols` has the names of the symbols, such as `malloc`. `library` is None if the build failed, `log`
+    then has the output or the reason, and `timed_out` says whether the build used up its time.
     """
 
     library: bytes | None
@@ -121,9 +122,9 @@ class BuildResult:
 def is_compiler_error(result: subprocess.CompletedProcess[str]) -> bool:
     """Return whether a failed build ended with diagnostics of the compiler or linker about the sources.
 
-    Otherwise the sandbox could not be made, a process could not be started, or the machine ended it. A
-    compiler that printed more than is read, or that crashed, counts as one with diagnostics: only the sources
-    can cause that.
+    `result` is the ended process of the build, whose stderr has the compiler's output. The result is False if
+    the sandbox could not be made, a process could not be started, or the machine ended a process. It is True
+    for a compiler that printed more than is read, or that crashed, because only the sources can cause that.
     """
     lines = [line for line in result.stderr.splitlines() if not MACHINE_FAULT.fullmatch(line.strip())]
     has_diagnostics = any(map(DIAGNOSTIC.search, lines)) or len(result.stderr.encode()) >= MAX_OUTPUT_BYTES
@@ -131,7 +132,11 @@ def is_compiler_error(result: subprocess.CompletedProcess[str]) -> bool:
 
 
 def is_signalled(result: subprocess.CompletedProcess[str]) -> bool:
-    """Return whether a signal ended a process of a failed build, so that another try may succeed."""
+    """Return whether a signal ended a process of a failed build, so that another try may succeed.
+
+    `result` is the ended process of the build, whose stderr has the compiler's output. A build that succeeded
+    gives False.
+    """
     if result.returncode in (0, COMPILER_FAILED):
         return result.returncode != 0 and bool(SIGNALLED.search(result.stderr))
     return result.returncode > 128
@@ -157,7 +162,8 @@ def compile_own(source: Path, target: Path, flags: Sequence[str]) -> None:
 def build_result_channel() -> Path:
     """Return the folder of the module compiled from result_channel.cpp, which every runner imports.
 
-    The module is compiled if the user's cache does not contain it. Raises InfrastructureError if that fails.
+    A runner (sandboxed process) on cpu sends its results with this module. The module is compiled if the
+    user's cache does not contain it. Raises InfrastructureError if that fails.
     """
     source = INSIDE_FOLDER / "result_channel.cpp"
     flags = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-shared"]
@@ -174,7 +180,7 @@ def symbol_names(listing: str) -> tuple[str, ...]:
 
 
 def open_factory(sandbox: Sandbox, device: Device, folder: Path) -> RunnerFactory:
-    """Return the factory of a judge's runners, whose files are below `folder`.
+    """Return the factory of a judge's runners (sandboxed processes), whose files are below `folder`.
 
     Raises IsolationUnavailable if runners cannot be isolated here, and UserError if programs in `folder`
     cannot be executed.
@@ -186,10 +192,11 @@ def open_factory(sandbox: Sandbox, device: Device, folder: Path) -> RunnerFactor
 
 
 class Builder:
-    """Builder of libraries from kernels, which keeps all builds in a cache.
+    """Builder of libraries from kernels, which keeps all builds in the folder `cache`.
 
-    The key of a build in the cache is a digest of its sources, the compiler, its flags, and the files of
-    agent_workdir/ that builds use.
+    The constructor raises UserError if the compiler of `device` is not installed, and InfrastructureError if
+    the project's own sources do not compile. The key of a build in the cache is a digest of its sources, the
+    compiler, its flags, and the files of agent_workdir/ that builds use.
     """
 
     def __init__(self, sandbox: Sandbox, device: Device, cache: Path):
@@ -225,13 +232,20 @@ class Builder:
             self.includes.insert(0, f"-I{self.paths.inside(self._precompile_header())}")
 
     def build(self, files: dict[str, str]) -> BuildResult:
-        """Return the library built from the candidate's files in kernels/, or the compiler's errors.
+        """Return the library built from the candidate's files in kernels/, or the reason why there is none.
 
-        `files` are the texts of the candidate's files by workspace path. Builds that fail with diagnostics of
-        the compiler are cached too, because a compiler gives the same result every time. Builds that used up
-        their time or that a signal ended are not cached. They are tried twice, except those that used up
-        their CPU time. Raises InfrastructureError if the build fails for another reason: the sandbox or nm
-        cannot be run, or the machine ends the compiler.
+        `files` are the texts of the candidate's files by workspace path, such as `kernels/add.cu`. What
+        happens to a build that fails depends on the cause:
+
+        - The compiler reports errors in the sources: the result has them in `log` and is cached, because a
+          compiler gives the same result every time. If kernels/ has no source file, `log` says so.
+        - The compiler, or a program that it starts, crashes: the build is tried a second time. If it fails
+          again, `log` has the compiler's output. Nothing is cached.
+        - The build takes longer than sandbox.build_seconds: it is tried a second time, unless the compiler
+          says that its CPU time is used up. If it fails again, `timed_out` is set. Nothing is cached.
+        - The machine ends the compiler, for example because memory runs out: the build is tried a second
+          time. If it fails again, InfrastructureError is raised.
+        - The sandbox, the compiler or nm cannot be run: InfrastructureError is raised at once.
         """
         kernels = {name: text for name, text in sorted(files.items()) if name.startswith("kernels/")}
         suffixes = SOURCE_SUFFIXES[self.device]
@@ -251,10 +265,12 @@ class Builder:
         )
 
     def build_extension(self, extension: Extension) -> BuildResult:
-        """Return the library of an extension that a candidate's file requests, or the compiler's errors.
+        """Return the library of an extension that a candidate requests, or the reason why there is none.
 
-        `extension` has been checked with `compiler_flags.refused_flag`. Raises InfrastructureError if the
-        compiler or nm cannot be run.
+        `extension` has been checked with `compiler_flags.refused_flag`. Failures are treated as in `build`:
+        if the compiler reports errors or crashes, `log` has its output; if the time runs out, `timed_out` is
+        set; and InfrastructureError is raised if the machine ends the compiler, or if the sandbox or nm
+        cannot be run.
         """
         sources = {f"kernels/{name}": text for name, text in extension["sources"].items()}
         names = [name for name in sources if name.endswith(SOURCE_SUFFIXES[self.device])]
@@ -266,10 +282,10 @@ class Builder:
         return self._build(key, sources, command)
 
     def _build(self, key: str, texts: Mapping[str, str], command: Sequence[str]) -> BuildResult:
-        """Return the library that `command` builds, or the one that the cache has for `key`.
+        """Return the result of the build that `command` makes, or the one that the cache has for `key`.
 
-        `texts` are the source texts by path, which are written to a folder first. In the words of `command`,
-        `{in}` is replaced by the path of this folder.
+        Failures are treated as `build` says. `texts` are the source texts by path, which are written to a
+        folder first. In the words of `command`, `{in}` is replaced by the path of this folder.
         """
         stem = self.cache / key[:32]
         library, symbols, failed = (stem.with_suffix(suffix) for suffix in (".so", ".symbols", ".failed"))
@@ -329,7 +345,10 @@ class Builder:
         return isolation.python_paths() | fixed
 
     def _build_binding(self) -> frozenset[str]:
-        """Compile binding.cpp unless the cache has it, and return the symbols that it imports."""
+        """Compile binding.cpp unless the cache has it, and return the names of the symbols that it imports.
+
+        Raises InfrastructureError if it does not compile, or if nm fails.
+        """
         flags = ["-O1", "-fPIC", "-std=c++17", "-fvisibility=hidden", "-c"]
         flags += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
         compile_own(TEMPLATE / "binding.cpp", self.binding, flags)
@@ -372,10 +391,12 @@ class Builder:
     ) -> tuple[subprocess.CompletedProcess[str], tuple[str, ...]]:
         """Run a compiler that writes library.so; return the finished process and the imported symbols.
 
-        `folder` is a build folder (`_build_folder`), in whose subfolder `out` the file is written. The
-        compiler and nm run in the same sandbox, because starting a sandbox takes as long as a small
-        compilation. Without isolation, both run outside a sandbox. Raises InfrastructureError if nm fails,
-        and subprocess.TimeoutExpired after sandbox.build_seconds.
+        The symbols are names, and there are none if the compiler has failed. `folder` is a build folder
+        (`_build_folder`), in whose subfolder `out` the file is written. The compiler and nm run in the same
+        sandbox, because starting a sandbox takes as long as a small compilation. Without isolation, both run
+        outside a sandbox. The stderr of the returned process has the compiler's output. Raises
+        InfrastructureError if the compiler succeeds but nm lists no symbols, and subprocess.TimeoutExpired
+        after sandbox.build_seconds.
         """
         output = "/out/library.so" if self.is_isolated else f"{folder}/out/library.so"
         file = shlex.quote(output)

@@ -51,7 +51,7 @@ LOADING_FLAGS = ("-fplugin", "-fuse-ld", "-fprofile", "-fdump", "-fsanitize")
 
 
 def refused_flag(flags: Iterable[str]) -> str | None:
-    """Return the first of an extension's flags that is not accepted, or None."""
+    """Return the first of an extension's flags that is not accepted, or None if all are accepted."""
     for flag in flags:
         if flag.startswith(LOADING_FLAGS) or not (
             EXTENSION_FLAG.fullmatch(flag) or IGNORED_FLAG.fullmatch(flag)
@@ -63,7 +63,8 @@ def refused_flag(flags: Iterable[str]) -> str | None:
 def extension_flags(extension: Extension, device: Device) -> list[str]:
     """Return the compiler's options for the flags that an extension requests.
 
-    Flags that match IGNORED_FLAG are left out. On cuda, torch's flags for CUDA sources are added.
+    Flags that match IGNORED_FLAG are left out, and on cpu those for CUDA sources. On cuda, flags for the C++
+    compiler follow -Xcompiler, and torch's flags for CUDA sources are added.
     """
     cflags, cuda_cflags = (
         [flag for flag in extension[kind] if not IGNORED_FLAG.fullmatch(flag)]

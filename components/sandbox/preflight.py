@@ -108,10 +108,10 @@ CASES: tuple[tuple[Callable[[System, str, bool], bool], str], ...] = (
 
 
 def explain(message: str, *, root: bool, system: System | None = None) -> str:
-    """Return the error message for a failure to make a sandbox, with the fix of the first case that applies.
+    """Return the error message for a failure to make a sandbox, with the fix of the cause if it is known.
 
-    `message` is what the failed program printed, and `root` tells whether root started it. `system` has the
-    kernel's settings, by default those of this machine.
+    The cause is the first of `CASES` that applies. `message` is what the failed program printed, and `root`
+    tells whether root started it. `system` has the kernel's settings, by default those of this machine.
     """
     remedy = next(
         (remedy for applies, remedy in CASES if applies(system or System(), message, root)), f"see {GUIDE}"
@@ -198,7 +198,7 @@ def _confine_failure() -> str:
 
 
 def _runner_failure(sandbox: Sandbox, device: Device) -> str:
-    """Return the problem with a runner that is started like a candidate's, or "" if there is none."""
+    """Return the problem with a process that is isolated like a candidate's, or "" if there is none."""
     header: RoleHeader = {"role": "candidate", "zygote": "probe"}
     with (
         tempfile.TemporaryDirectory(prefix="probe-") as folder,

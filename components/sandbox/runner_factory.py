@@ -58,8 +58,8 @@ WARM_KINDS: tuple[ZygoteKind, ...] = ("plain", "compile")
 class Zygote:
     """A running zygote process and the socket `control`, on which the judge requests runners.
 
-    The zygote forks one runner for each message that it receives there: a RoleHeader with a Confinement
-    (inside/runner_protocol.py).
+    A zygote is a process that has loaded torch. It forks one runner for each message that it receives there:
+    a RoleHeader with a Confinement (inside/runner_protocol.py).
     """
 
     process: subprocess.Popen[bytes]
@@ -104,9 +104,10 @@ def sealed_file(content: bytes) -> int:
 class RunnerFactory:
     """Factory that starts one zygote of each kind (seconds) and forks runners from them (milliseconds).
 
-    Runners of torch.compile are forked from a separate zygote, because the modules of torch.compile take most
-    of a minute to load and would make every fork slower. So a candidate that is not compared with
-    torch.compile never waits for these modules.
+    A zygote is a process that has loaded torch, and a runner one that executes code of a candidate or a task.
+    `folder` has their logs and files. Runners of torch.compile are forked from a separate zygote, because the
+    modules of torch.compile take most of a minute to load and would make every fork slower. So a candidate
+    that is not compared with torch.compile never waits for these modules.
     """
 
     def __init__(self, sandbox: Sandbox, device: Device, folder: Path, result_channel: Path):
@@ -128,17 +129,21 @@ class RunnerFactory:
         self.pidfds: list[int] = []
 
     def prepare(self) -> None:
-        """Start the zygotes of the kinds `plain` and `compile` without waiting for their imports."""
+        """Start the zygotes of the kinds `plain` and `compile` without waiting for their imports.
+
+        A zygote is a process that runners are forked from. One of the kind `compile` loads torch.compile too.
+        """
         with self.lock:
             for kind in WARM_KINDS:
                 self._zygote(kind)
 
     def spawn(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Fork a runner for the role in `header`, with `seconds` of wall time in all, pauses not counted.
+        """Fork a runner for the role `header["role"]`, with `seconds` of wall time, pauses not counted.
 
         `descriptors` are sent to the runner with the header, in the order that RoleHeader states. Raises
         RunnerError if the header is too long, InfrastructureError if the runner does not start, and UserError
-        if MAX_FAILED_STARTS successive zygotes of the kind have ended without starting any runner.
+        if MAX_FAILED_STARTS successive zygotes (processes that runners are forked from) of the kind have
+        ended without starting any runner.
         """
         kind = header.get("zygote") or ("compile" if header["role"] == "compile" else "plain")
         message = {**header, **self._confinement(header["role"], kind)}
@@ -177,7 +182,7 @@ class RunnerFactory:
     def close(self) -> None:
         """End all zygotes and runners and wait until they have ended, so that their GPU memory is free.
 
-        The wait for the runners ends after EXIT_SECONDS.
+        Runners are forked from zygotes. The wait for the runners ends after EXIT_SECONDS.
         """
         with self.lock:
             for zygote in self.zygotes.values():
@@ -191,7 +196,7 @@ class RunnerFactory:
         os.close(self.empty_library)
 
     def _confinement(self, role: Role, kind: ZygoteKind) -> Confinement:
-        """Return the resource limits and the system-call filter of a runner of this role and zygote."""
+        """Return the resource limits and system-call filter of a runner by its role and kind of zygote."""
         candidate = role in ("candidate", "record", "construct")
         autotunes = kind == "compile" and self.device == "cuda"
         limits = {
@@ -220,7 +225,10 @@ class RunnerFactory:
         }
 
     def _zygote(self, kind: ZygoteKind) -> Zygote:
-        """Return the zygote of this kind, after starting it if none is running; the caller holds the lock."""
+        """Return the zygote of this kind, after starting it if none is running; the caller holds the lock.
+
+        A zygote is a process that runners are forked from.
+        """
         zygote = self.zygotes.get(kind)
         if zygote is None or zygote.process.poll() is not None:
             zygote = self.zygotes[kind] = self.starter.submit(self._start, kind).result()
@@ -281,7 +289,8 @@ class RunnerFactory:
     def _start_error(self, kind: ZygoteKind, zygote: Zygote, reason: str) -> Exception:
         """Return the exception to raise for a zygote that did not start a runner; the caller holds the lock.
 
-        It is InfrastructureError, after which the caller may try again, or UserError if MAX_FAILED_STARTS
+        A zygote is a process that runners are forked from, and `reason` says what happened. The exception is
+        InfrastructureError, after which the caller may try again, or UserError if MAX_FAILED_STARTS
         successive zygotes of this kind have ended without starting any runner.
         """
         log = self.folder / f"{kind}.log"
@@ -311,7 +320,7 @@ class RunnerFactory:
 
 
 def _receive_pid(connection: socket.socket) -> int | None:
-    """Return the PID of a new runner, or None if its zygote has failed.
+    """Return the PID of a new runner, or None if its zygote (the process that forks it) has failed.
 
     The PID is reliable, because the kernel adds it to the runner's message (SCM_CREDENTIALS). Raises
     InfrastructureError if no message comes in START_SECONDS.

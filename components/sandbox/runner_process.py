@@ -53,11 +53,12 @@ ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
 class RunnerError(Exception):
     """Error raised if a runner fails.
 
-    The runner crashed, exceeded its time ("timed_out") or memory, sent a message that was not expected
-    ("protocol") or reported an error. The kind "wrong" means an output that cannot be read or does not have
-    the form of the reference output. The kind "forbidden" means a call of a blocked operator of torch. The
-    kind "unknown_result" means that a constructor called an operator whose result has not been recorded
-    (inside/constructor_mode.py). `text` is the detail, such as a traceback.
+    `kind` says how: the runner crashed, exceeded its time ("timed_out") or memory ("out_of_memory"), sent a
+    message that was not expected ("protocol") or reported an exception ("error"). The kind "wrong" means an
+    output that cannot be read or whose tensors have other shapes, dtypes or devices than the reference
+    output. The kind "forbidden" means a call of a blocked operator of torch. The kind "unknown_result" means
+    that a constructor called an operator whose result has not been recorded (inside/constructor_mode.py).
+    `text` is the detail, such as a traceback.
     """
 
     def __init__(self, kind: RunnerErrorKind, text: str = ""):
@@ -82,7 +83,7 @@ for _function in (_libc.process_vm_readv, _libc.process_vm_writev):
 
 
 def send(connection: socket.socket, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
-    """Send one JSON message together with descriptors."""
+    """Send one JSON message together with file descriptors; raise OSError if the other side has closed."""
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     connection.sendmsg([json.dumps(message).encode()], rights)
 
@@ -128,7 +129,7 @@ def has_ended(pidfd: int, seconds: float) -> bool:
 
 @dataclass
 class Runner:
-    """One forked runner, to which the judge sends messages and whose memory and CPU time it reads.
+    """One sandboxed process, to which the judge sends messages and whose memory and CPU time it reads.
 
     Methods raise RunnerError if the runner caused the failure, and InfrastructureError if the machine did.
     """
@@ -156,7 +157,8 @@ class Runner:
     def receive(self, expected: bytes = b"RD") -> bytes:
         """Wait for a message and return its content after the first letter, which must be one of `expected`.
 
-        Raises RunnerError if the message has another letter, the deadline passes, or the runner ends.
+        By default these are R (ready, or a result) and D (an order is done). Raises RunnerError if the
+        message has another letter, the deadline passes, or the runner ends.
         """
         data = None
         while data is None:
@@ -192,7 +194,7 @@ class Runner:
         return list(struct.unpack(f"{count}Q", data[7:]))
 
     def request(self, message: Mapping[str, object]) -> bytes:
-        """Send one message and return the content of the reply."""
+        """Send one message and return the reply after its first letter; raise errors as `receive` does."""
         self.send(message)
         return self.receive()
 
@@ -339,7 +341,7 @@ class Runner:
     def extend_deadline(self) -> None:
         """Add the time since `pause` to the deadline; from then on, time counts toward the limit again.
 
-        The process stays suspended. Does nothing if the runner is not paused.
+        The process stays stopped. Does nothing if the runner is not paused.
         """
         if self.paused_since is not None:
             self.deadline += time.monotonic() - self.paused_since

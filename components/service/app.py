@@ -52,8 +52,8 @@ Wait = Annotated[
 def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
     """Return the ASGI application with all routes of the service.
 
-    `callers` has the tokens of the callers. If it is one token, every caller has its rights without sending
-    it, and only requests to a host name of the own machine are answered.
+    `callers` has the tokens of the callers. If it is one token, every caller has the rights of this token
+    without sending it, and only requests to a host name of the own machine are answered.
     """
     app = FastAPI(
         title="CUDA Agent judge",
@@ -79,12 +79,20 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
 
     @app.post("/v1/judgements", status_code=202, responses=RESPONSES)
     async def judge(body: JudgementBody, token: Caller, response: Response, wait: Wait = 0) -> JobView:
-        """Submit a candidate; answer 200 with its verdict if known within `wait` seconds, or else 202."""
+        """Submit a candidate; answer 200 with its verdict if known within `wait` seconds, or else 202.
+
+        A job that fails within this time is answered with 422 if the task is the cause, and 503 if the judge
+        is.
+        """
         return await submit(body, token, response, wait)
 
     @app.post("/v1/admissions", status_code=202, responses=RESPONSES)
     async def admit(body: AdmissionBody, token: Caller, response: Response, wait: Wait = 0) -> JobView:
-        """Submit a task; answer 200 with its admission if known within `wait` seconds, or else 202."""
+        """Submit a task; answer 200 with its admission if known within `wait` seconds, or else 202.
+
+        The admission says whether candidates of the task can be judged, with measured figures. A job that
+        fails within this time is answered with 503.
+        """
         return await submit(body, token, response, wait)
 
     async def submit(
@@ -98,14 +106,20 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
 
     @app.get("/v1/jobs/{job_id}", responses=RESPONSES)
     async def job(job_id: str, token: Caller, response: Response, wait: Wait = 0) -> JobView:
-        """Return a job, after waiting up to `wait` seconds for its result."""
+        """Return the state of the job `job_id`, after waiting up to `wait` seconds for its end.
+
+        If the job is done, the answer has its verdict or admission. The HTTP status is 200 while the job is
+        queued or running, and if it is done or cancelled. For a job that failed it is 422 if the task is the
+        cause, 400 if the settings of the request are, and 503 if the judge is. It is 404 if the token has no
+        such job.
+        """
         found = await ended(service, token, job_id, wait)
         response.status_code = found.status
         return found
 
     @app.delete("/v1/jobs/{job_id}", responses=RESPONSES)
     def cancel(job_id: str, token: Caller) -> JobView:
-        """Cancel a job that is queued."""
+        """Cancel a job that is queued; answer 409 if it is running, done or failed."""
         return service.cancel(token, job_id)
 
     @app.get("/v1/tasks")
@@ -115,14 +129,14 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
 
     @app.get("/v1/tasks/{task_id}", responses=RESPONSES)
     def task(task_id: str, token: Caller) -> TaskView:
-        """Return a task with its source and the message that asks a policy for a kernel."""
+        """Return a task with its source and the message that asks a language model for a kernel."""
         found = service.listed_task(task_id)
         prompt = task_message(found.code, service.params.device)
         return TaskView(**TaskSummary.of(found).model_dump(), code=found.code, prompt=prompt)
 
     @app.get("/v1/settings")
     def settings(token: Caller) -> dict[str, Any]:
-        """Return the settings that verdicts depend on, and their digest."""
+        """Return the settings that verdicts depend on, their digest (`protocol`), and the judge's version."""
         params = service.params
         values = result_values(params, ("device", "precision", "sandbox"))
         return {"protocol": protocol_digest(params), "version": VERSION, "settings": values}
@@ -216,7 +230,7 @@ class BodyLimit:
 async def ended(service: JobService, token: Token, job_id: str, seconds: float) -> JobView:
     """Wait for the end of a job, for at most `seconds` or until the service closes, and return the job.
 
-    Raises ServiceError if the token has no such job.
+    Raises ServiceError if the token has no such job, or if the result of the job was deleted.
     """
     deadline = time.monotonic() + seconds
     loop, event = asyncio.get_running_loop(), asyncio.Event()

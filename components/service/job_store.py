@@ -50,12 +50,13 @@ UPDATE jobs SET state = 'queued' WHERE state = 'running';
 class StoredJob:
     """One job as it is stored.
 
-    `token` is the name of the caller's token. `subject` is a digest of the token, the settings, the task and
-    the candidate, so all measurements of a candidate for one token have the same subject. For an admission it
-    is the id of the job. `measurement` is the number of the measurement, from 1 on. `changed` is the
-    time.time() of the submission or of the last change of the state, and `body` the request as JSON. `error`
-    and the HTTP status `status` say why a job failed. `size` is the number of bytes of the request. `seq` is
-    the place of the job in the order of submissions.
+    `id` is the key of the job's result in the journal, the folder of results. `token` is the name of the
+    caller's token. `subject` is a digest of the token, the settings, the task and the candidate, so all
+    measurements of a candidate for one token have the same subject. For an admission it is the id of the job.
+    `measurement` is the number of the measurement, from 1 on. `changed` is the time.time() of the submission
+    or of the last change of the state, and `body` the request as JSON. `error` and the HTTP status `status`
+    say why a job failed. `size` is the number of bytes of the request. `seq` is the place of the job in the
+    order of submissions.
     """
 
     id: str
@@ -153,7 +154,10 @@ class JobStore:
         return [str(row["id"]) for row in rows]
 
     def active(self, token: str | None = None) -> tuple[int, int]:
-        """Return the number and the bytes of the jobs that are queued or running, of a token or of all."""
+        """Return the number and the bytes of the jobs that are queued or running.
+
+        Only jobs of the token named `token` are counted, or those of all tokens if it is None.
+        """
         condition = "" if token is None else " AND token = ?"
         statement = f"SELECT count(*), sum(size) FROM jobs WHERE state IN ('queued', 'running'){condition}"
         row = self._rows(statement, *(() if token is None else (token,)))[0]

@@ -62,9 +62,10 @@ T = TypeVar("T")
 class JobService:
     """Service that accepts jobs, queues them, has them judged, and reports their states and results.
 
-    `folder` has the queue and, in `verdicts`, the journal. `tasks` are the tasks that callers may name.
-    `workers` is the number of threads that judge, by default sandbox.build_workers; if it is 0, jobs are
-    accepted and stay queued. `capacity` is the largest number of jobs that may be queued or running.
+    `folder` has the queue and, in `verdicts`, the journal with a file for each result. `tasks` are the tasks
+    that callers may name. `workers` is the number of threads that judge, by default sandbox.build_workers; if
+    it is 0, jobs are accepted and stay queued. `capacity` is the largest number of jobs of all callers that
+    may be queued or running.
     """
 
     def __init__(
@@ -98,10 +99,10 @@ class JobService:
             thread.start()
 
     def submit(self, token: Token, body: JudgementBody | AdmissionBody) -> JobView:
-        """Return the job of a request, after adding it to the queue if necessary.
+        """Return the job of the request `body`, after adding it to the queue if necessary.
 
-        It is not added if its result is in the journal or if it is queued or running already. Raises
-        ServiceError if the request is not allowed, or if the queue is full.
+        The job is not added if its result is known or if it is queued or running already. Raises ServiceError
+        if the request is not allowed, or if the queue is full.
         """
         if body.params is not None and token is not OWNER:
             raise ServiceError(403, "params: only the account that runs the service may send them.")
@@ -288,7 +289,7 @@ class JobService:
             self._notify(job.id)
 
     def _stored(self, call: Callable[[], T]) -> T | None:
-        """Return the result of `call`, which is repeated while the database fails, as on a full disk.
+        """Return the result of `call`, which is repeated while the queue's database fails, as on a full disk.
 
         Returns None if the service is closing when the database fails.
         """
@@ -328,7 +329,12 @@ class JobService:
         return min(jobs, key=lambda job: (self.served.get(job.token, 0), job.seq), default=None)
 
     def _judge(self, job: StoredJob) -> tuple[State, str, int]:
-        """Judge one job, write its result to the journal, and return its state, error and HTTP status."""
+        """Judge one job, store its result, and return its state, error and HTTP status.
+
+        The result is `("done", "", 200)`, or `("failed", text, status)` with the status 422 if the task's
+        source is the cause and 503 if the judge is. Raises UserError if the settings of the request cannot be
+        used.
+        """
         path = journal_path(self.verdicts, job.id)
         if path.exists():  # written before the process was killed
             return "done", "", 200

@@ -67,9 +67,9 @@ class WarmJudges:
     def using(self, params: Params) -> Iterator[Judge]:
         """Yield the judge for `params`, which stays open inside the context.
 
-        It is constructed if there is none, and only callers with the same parameters wait for that. Raises
-        UserError if the parameters are for another device. An error of the construction is raised and not
-        kept, so the next caller constructs the judge again.
+        The judge is constructed if there is none with these parameters, and only callers with the same
+        parameters wait for that. Raises UserError if the parameters are for another device. An error of the
+        construction is raised and not kept, so the next caller constructs the judge again.
         """
         if params.device != self.device:
             raise UserError(f"device={params.device}: the running judge measures on {self.device}.")
@@ -119,7 +119,7 @@ class WarmJudges:
                 LOG.exception("a judge that was not used could not be closed")
 
     def admit(self, params: Params, code: str, *, headroom: bool, memory_only: bool) -> Admission:
-        """Return the admission of the task with source `code`.
+        """Return the admission of the task with source `code`, which says whether it can be judged.
 
         With `headroom`, the task must also compile and leave device memory for other tasks, and its time
         under torch.compile is measured too. A task whose eager time is not in the window `data.eager_seconds`
@@ -152,6 +152,6 @@ class WarmJudges:
 
 
 def _runner_settings(params: Params) -> tuple[object, ...]:
-    """Return the settings of a factory of runners; judges with equal ones can share it."""
+    """Return the settings of a factory of sandboxed processes; judges with equal ones can share it."""
     sandbox = params.sandbox
     return sandbox.isolation, sandbox.run_seconds, sandbox.memory_bytes

@@ -38,7 +38,8 @@ PUBLIC_EVIDENCE = (
 class ServiceError(Exception):
     """An error that is answered with an HTTP status and one sentence.
 
-    `retry_after` is the number of seconds after which the caller may try again.
+    `status` is the HTTP status and `message` the sentence. `retry_after` is the number of seconds after which
+    the caller may try again, or None if no time is stated.
     """
 
     def __init__(self, status: int, message: str, *, retry_after: float | None = None):
@@ -159,7 +160,11 @@ class JobView(FrozenModel):
 
 
 class TaskSummary(FrozenModel):
-    """A task that the service lists."""
+    """A task that the service lists.
+
+    `level` is its level in an evaluation suite, or None, and `ops` are the names of its operators in their
+    order.
+    """
 
     task_id: str
     name: str
@@ -179,9 +184,10 @@ class TaskView(TaskSummary):
 
 
 def public_verdict(verdict: Verdict) -> Verdict:
-    """Return the verdict with only the evidence in PUBLIC_EVIDENCE.
+    """Return the verdict with only those entries of its evidence that PUBLIC_EVIDENCE names.
 
-    The other evidence, such as the seeds of inputs, could help a later candidate to cheat.
+    The evidence is the record of what was measured. Its other entries, such as the seeds of inputs, could
+    help a later candidate to cheat.
     """
     evidence = {name: verdict.evidence[name] for name in PUBLIC_EVIDENCE if name in verdict.evidence}
     return verdict.model_copy(update={"evidence": evidence})

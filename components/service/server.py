@@ -77,7 +77,10 @@ def bind(address: str, *, has_tokens: bool) -> socket.socket:
 def serving(
     service: JobService, listener: socket.socket, callers: TokenFile | Token = LOCAL
 ) -> Iterator[None]:
-    """Serve HTTP on `listener` in a thread inside the context; `callers` as in `make_app`."""
+    """Serve HTTP on `listener` in a thread inside the context.
+
+    `callers` has the tokens of the callers, or is one token whose rights every caller on this machine has.
+    """
     server = make_server(service, callers)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http")
     thread.start()
@@ -134,13 +137,14 @@ def serve(
     tokens: TokenFile | None = None,
     keep_days: float = KEEP_DAYS,
 ) -> None:
-    """Serve the judges of a home on a Unix socket until SIGINT or SIGTERM.
+    """Serve the judges of the folder `home`, where runs keep everything, until SIGINT or SIGTERM.
 
-    The socket is in the folder `judge` of `home`, and the queue and the journal of verdicts are in
-    `service/<device>`. `tasks` are the tasks that callers may name. `started` is called with the path of the
-    socket when the server accepts requests. With `listener`, the same queue is served there too, for callers
-    with `tokens`, or for every caller on this machine if `tokens` is None. Jobs are deleted `keep_days` days
-    after their end. Raises UserError if a judge runs already in this home or, in one account, on this GPU.
+    Requests are accepted on a Unix socket in the folder `judge` of `home`. The queue of jobs and the journal
+    (a file for each verdict) are in its folder `service/<device>`. `tasks` are the tasks that callers may
+    name. `started` is called with the path of the socket when the server accepts requests. With `listener`, a
+    listening TCP socket, the same queue is served there too, for callers with `tokens`, or for every caller
+    on this machine if `tokens` is None. Jobs are deleted `keep_days` days after their end. Raises UserError
+    if a judge runs already in `home` or, in one account, on this GPU.
     """
     folder = home / "judge"
     folder.mkdir(parents=True, exist_ok=True)

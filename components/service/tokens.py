@@ -20,7 +20,10 @@ from components.service.requests import ServiceError
 
 
 class Token(FrozenModel):
-    """The token of one caller: the SHA-256 digest of its secret, and the caller's rights and limits."""
+    """The token of one caller: the SHA-256 digest of its secret, and the caller's rights and limits.
+
+    The token does not expire if `expires` is None.
+    """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
     digest: str

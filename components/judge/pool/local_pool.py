@@ -1,8 +1,9 @@
 """Pool of judges, which accepts jobs and returns verdicts.
 
-Each verdict is written to a journal before it is returned. Its key is made of task, candidate, epoch (the
-caller's name for one set of judgements) and protocol (the settings of the judge). A stage that was killed and
-runs again therefore gets the same verdicts (docs/design/caching-and-resume.md).
+Each verdict is written to a journal, a folder of results, before it is returned. Its key is made of task,
+candidate, epoch (the caller's name for one set of judgements) and protocol (a digest of the judge's
+settings). A stage that was killed and runs again therefore gets the same verdicts
+(docs/design/caching-and-resume.md).
 """
 
 import threading
@@ -31,7 +32,7 @@ TASK_FAULTS = ("task", "too_large", "against")
 
 @dataclass(frozen=True)
 class Candidate:
-    """Source files of one candidate.
+    """Source files of one candidate, an implementation of a task's module with its own kernels.
 
     `files` holds sorted pairs of workspace path (`model_new.py`, `kernels/…`) and text.
     """
@@ -59,8 +60,9 @@ class Candidate:
 class Job:
     """Request to judge one candidate on one task.
 
-    `epoch` is the caller's name for a set of judgements, for example one update of the policy. Jobs with the
-    same task, candidate and epoch share one measurement and one journal entry.
+    `epoch` is the caller's name for a set of judgements, for example `step-12` for one update of the policy.
+    Jobs with the same task, candidate and epoch share one measurement and one entry in the journal, the
+    folder of stored results.
 
     `compare_compile` determines when a correct candidate is also compared with torch.compile: True always,
     with the fastest mode of torch.compile on the task; False only if the candidate is faster than eager, with
@@ -80,17 +82,21 @@ Backend: TypeAlias = "Judge | RayBackend | ServiceClient"
 
 
 def verdict_key(protocol: str, job: Job) -> str:
-    """Return the journal's key of a job's verdict under the judge's settings with the digest `protocol`."""
+    """Return the journal's key of a job's verdict under the judge's settings with the digest `protocol`.
+
+    The journal is a folder with a file for each verdict, and the key is the file's name.
+    """
     return digest_json(["verdict", protocol, job.task.code_digest, job.candidate.digest, job.epoch])
 
 
 def admission_key(
     protocol: str, window: tuple[float, float], code: str, *, headroom: bool, memory_only: bool = False
 ) -> str:
-    """Return the journal's key of the admission of the task with source `code`.
+    """Return the key of the admission of the task with source `code` in the journal, a folder of results.
 
     `protocol` is the digest of the judge's settings, and `window` the parameter `data.eager_seconds`, the
-    smallest and the largest time of one eager call. For `headroom` and `memory_only` see `Judge.admit`.
+    smallest and the largest time of one eager call. `headroom` is whether torch.compile is measured too, and
+    `memory_only` whether nothing is measured, in which case `window` and `headroom` do not enter the key.
     """
     if memory_only:
         return digest_json(["memory", protocol, digest_bytes(code.encode())])
@@ -98,12 +104,15 @@ def admission_key(
 
 
 def journal_path(verdicts: Path, key: str) -> Path:
-    """Return the path of the entry for `key` in the journal's folder `verdicts`."""
+    """Return the path of the entry for `key` in the journal, the folder `verdicts` of stored results."""
     return verdicts / key[:2] / f"{key}.json"
 
 
 def infrastructure_verdict(params: Params, error: InfrastructureError) -> Verdict:
-    """Return the verdict of a judge that itself failed with `error`."""
+    """Return the verdict of a judge that itself failed with `error`.
+
+    Its status is `infrastructure`, its reason `judge`, and its log the text of the error.
+    """
     return Verdict(
         status="infrastructure",
         reason="judge",
@@ -116,9 +125,9 @@ def infrastructure_verdict(params: Params, error: InfrastructureError) -> Verdic
 def judge_with_retries(params: Params, judge: Callable[[], Verdict]) -> Verdict:
     """Return the first verdict of `judge` whose status is not `infrastructure`.
 
-    `judge` is called at most `sandbox.attempts` times. A verdict `infrastructure` is returned if another call
-    would not help (`TASK_FAULTS`), or if it is that of the last call. An InfrastructureError of `judge`
-    counts as such a verdict.
+    This status means that the judge or the task failed. `judge` is called at most `sandbox.attempts` times. A
+    verdict `infrastructure` is returned if another call would not help (`TASK_FAULTS`), or if it is that of
+    the last call. An InfrastructureError of `judge` counts as such a verdict.
     """
     with telemetry.judging() as status:
         for _ in range(params.sandbox.attempts):
@@ -149,7 +158,9 @@ def admit_with_retries(params: Params, admit: Callable[[], Admission]) -> Admiss
 class JudgePool(Protocol):
     """Interface through which episodes and evaluations get verdicts and check tasks.
 
-    `LocalPool` describes the methods.
+    `prepare` starts the judges before they are needed, `submit` returns a future of the verdict on a job,
+    `check` one of whether the task with source `code` can be judged, `drop` cancels jobs that no judge has
+    begun, and `close` ends the judges.
     """
 
     def prepare(self) -> Future[None]: ...
@@ -167,10 +178,11 @@ class LocalPool:
     """Pool whose journal is on this machine, with one judge on this machine or several on a Ray cluster.
 
     The judges are on a Ray cluster if `pool.judges`, their number, is not 0. Each judge builds and prepares
-    several candidates at once, and measures one at a time. `verdicts` is the journal's folder. Entries are
-    added to the journal and never changed. `folder` is where a judge on this machine keeps its builds and
-    caches; by default it is the folder `judge` beside the journal. If `use_service` is true and a service of
-    this account (`cuda-agent serve`) runs on `folder`, the pool uses it and starts no judge.
+    several candidates at once, and measures one at a time. `verdicts` is the journal's folder, with a file
+    for each verdict or admission. Entries are added to the journal and never changed. `folder` is where a
+    judge on this machine keeps its builds and caches; by default it is the folder `judge` beside the journal.
+    If `use_service` is true and a service of this account (`cuda-agent serve`) runs on `folder`, the pool
+    uses it and starts no judge.
     """
 
     def __init__(
@@ -196,7 +208,7 @@ class LocalPool:
     def judge(self) -> Backend:
         """Backend that judges for this pool, which is started at the first access and then kept.
 
-        The pool accesses it for the first job whose result is not in the journal, or in `prepare`.
+        The pool accesses it for the first job whose result is not stored, or in `prepare`.
         """
         with self.lock:
             if self._judge is None:
@@ -204,10 +216,11 @@ class LocalPool:
             return self._judge
 
     def start(self) -> Backend:
-        """Return a new judge, a client of the running service, or the judges on a Ray cluster.
+        """Return the judges on a Ray cluster, a client of the running service, or a new judge.
 
-        The modules of these classes are imported in this method, because a run whose results are all in the
-        journal needs neither torch nor a client.
+        The cluster is used if `pool.judges` is not 0, and the service if `use_service` is set and one runs.
+        The modules of these classes are imported in this method, because a run whose results are all stored
+        needs neither torch nor a client.
         """
         if self.params.pool.judges:
             from components.judge.pool.ray_pool import RayBackend
@@ -229,7 +242,8 @@ class LocalPool:
     def submit(self, job: Job) -> Future[Verdict]:
         """Return a future of the verdict, which is read from the journal or measured.
 
-        Verdicts of status `infrastructure` are not written to the journal.
+        The journal is the folder of stored results. If the judge itself fails repeatedly, the verdict has the
+        status `infrastructure`, which is not written to the journal.
         """
         key = verdict_key(self.protocol, job)
 
@@ -242,24 +256,25 @@ class LocalPool:
         return self._measure_once(key, measure, Verdict.model_validate)
 
     def ask(self, job: Job) -> Verdict:
-        """Return the judge's verdict on a job whose verdict is not in the journal."""
+        """Return the judge's verdict on a job for which no verdict is stored."""
         return self.judge.verdict(job.task, dict(job.candidate.files), compare_compile=job.compare_compile)
 
     def check(self, code: str) -> Future[Admission]:
         """Return a future that says whether candidates of the task with source `code` can be judged here.
 
         The task's source runs in a sandboxed process that only describes the task, and nothing is measured.
-        The reason of a refusal is `too_large`, `does_not_run` or `infrastructure`. Refusals are not written
-        to the journal, because the memory of the machine may suffice the next time.
+        The reason of a refusal is `too_large`, `does_not_run` or `infrastructure`. Refusals are not stored,
+        because the memory of the machine may suffice the next time.
         """
         return self.admit(code, memory_only=True)
 
     def admit(self, code: str, *, headroom: bool = False, memory_only: bool = False) -> Future[Admission]:
         """Return a future of the admission of the task with source `code`.
 
-        The result is read from the journal or measured. With `headroom`, the task must compile and leave
-        device memory for other tasks, and its time under torch.compile is measured too. `memory_only` is for
-        `check`. A result with the reason `infrastructure` is not written to the journal.
+        The result is read from the journal (the folder of stored results) or measured. With `headroom`, the
+        task must compile and leave device memory for other tasks, and its time under torch.compile is
+        measured too. With `memory_only`, nothing is measured (`check`), and a refusal is not written to the
+        journal. A result with the reason `infrastructure` is not written either.
         """
         window = self.params.data.eager_seconds
         key = admission_key(self.protocol, window, code, headroom=headroom, memory_only=memory_only)
@@ -278,9 +293,9 @@ class LocalPool:
     def _measure_once(self, key: str, measure: Callable[[], T], read: Callable[[Any], T]) -> Future[T]:
         """Return a future of the result for `key`, and submit `measure` only if it is needed.
 
-        If `measure` has been submitted for `key` and has not ended, its future is returned. If the journal
-        has an entry for `key`, the future is already done, and its result is the entry as converted by
-        `read`.
+        `key` is the result's key in the journal, the folder of stored results. If `measure` has been
+        submitted for `key` and has not ended, its future is returned. If the journal has an entry for `key`,
+        the future is already done, and its result is the entry as converted by `read`.
         """
         path = journal_path(self.verdicts, key)
         with self.lock:

@@ -36,12 +36,13 @@ def refused_tasks(
     origin: str,
     progress: Progress,
 ) -> dict[str, tuple[str, str]]:
-    """Return the tasks whose candidates cannot be judged: reason and detail by task id.
+    """Return the tasks whose candidates cannot be judged: reason (such as `too_large`) and detail by task id.
 
     The result is stored in `file`. If `file` has the result of an earlier call with the same tasks and the
-    same settings of the judge, it is returned without a check. `origin` names the tasks in messages. Raises
-    UserError, and stores nothing, if the judge fails, if no task can be judged, or if the share of those that
-    can be judged is below `least_share`, which is sandbox.measurable_share or 0.
+    same settings of the judge, it is returned without a check. The checks are made by `pool`, and `progress`
+    is told how many have ended. `origin` names the tasks in messages, for example by the path of their data
+    set. Raises UserError, and stores nothing, if the judge fails, if no task can be judged, or if the share
+    of those that can be judged is below `least_share`, which is sandbox.measurable_share or 0.
     """
     subject = digest_json([protocol_digest(params), [task.task_id for task in tasks]])
     if file.is_file() and (stored := read_json(file))["subject"] == subject:
@@ -71,9 +72,10 @@ def refused_tasks(
 
 
 def left_out(refused: dict[str, tuple[str, str]], count: int) -> str:
-    """Return a clause on the tasks that are left out of `count`: how many, why, and what to change.
+    """Return a clause on the tasks that are left out of `count` tasks: how many, why, and what to change.
 
-    It is empty if no task is left out.
+    `refused` has the reason (such as `too_large`) and the detail of each by task id. The clause is empty if
+    `refused` is.
     """
     if not refused:
         return ""

@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 def open_pool(params: Params, verdicts: Path, *, use_service: bool = False) -> LocalPool:
     """Return a pool whose judges are where the parameters of the section pool say.
 
-    `verdicts` is the folder of the journal of verdicts. With `use_service`, a pool on this machine starts no
-    judge if a service of this account (`cuda-agent serve`) runs on the pool's folder, and uses this service.
-    If the judge is on this machine, the isolation of runners is checked at once, because the caller may do
-    long work before the first job. Raises IsolationUnavailable if runners cannot be isolated, and UserError
-    if both `pool.service` and `pool.judges` are set.
+    A pool accepts candidates and returns verdicts. `verdicts` is the folder in which it keeps a file for each
+    verdict (the journal). With `use_service`, a pool on this machine starts no judge if a service of this
+    account (`cuda-agent serve`) runs on the pool's folder, and uses this service. If the judge is on this
+    machine, the isolation of runners is checked at once, because the caller may do long work before the first
+    job. Raises IsolationUnavailable if runners, the sandboxed processes of candidates, cannot be isolated,
+    and UserError if both `pool.service` and `pool.judges` are set.
     """
     if params.pool.service:
         if params.pool.judges:
@@ -59,7 +60,7 @@ def judge_workdir(
     the HTTP service at this address judges. Otherwise the service whose socket is in `folder` judges, or, if
     none runs there, a new judge that keeps its builds in `folder`. `report` is called with the name of each
     step when it begins. If the judge itself fails, the verdict has the status `infrastructure`. Raises
-    UserError if a file is missing or not valid.
+    UserError if a file is missing or not valid, or if no judge can be started here.
     """
     files, others = read_candidate(workdir), None if against is None else read_candidate(against)
     if task is None and workdir.is_file():

@@ -3,8 +3,8 @@
 Each actor is one judge with a device of its own. The devices belong to a placement group that only the judges
 use, and not the run's trainers and samplers. The node of an actor needs this project, bubblewrap and the
 compilers. The actors have names, so that all processes of a run, such as the flow and a trainer, use the same
-judges. The calling process keeps the journal of verdicts. The next run in the same home can therefore judge
-on one machine, or on a cluster again, and reuses these verdicts.
+judges. The calling process keeps the journal of verdicts. The next run with the same folder can therefore
+judge on one machine, or on a cluster again, and reuses these verdicts.
 """
 
 import secrets
@@ -191,7 +191,7 @@ def _result(reference: Any) -> Any:
     """Wait for the result of a call of an actor's method, and return it.
 
     Raises InfrastructureError if the actor died. An InfrastructureError or UserError that the method raised
-    is raised unchanged.
+    is raised unchanged, and any other error of the method as RayTaskError.
     """
     try:
         return ray.get(reference)

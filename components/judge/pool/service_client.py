@@ -42,9 +42,10 @@ class ServiceClient:
     """Client of the judge's HTTP service, with the methods of a judge (`judge.Judge`).
 
     By default, the service is the one at `pool.service`. It has to have the same settings as `params`,
-    because verdicts with other settings must not be mixed. With `socket`, the path of a Unix socket, it is
-    the service of this account there; each request then has all parameters. The constructor raises UserError
-    if there is no service at `pool.service`, if it refuses the token, or if it has other settings.
+    because verdicts with other settings must not be mixed. With `socket`, the path of a Unix socket, the
+    service of this account at this socket is used; each request then has all parameters. The constructor
+    raises UserError if there is no service at `pool.service`, if it refuses the token, or if it has other
+    settings.
     """
 
     def __init__(self, params: Params, *, socket: Path | None = None):
@@ -140,11 +141,11 @@ class ServiceClient:
     ) -> Admission:
         """Return the service's admission of the task with source `code`.
 
-        `eager_seconds` has the smallest and the largest time that one eager call may take. With `headroom`,
-        the task must also compile and leave device memory for other tasks, and its time under torch.compile
-        is measured too. With `memory_only`, nothing is measured, and the task is admitted if its source runs
-        and the memory suffices to judge its candidates. Raises InfrastructureError if the service or its
-        judge fails, and UserError if the service refuses the request.
+        `eager_seconds` has the smallest and the largest time in seconds that one eager call may take. With
+        `headroom`, the task must also compile and leave device memory for other tasks, and its time under
+        torch.compile is measured too. With `memory_only`, nothing is measured, and the task is admitted if
+        its source runs and the memory suffices to judge its candidates. Raises InfrastructureError if the
+        service or its judge fails, and UserError if the service refuses the request.
         """
         request = {
             "code": code,
@@ -163,10 +164,10 @@ class ServiceClient:
         The record has the `state` of the job (`done` or `failed`), the result under `verdict` or `admission`,
         or the text `error`. The HTTP status of the answer is added as `status`.
 
-        If `report` is not `ignore`, it is called with the job's progress. The request may be sent several
-        times, also to a service that was restarted, because equal requests have the same job. Raises
-        InfrastructureError if the service does not answer for `RESTART_SECONDS` or cannot serve, and
-        UserError if it refuses the request.
+        `path` is a path of the service, such as `/v1/judgements`. If `report` is not `ignore`, it is called
+        with the job's progress. The request may be sent several times, also to a service that was restarted,
+        because equal requests have the same job. Raises InfrastructureError if the service does not answer
+        for `RESTART_SECONDS` or cannot serve, and UserError if it refuses the request.
         """
         if self.is_local:
             request["params"] = self.params.model_dump(mode="json")
@@ -198,7 +199,7 @@ class ServiceClient:
                 raise InfrastructureError(text) if answer.status_code == JUDGE_FAILED else UserError(text)
 
     def _follow(self, job_id: str, report: Report) -> httpx.Response:
-        """Report each new progress of the job `job_id` until it ends, and return the last answer about it."""
+        """Report each new step of the job `job_id` until it ends, and return the service's last answer."""
         reported = ""
         while True:
             answer = self.client.get(f"/v1/jobs/{job_id}", params={"wait": PROGRESS_SECONDS})
@@ -217,9 +218,10 @@ class ServiceClient:
 
 
 def token_headers(path: str, option: str) -> dict[str, str]:
-    """Return the header with the token in the file `path`, which `option` names.
+    """Return the HTTP header `Authorization` with the bearer token that the file `path` has.
 
-    Raises UserError if the file cannot be read.
+    `option` is the name of the parameter or option that gave `path`, for messages. Raises UserError if the
+    file cannot be read.
     """
     try:
         return {"Authorization": f"Bearer {Path(path).expanduser().read_text().strip()}"}
@@ -230,7 +232,7 @@ def token_headers(path: str, option: str) -> dict[str, str]:
 
 
 def socket_path(folder: Path, device: Device) -> Path:
-    """Return the path of the Unix socket of the service whose judges work in `folder`."""
+    """Return the path of the Unix socket of the service whose judges of `device` work in `folder`."""
     return folder / f"service-{device}.sock"
 
 
@@ -246,7 +248,7 @@ def socket_address(path: Path, resources: contextlib.ExitStack) -> str:
 
 
 def connect(params: Params, folder: Path) -> ServiceClient | None:
-    """Return a client of the service whose Unix socket is in `folder`, or None if none runs there.
+    """Return a client of the service whose Unix socket is in `folder`, or None if no service answers there.
 
     Raises UserError if one runs whose sources differ from those of the caller. None is not returned in this
     case, because the caller would start a second judge, and two judges of one device would disturb each

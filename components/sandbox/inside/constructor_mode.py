@@ -30,7 +30,8 @@ FILLS_WITH_FLOATS = frozenset(["normal.float_float", "normal.float_float_out", "
 def may_construct(name: str) -> bool:
     """Return whether a constructor may call the operator `name`, such as "normal.float_float".
 
-    Operators that are always allowed (`runner.ALLOWED_OPERATORS`) are not included.
+    The result is False for operators that every call may use (`runner.ALLOWED_OPERATORS`), although a
+    constructor may call these too.
     """
     return name.split(".")[0] in CONSTRUCTION_OPERATORS or name in FILLS_WITH_FLOATS
 
@@ -47,7 +48,8 @@ class ConstructorMode(TorchDispatchMode):
 
     `names` are the full names of these operators; others run as usual. `recorded` is the list of (name,
     tensors or values) that another process recorded for the same constructor, one for each call in order. If
-    it is None, the operators are called and the list is recorded in `results`.
+    it is None, the operators are called and the list is recorded in `results`. Raises UnknownResult if a call
+    is not the next one in `recorded`.
     """
 
     def __init__(self, names: Collection[str], recorded: list[Any] | None):
@@ -102,7 +104,7 @@ def save_results(mode: ConstructorMode, file: BinaryIO) -> None:
 
 
 def load_results(file: BinaryIO) -> list[Any]:
-    """Return the results that `save_results` has written.
+    """Return the results that `save_results` has written: the operator's name and its values for each call.
 
     A candidate may have changed the bytes, so only tensors and plain values are accepted.
     """

@@ -31,9 +31,10 @@ Check = Callable[[Any], list[torch.Tensor]]
 
 
 class WrongForm(Exception):
-    """Error raised if a candidate's output does not have the form of the reference output.
+    """Error raised if the tensors of a candidate's output differ from those of the reference output in form.
 
-    Its text becomes the reason of the verdict.
+    The form is the number, shapes, dtypes and device of the tensors, and where their memory lies. The error's
+    text, such as `wrong_number_of_outputs`, becomes the reason of the verdict.
     """
 
 
@@ -42,8 +43,9 @@ def make_delivery(
 ) -> HostDelivery | DeviceDelivery | CallDelivery:
     """Return the object that makes the calls of this role and delivers their results to the judge.
 
-    On cpu it is a HostDelivery, or a NoopDelivery for the role `noop`. On cuda it is a CallDelivery if the
-    runner gets its inputs call by call, and a DeviceDelivery otherwise.
+    `header` is the message that gives the role, `shared` the memory shared with the judge, and `connection`
+    the socket to the judge. On cpu the result is a HostDelivery, or a NoopDelivery for the role `noop`. On
+    cuda it is a CallDelivery if the runner gets its inputs call by call, and a DeviceDelivery otherwise.
     """
     if shared.device == "cuda":
         is_candidate = header["role"] == "candidate"
@@ -68,7 +70,8 @@ def address_message(outputs: list[torch.Tensor]) -> bytes:
 class HostDelivery:
     """Object that makes the calls of a role on cpu, and lets the judge read each result before the next call.
 
-    The judge reads the result from this process's memory, at addresses that this object sends.
+    The judge reads the result from this process's memory, at addresses that this object sends over the socket
+    `descriptor`.
 
     The code between two calls is part of every measurement. This code is native code (result_channel.cpp),
     because a candidate could otherwise save microseconds by sending the messages from its own native code
@@ -79,13 +82,15 @@ class HostDelivery:
         self.descriptor = descriptor
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
-        """Make one call for each tuple of arguments and deliver its result."""
+        """Make one call of `call` for each tuple of arguments and deliver its result."""
         result_channel.calls(self.descriptor, call, arguments, torch.Tensor, self.deliver)
 
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
-        """Make one call for each tuple of arguments, check the form of its result, and deliver it.
+        """Make one call of `call` for each tuple of arguments, check its result, and deliver the result.
 
-        This is for rounds whose time is not used, because the check takes time.
+        `check` raises WrongForm unless the result has the number, shapes, dtypes and device of tensors that
+        the task's own output has, and does not overlap the inputs. This method is for rounds whose time is
+        not used, because the check takes time.
         """
         for values in arguments:
             result = call(*values)
@@ -124,7 +129,7 @@ class NoopDelivery(HostDelivery):
 
 
 def check_memory(leaves: list[torch.Tensor]) -> None:
-    """Raise WrongForm if an output on cuda is not in memory of cudaMalloc.
+    """Raise WrongForm if one of the output tensors `leaves` is not in memory of cudaMalloc.
 
     Pages of other memory can be mapped at several addresses, so that a result that repeats itself is written
     once (tests/exploits_cuda/mapped_twice).
@@ -134,9 +139,10 @@ def check_memory(leaves: list[torch.Tensor]) -> None:
 
 
 def overwrite(results: list[torch.Tensor]) -> None:
-    """Overwrite delivered results, so that a candidate that did not write all of a later result is wrong.
+    """Overwrite delivered results and empty the list, so that a later result must be written in full.
 
-    A tensor whose elements share memory is left as it is, since it cannot be written.
+    Floating-point elements become NaN, and others 85. A tensor whose elements share memory is left as it is,
+    since it cannot be written.
     """
     for result in results:
         with contextlib.suppress(RuntimeError):
@@ -151,7 +157,10 @@ def random_call(arguments: list[tuple[Any, ...]]) -> int:
 
 
 def report_computed(connection: socket.socket) -> None:
-    """Tell the judge that results are computed, and wait until it allows the runner to continue."""
+    """Tell the judge that results are computed, and wait until it allows the process to continue.
+
+    If the judge closes the connection instead, the process ends.
+    """
     connection.send(b"C")
     if not connection.recv(1):
         os._exit(0)
@@ -160,8 +169,10 @@ def report_computed(connection: socket.socket) -> None:
 class DeviceDelivery:
     """Object that makes the calls of a round on cuda, and then copies all results to shared memory.
 
-    The copy starts when the judge allows it. Before that, the judge overwrites the shared memory, so results
-    that a candidate wrote there directly are lost. The measured time includes the copy.
+    If `inspects` is set, as for a candidate, the memory of one call's results is checked, and results are
+    overwritten after their round. If `reuses_memory` is set, each result is cloned before the next call. The
+    copy starts when the judge allows it. Before that, the judge overwrites the shared memory, so results that
+    a candidate wrote there directly are lost. The measured time includes the copy.
     """
 
     def __init__(
@@ -178,7 +189,10 @@ class DeviceDelivery:
         self.results: list[torch.Tensor] = []
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
-        """Make one call for each tuple of arguments, and deliver all results together."""
+        """Make one call of `call` for each tuple of arguments, and deliver all results together.
+
+        Raises WrongForm if the memory of a candidate's result is not torch's own (`check_memory`).
+        """
         results: list[list[torch.Tensor]] = []
         inspected = random_call(arguments)
         for index, values in enumerate(arguments):
@@ -195,10 +209,12 @@ class DeviceDelivery:
         overwrite(self.results)
 
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
-        """Make one call for each tuple of arguments, check the results, and send all to the judge at once.
+        """Make one call of `call` for each tuple of arguments, check the results, and deliver all together.
 
-        This is for rounds whose time is not used. If two results have the same address, the method `calls`
-        clones every result in all later rounds.
+        `check` returns the tensors of a result, or raises WrongForm unless they have the number, shapes,
+        dtypes and device that the task's own output has, and do not overlap the inputs. If two results have
+        the same address, the method `calls` clones every result in all later rounds. This method is for
+        rounds whose time is not used.
         """
         copies: list[list[torch.Tensor]] = []
         # Keep all results alive, so that the allocator cannot reuse their memory. If an address occurs twice,
@@ -232,9 +248,10 @@ class CallDelivery:
     """Object that makes the calls of a round on cuda, each after the judge has taken the last call's outputs.
 
     The judge writes the inputs of a call to host memory only after it has taken these outputs, so that no two
-    calls of a round can be computed together (tests/exploits_cuda/batch). Inputs and outputs are copied
-    between host memory and the device by this process, because work of the judge on the device would cost a
-    change of process each time.
+    calls of a round can be computed together (tests/exploits_cuda/batch). If `inspects` is set, as for a
+    candidate, the memory of one call's results is checked, and results are overwritten after their round.
+    Inputs and outputs are copied between host memory and the device by this process, because work of the
+    judge on the device would cost a change of process each time.
     """
 
     def __init__(self, connection: socket.socket, shared: SharedTensors, *, inspects: bool):
@@ -253,7 +270,8 @@ class CallDelivery:
         """Make one call for each tuple of arguments, and deliver each result before the next call.
 
         `check` returns the tensors of a result. In rounds whose time is not used, it also raises WrongForm if
-        their form is wrong.
+        the tensors differ from those of the task's own output in number, shape, dtype or device, or overlap
+        the inputs.
         """
         inspected = random_call(arguments)
         for index, values in enumerate(arguments):

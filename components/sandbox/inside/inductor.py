@@ -1,7 +1,8 @@
 """torch.compile inside the sandbox: its first start in a zygote, and the files that a compilation leaves.
 
-This file runs only inside the sandbox. The judge keeps the archive of these files without reading it, and
-gives it to the next runner that compiles the same task (components/judge/compile_cache.py).
+A zygote is a process that sandboxed processes are forked from. This file runs only inside the sandbox. The
+judge keeps the archive of these files without reading it, and gives it to the next runner that compiles the
+same task (components/judge/compile_cache.py).
 """
 
 import contextlib

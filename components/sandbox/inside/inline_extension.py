@@ -24,7 +24,10 @@ CONSTANTS = ("CUDA_HOME", "ROCM_HOME")
 
 
 class Extension(TypedDict):
-    """One extension to build: its module name, sources by file name, and the caller's compiler flags."""
+    """One extension to build: its module name, sources by file name, and the caller's compiler flags.
+
+    `cflags` are for C++ sources, `cuda_cflags` for CUDA sources, and `ldflags` for linking.
+    """
 
     name: str
     sources: dict[str, str]
@@ -36,7 +39,7 @@ class Extension(TypedDict):
 class BuiltExtension(TypedDict):
     """A built extension, and the place of its library in the file that holds all libraries of a candidate.
 
-    `digest` is its `extension_digest`; `offset` and `size` are in bytes.
+    `digest` is that of its sources and compiler flags (`extension_digest`); `offset` and `size` are in bytes.
     """
 
     digest: str
@@ -55,7 +58,7 @@ def extension_digest(extension: Extension) -> str:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the items of an argument that is a string, a sequence of strings, or None."""
+    """Return the items of an argument that is a string (one item), a sequence of strings, or None (none)."""
     if value is None:
         return []
     return [value] if isinstance(value, str) else [str(item) for item in value]
@@ -132,8 +135,8 @@ def file_extension(
 def _replace_functions(load: Callable[[Extension, bool], Any]) -> None:
     """Replace torch.utils.cpp_extension by a module whose functions `load_inline` and `load` build nothing.
 
-    They call the argument `load` with the extension that their caller describes and with whether it is a
-    module of Python, and return its result.
+    Both call the function that is given here as `load`, with the extension that their caller describes and
+    with whether this is a module of Python, and return its result.
     """
     import torch.utils
 
@@ -201,7 +204,8 @@ def record(files: Mapping[str, str], init_inputs: list[Any]) -> list[Extension]:
 
     `files` maps workspace paths to texts. If the import requests no extension, `ModelNew` is constructed too,
     with `init_inputs`. An error of the file is ignored if the file has requested an extension before, because
-    the objects that replace extensions compute nothing and may cause the error.
+    the objects that replace extensions compute nothing and may cause the error. Otherwise the error is
+    raised.
     """
     found: list[Extension] = []
 

@@ -1,4 +1,4 @@
-"""The input distributions on which a candidate's outputs must be correct.
+"""The changes of a task's inputs, called input distributions, under which outputs must be correct.
 
 The judge and the code inside the sandbox import this file. It imports nothing of the project.
 """

@@ -107,7 +107,8 @@ def make_inputs(module: types.ModuleType, device: str) -> list[Any]:
     """Return the result of the task's `get_inputs()`.
 
     With `device` "cuda" the tensors are made on the GPU, if the source allows it, because one CPU core is
-    slow at making large random tensors.
+    slow at making large random tensors. Raises TypeError if the result of the source is neither a list nor a
+    tuple.
     """
     values = None
     if device == "cuda":
@@ -126,7 +127,7 @@ def make_inputs(module: types.ModuleType, device: str) -> list[Any]:
 def _copied(slot: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Tensor:
     """Copy `value` to `slot`, which has the shape of the same tensor in an earlier call, and return `slot`.
 
-    Raises ValueError, which calls the tensor `kind`, if the shapes differ.
+    Raises ValueError, whose text calls the tensor `kind` (such as `an input`), if the shapes differ.
     """
     if value.shape != slot.shape:
         raise ValueError(
@@ -139,7 +140,8 @@ def _copied(slot: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Tensor:
 class ReferenceModel:
     """A task's model, with which parameters, inputs and expected outputs are made from the judge's seeds.
 
-    The judge keeps the seeds secret from candidates.
+    The judge keeps the seeds secret from candidates. `header` is the message that gives this process the role
+    `reference`, with the task's source, and `shared` has the memory that the results are written to.
     """
 
     def __init__(self, header: RoleHeader, shared: SharedTensors):
@@ -196,8 +198,9 @@ class ReferenceModel:
     def inputs(self, order: dict[str, Any], seed: int) -> list[Any]:
         """Return the arguments of one call, drawn with `seed` and changed as `order` says.
 
-        The order has the name of an input distribution (`INPUT_DISTRIBUTIONS`) in `distribution`, and in
-        `changed` which of the tensors it changes, by position.
+        The order has in `distribution` the name of a change (a key of `INPUT_DISTRIBUTIONS`, such as
+        `scaled`), and in `changed` the positions of the tensors, among the arguments that are tensors, to
+        which it is applied.
         """
         torch.manual_seed(seed)
         random.seed(seed)
@@ -259,12 +262,14 @@ class ReferenceModel:
     def fill(self, order: dict[str, Any]) -> None:
         """Write the inputs of one input set to shared memory, and the outputs that the order selects.
 
-        The order contains `set` (number of the input set), `seed`, `distribution`, `changed` (`inputs`),
-        `parameters` (a seed, or None for the initial parameters), `outputs` (whether to write the model's
-        outputs), `exact` (whether to write float64 outputs) and `optional` (whether a failure of the task's
-        source is reported and does not end the runner). To check whether a task depends on all of its inputs
-        and parameters, the order may name one input (`other_input`, by position) or one parameter
-        (`other_parameter`) that is drawn with another seed.
+        The order contains `set` (number of the input set), `seed`, `distribution` and `changed` (how the
+        drawn inputs are changed, and which), `parameters` (a seed, or None for the initial parameters),
+        `outputs` (whether to write the model's outputs), `exact` (whether to write float64 outputs) and
+        `optional` (whether the caller reports a failure of the task's source and goes on, in place of ending
+        the process). To check whether a task depends on all of its inputs and parameters, the order may name
+        one input (`other_input`, its position among all arguments) or one parameter (`other_parameter`) that
+        is drawn with another seed. Raises ValueError if a tensor's shape differs from that in shared memory,
+        and any error of the task's source.
         """
         if order["outputs"] or order["exact"]:
             self.load(order["parameters"], order.get("other_parameter"))
@@ -295,7 +300,7 @@ class ReferenceModel:
             torch.cuda.empty_cache()
 
     def _write(self, region: RegionName, index: int, outputs: Any) -> None:
-        """Write the outputs of one call to set `index` of a region of the shared memory."""
+        """Write the outputs of one call to set `index` of `region`, which is `outputs` or `expected`."""
         for value, slot in zip(flatten_outputs(outputs), self.shared.tensors(region, index), strict=True):
             _copied(slot, value, "an output")
 

@@ -73,8 +73,9 @@ def main(
 ) -> None:
     """Serve the judge's messages until it closes the connection, then end the process.
 
-    `message` is the RoleHeader of the first role, and `descriptors` came with it; `receive` reads further
-    messages. An error is sent to the judge as a message, and ends the process.
+    `message` is the first message, which gives this process its role (`RoleHeader`), and `descriptors` are
+    the file descriptors that came with it; `receive` reads further messages from `connection`. An error is
+    sent to the judge as a message, and ends the process.
     """
     code = 1
     try:
@@ -133,7 +134,7 @@ def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int],
 
 
 def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[int]) -> None:
-    """Do the work of the role that `header` names, and return when the judge ends the role.
+    """Do the work of the role `header["role"]`, such as `candidate`, and return when the judge ends the role.
 
     `descriptors` came with the header; RoleHeader (runner_protocol.py) says what they are for each role.
     """
@@ -163,7 +164,10 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
 
 
 def orders(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the judge's orders for one role, until the order `leave` or the end of the connection."""
+    """Yield the judge's orders for one role, such as `{"op": "warm"}`.
+
+    The end is the order `leave`, or the end of the connection.
+    """
     while data := os.read(connection.fileno(), ORDER_BYTES):
         order = parse_order(data)
         if order["op"] == "leave":
@@ -212,10 +216,13 @@ def make_references(
 def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors, library: int) -> None:
     """Load the candidate, baseline or no-op, and execute the judge's orders (runner_protocol.py).
 
-    The orders `time` and `check` make one call for each of their input sets, and `warm` makes one call.
-    `library` is the descriptor of a file: for a candidate its compiled library, which recorded results of its
-    constructor may follow (constructor_mode.py), for the role `compile` an archive (inductor.py), and
-    otherwise an empty file.
+    The no-op computes nothing. `header` is the message that names the role and has what it needs, and
+    `shared` the memory with parameters, inputs and outputs. The orders `time` and `check` make one call for
+    each of their input sets, and `warm` makes one call. `library` is the descriptor of a file: for a
+    candidate its compiled library, which recorded results of its constructor may follow
+    (constructor_mode.py), for the role `compile` an archive (inductor.py), and otherwise an empty file.
+    Raises WrongForm, ForbiddenOperator or UnknownResult if the candidate breaks a rule, and any other error
+    of the loaded code.
     """
     refuse_construction, artefacts = None, None
     if header["role"] == "candidate":
@@ -305,7 +312,7 @@ def compute_operators(key: str) -> list[tuple[str, str]]:
 
 
 def compute_names(device: str) -> frozenset[str]:
-    """Return the full names of the compute operators on cpu and `device` that no constructor may call."""
+    """Return the full names of the operators on cpu and `device` that no constructor may call: `aten::mm`."""
     keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
     return frozenset(
         f"{space}::{name}"
@@ -318,12 +325,13 @@ def compute_names(device: str) -> frozenset[str]:
 def block_operators(device: str) -> Callable[[], None]:
     """Make every compute operator raise ForbiddenOperator, except those that a constructor may call.
 
-    The exceptions are the operators of `constructor_mode.may_construct`. Also remove the functions ENGINES of
-    torch, which compute without operators. Return a function that blocks the exceptions too. Call this before
-    the candidate's code runs, and the returned function after the candidate's module is made. The returned
-    function does not look up names of this module, so a candidate that replaces them changes nothing. A
-    reference to each library object is leaked on purpose, because the original kernels would be restored if
-    the object were garbage collected.
+    Compute operators are all operators of torch but those that allocate, view or copy. The exceptions are the
+    operators of `constructor_mode.may_construct`. Also remove the functions ENGINES of torch, which compute
+    without operators. Return a function that blocks the exceptions too. Call this before the candidate's code
+    runs, and the returned function after the candidate's module is made. The returned function does not look
+    up names of this module, so a candidate that replaces them changes nothing. A reference to each library
+    object is leaked on purpose, because the original kernels would be restored if the object were garbage
+    collected.
     """
     keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
     library, partial, refuse = torch._C._dispatch_library, functools.partial, _refuse
@@ -349,7 +357,8 @@ def block_operators(device: str) -> Callable[[], None]:
 def record_constructor(header: RoleHeader, library: int, results: int) -> None:
     """Construct the candidate in this process, where torch may compute, and write torch's results to a file.
 
-    `library` is the descriptor of the candidate's library, and `results` that of the file.
+    `library` is the descriptor of the candidate's library, `results` that of the file, and `header` names the
+    device and has the candidate's sources.
     """
     mode = constructor_mode.ConstructorMode(compute_names(header["device"]), None)
     with mode:
@@ -359,10 +368,10 @@ def record_constructor(header: RoleHeader, library: int, results: int) -> None:
 
 
 def construct_candidate(header: RoleHeader, libraries: bytes) -> torch.nn.Module:
-    """Write the candidate's files to the working folder and return its module, as constructed.
+    """Write the candidate's files to the working folder and return an object of its class `ModelNew`.
 
-    `libraries` is the compiled library, or the libraries of all extensions, one after another. It is empty if
-    the candidate has none.
+    `header` has the files and the constructor's arguments. `libraries` is the compiled library, or the
+    libraries of all extensions, one after another. It is empty if the candidate has none.
     """
     if header["extensions"] is not None:
         inline_extension.install(header["extensions"], libraries, header["suffix"])
@@ -374,7 +383,10 @@ def construct_candidate(header: RoleHeader, libraries: bytes) -> torch.nn.Module
 
 
 def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:
-    """Return the task's own model with the judge's parameters, compiled if the role is `compile`."""
+    """Return the task's own model with the judge's parameters, compiled if the role is `compile`.
+
+    `header` has the task's source, the role and the mode of torch.compile.
+    """
     module = construct(define_module("model", header["code"]).Model, header)
     shared.load_parameters(module)
     module = eval_mode(module, shared.device)
@@ -386,8 +398,9 @@ def check_outputs(
 ) -> list[torch.Tensor]:
     """Return the tensors of a call's output in order.
 
-    Raises WrongForm unless their number, shapes, dtypes and device are those of `expected`, and their memory
-    overlaps none of the address ranges `forbidden` (first address, and the address after the last).
+    Raises WrongForm, with a text such as `wrong_number_of_outputs`, unless all are plain tensors, their
+    number, shapes, dtypes and device are those of `expected`, and their memory overlaps none of the address
+    ranges `forbidden` (first address, and the address after the last).
     """
     leaves: list[torch.Tensor] = flatten_outputs(output)
     if len(leaves) != len(expected):

@@ -33,7 +33,12 @@ class Region(TypedDict):
 
 
 class MemoryLayout(TypedDict, total=False):
-    """The places of a runner's tensors in shared memory, and the other values that a call needs."""
+    """The places of a runner's tensors in shared memory, and the other values that a call needs.
+
+    A runner is a sandboxed process. `inputs` and `outputs` have those of several calls, and `expected` has
+    float64 outputs. `next_inputs` and `last_outputs` are in host memory, for the next call and of the last
+    call.
+    """
 
     sets: Required[int]  # number of input sets that the buffers hold
     calls: Required[int]  # largest number of calls in a round
@@ -75,7 +80,7 @@ class RoleHeader(TypedDict, total=False):
 
 
 class Confinement(TypedDict):
-    """Limits of one runner, which the zygote applies before any untrusted code is loaded."""
+    """Limits of one sandboxed process, which are applied before any untrusted code is loaded."""
 
     limits: dict[str, int]  # resource limits by name, such as RLIMIT_AS
     temporary_bytes: int  # capacity of the runner's private /workspace

@@ -37,7 +37,10 @@ def define_module(name: str, code: str) -> types.ModuleType:
 
 
 def construct(model: type[torch.nn.Module], header: "RoleHeader") -> torch.nn.Module:
-    """Return an object of the class `model`, made under the header's construction seed unless it is None."""
+    """Return an object of the class `model`, made with the constructor arguments in `header`.
+
+    If the header's `construction_seed` is not None, torch is seeded with it first.
+    """
     if header["construction_seed"] is not None:
         torch.manual_seed(header["construction_seed"])
     return model(*map(restored, header["init_inputs"]))
@@ -46,8 +49,9 @@ def construct(model: type[torch.nn.Module], header: "RoleHeader") -> torch.nn.Mo
 def plain(value: Any, place: str) -> Any:
     """Return an argument in a form that JSON keeps: tuples and dictionaries are marked by one key.
 
-    Raises TypeError, which calls the argument `place`, if it contains anything but numbers, strings, None,
-    lists, tuples and dictionaries.
+    For example, `(1, 2)` becomes `{"tuple": [1, 2]}`. Raises TypeError, whose text calls the argument `place`
+    (such as `get_inputs()`), if it contains anything but numbers, strings, None, lists, tuples and
+    dictionaries.
     """
     if isinstance(value, tuple):
         return {"tuple": [plain(item, place) for item in value]}
@@ -93,7 +97,7 @@ class SharedTensors:
     """The memory that a runner in one role shares with the judge.
 
     It contains parameters, and the inputs and outputs of several input sets, as the layout in the header
-    describes.
+    describes. `descriptors` are those of the buffers, in the order of REGIONS.
     """
 
     def __init__(self, header: "RoleHeader", descriptors: list[int]):
@@ -117,7 +121,10 @@ class SharedTensors:
             buffer.close()
 
     def pin(self, name: "RegionName") -> None:
-        """Register a buffer in host memory with CUDA, so that it is copied without a staging buffer."""
+        """Register the buffer `name` in host memory with CUDA, so that it is copied without a staging buffer.
+
+        Raises RuntimeError if CUDA refuses it.
+        """
         memory = self.buffers[name].raw()
         code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
         if int(code) != 0:
@@ -129,8 +136,8 @@ class SharedTensors:
     ) -> list[torch.Tensor]:
         """Return the tensors of the region `name` for input set `index`, as views of the shared memory.
 
-        If `buffer` is given, their offsets and shapes are those of the region `name`, but the views lie in
-        the memory of the region `buffer`.
+        A region is a part of this memory such as `inputs` or `outputs`. If `buffer` is given, their offsets
+        and shapes are those of the region `name`, but the views lie in the memory of the region `buffer`.
         """
         region = self.layout[name]
         base = index * region["stride"]
@@ -140,7 +147,7 @@ class SharedTensors:
         ]
 
     def zero_outputs(self, *, share_elements: bool = False) -> list[torch.Tensor]:
-        """Return zeros, not in shared memory, with the form of the outputs of a call.
+        """Return zeros, not in shared memory, with the shapes and dtypes of the outputs of a call.
 
         If `share_elements` is set, all elements of a tensor are one element in memory.
         """
@@ -151,11 +158,11 @@ class SharedTensors:
         return zeros
 
     def noop_outputs(self) -> list[list[torch.Tensor]]:
-        """Return tensors with the form of the outputs of each call of a round, whose values do not matter.
+        """Return for each call of a round a list of tensors with the shapes and dtypes of its outputs.
 
-        They are zeros in memory of their own if the layout has more input sets than calls, as when device
-        memory suffices, or if the outputs of a round do not fit into the buffer of the inputs. Otherwise they
-        are views of that buffer.
+        The values of the tensors do not matter. They are zeros in memory of their own if the layout has more
+        input sets than calls, as when device memory suffices, or if the outputs of a round do not fit into
+        the buffer of the inputs. Otherwise they are views of that buffer.
         """
         calls = self.layout["calls"]
         is_large = self.layout["outputs"]["stride"] * calls > self.buffers["inputs"].size

@@ -109,7 +109,7 @@ def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> 
     """Isolate this process from all other runners and drop its privileges.
 
     `message` has the limits of the runner (runner_protocol.Confinement). All descriptors except 0 to 2 and
-    those in `keep` are closed. The content of `lock_folders` is hidden.
+    those in `keep` are closed. The content of `lock_folders`, where torch.compile locks files, is hidden.
     """
     # A network namespace is needed too: two candidates that communicate over a local socket could share
     # computing time that the judge does not measure.
@@ -178,7 +178,7 @@ def start_runner(
 
     `message` is the first one for the runner. Of `descriptors`, which came with it, the first is the socket
     to the judge. Without `isolated`, the runner only changes to the folder that `message` names. Otherwise it
-    isolates itself and hides the content of `lock_folders`.
+    isolates itself and hides the content of `lock_folders`, where torch.compile locks files.
 
     The runner must be the first process of a PID namespace, so that all processes that it starts end with it.
     unshare(CLONE_NEWPID) only affects children that are forked later, and the zygote could not return to its

@@ -36,7 +36,10 @@ class KernelState(vf.State):
 
 
 class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
-    """Tool server of all rollouts. Calls of one rollout run in order, those of several at the same time."""
+    """Tool server of all rollouts, with the tools `write` and `judge`.
+
+    Calls of one rollout run in order, those of several at the same time.
+    """
 
     TOOL_PREFIX = None
 
@@ -83,7 +86,8 @@ class KernelTask(vf.Task[vf.TaskData, KernelState]):
     async def finalize(self, trace: vf.Trace) -> None:
         """Have the rollout's files judged, and store status and milestone in the rollout's state.
 
-        Raises JudgeFailed if there is no verdict, so that the rollout has an error and no reward.
+        The milestone is the reward, -1, 1, 2 or 3. A rollout without files keeps the milestone -1. Raises
+        JudgeFailed if there is no verdict, so that the rollout has an error and no reward.
         """
         if trace.state.files:
             verdict = await asyncio.to_thread(verdict_on, self.data.id, trace.state.files)

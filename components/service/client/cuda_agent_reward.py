@@ -50,11 +50,11 @@ def files_of(answer: str) -> dict[str, str]:
 
 
 def ask(path: str, request: dict[str, Any] | None = None) -> Any:
-    """Return the answer of the service to a request: GET, or POST with a JSON body.
+    """Return the answer of the service to a request: POST with the JSON body `request`, or GET if it is None.
 
-    The result is the answer's JSON. A request with a body is repeated until its job has ended. Raises
-    JudgeFailed if the service refuses the request, if its judge fails, or if no service answers for
-    RESTART_SECONDS.
+    `path` is a path of the service, such as `/v1/tasks`. The result is the answer's JSON. A request with a
+    body is repeated until its job has ended. Raises JudgeFailed if the service refuses the request, if its
+    judge fails, or if no service answers for RESTART_SECONDS.
     """
     address = os.environ.get("CUDA_AGENT_JUDGE", DEFAULT_ADDRESS).rstrip("/")
     headers = {"Authorization": f"Bearer {os.environ.get('CUDA_AGENT_TOKEN', '')}"}
@@ -81,8 +81,9 @@ def ask(path: str, request: dict[str, Any] | None = None) -> Any:
 
 
 def verdict_on(task: str, files: dict[str, str]) -> dict[str, Any]:
-    """Return the judge's verdict on a candidate, as the JSON object that docs/environments.md describes.
+    """Return the judge's verdict on a candidate, as a JSON object.
 
+    Its keys are described in docs/environments.md, among them `status`, `milestone` (the reward) and `log`.
     `task` is the task_id or the source of a task, and `files` maps paths to texts. Raises JudgeFailed if
     there is no verdict.
     """
@@ -93,7 +94,7 @@ def verdict_on(task: str, files: dict[str, str]) -> dict[str, Any]:
 
 
 def milestones(tasks: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return the milestone of each answer: -1, 1, 2 or 3. An answer without files gets -1.
+    """Return the milestone (reward) of each answer: -1, 1, 2 or 3. An answer without files gets -1.
 
     `tasks` has the task_id or the source of the task of each answer. Raises JudgeFailed if there is no
     verdict on one of the answers, because no number would be true.
@@ -110,7 +111,11 @@ def milestones(tasks: Sequence[str], answers: Sequence[str]) -> list[float]:
 def kernel_reward(
     prompts: Sequence[Any], completions: Sequence[Any], task: Sequence[str], **columns: Any
 ) -> list[float]:
-    """Return the milestones of TRL's completions, for a data set whose column `task` has the tasks."""
+    """Return the rewards of TRL's completions, for a data set whose column `task` has the tasks.
+
+    A reward is -1, 1, 2 or 3 (`milestones`). A completion is a text or a list of messages with `content`. The
+    other arguments are not used.
+    """
     answers = [
         completion if isinstance(completion, str) else "\n".join(str(turn["content"]) for turn in completion)
         for completion in completions
@@ -119,17 +124,20 @@ def kernel_reward(
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """Return the milestone of an answer to verl, in whose data set `ground_truth` is the task."""
+    """Return the reward of verl's answer `solution_str`, in whose data set `ground_truth` is the task.
+
+    The reward is -1, 1, 2 or 3 (`milestones`). The other arguments are not used.
+    """
     return milestones([ground_truth], [solution_str])[0]
 
 
 def reward_func(
     queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str], **options: Any
 ) -> dict[str, Any]:
-    """Return the milestones of OpenRLHF's queries (a prompt and its answer), whose labels are the tasks.
+    """Return the rewards of OpenRLHF's queries (a prompt and its answer), whose labels are the tasks.
 
-    `rewards` and `extra_logs` have the milestones, and `scores` has 1 for a correct candidate and 0 for any
-    other. The tensors have the shape [queries].
+    `rewards` and `extra_logs` have the rewards, which are -1, 1, 2 or 3, and `scores` has 1 for a correct
+    candidate and 0 for any other. The tensors have the shape [queries].
     """
     import torch
 
