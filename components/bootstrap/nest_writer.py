@@ -367,7 +367,11 @@ def _is_lane(nest: Nest, axis: Axis) -> bool:
 
 
 def _position(axis: Axis, tiles: dict[str, int], index: str) -> str:
-    """Return the line that declares an axis, or the first element of its tile, at the tile `index`."""
+    """Return the C++ line that declares the index in an axis, or the first index of a tile of it.
+
+    `tiles` has the sizes of tiles by axis, and `index` is the expression of the tile's number. An axis with
+    tiles of one element has the variable `NAME`, such as `const int64_t d0 = t;`, and another one `NAME_s`.
+    """
     size = tiles.get(axis.name, 1)
     if size == 1:
         return f"const int64_t {axis.name} = {index};"

@@ -202,10 +202,11 @@ def _matrices(
     transposed: tuple[bool, bool] = (False, False),
     windows: tuple[Window, ...] = (),
 ) -> Nest:
-    """Return the nest of the product of `a` and the operand `name`, which have these shapes.
+    """Return the loop nest of the product of the matrices `a` and the operand `name`.
 
-    `transposed` says of each factor whether its last two dimensions are exchanged. An operand of rank 2 is
-    the same for all matrices of `a`.
+    `shape` and `right` are their shapes in memory, and `transposed` says of each whether its last two
+    dimensions are exchanged before the product. An operand of rank 2 is the same for all matrices of `a`.
+    `windows` restrict the sums to a part of the matrices, such as a triangle.
     """
     (m, k), (step_i, step_k) = shape[-2:], (shape[-1], 1)
     if transposed[0]:

@@ -124,7 +124,8 @@ def scratch_folder() -> Path:
     """Return a folder for temporary files that are executed, such as compiled programs.
 
     It is the system's temporary folder, or a folder in the user's cache if the file system of the system's
-    folder forbids execution; then UserError is raised as in `user_cache`.
+    folder forbids execution. Raises UserError if execution is forbidden in both, or if the cache belongs to
+    another user or cannot be written.
     """
     system = Path(tempfile.gettempdir())
     return user_cache("tmp") if os.statvfs(system).f_flag & os.ST_NOEXEC else system

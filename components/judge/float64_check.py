@@ -42,11 +42,12 @@ COMPARED_BYTES = 1 << 26
 def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int]:
     """Return the indices of the calls of a round that must be compared with float64 outputs, at most three.
 
-    `departures` says how far each call's output departs from that of eager, the task's own module
-    (`round_departures`), and `mixes` describes each call's inputs. Calls with a departure of at most 1 are
-    right. Of all other calls with inputs of the distribution `given` (as the task draws them), the result has
-    the one that departs most, and a random one of the rest. Of those with inputs of another distribution
-    (changed afterwards, such as `scaled`), the result has the one that departs most.
+    `departures` says how far each call's output departs from that of eager, the task's own module, as a
+    multiple of what errors of both together may amount to (`round_departures`), and `mixes` describes each
+    call's inputs. Calls with a departure of at most 1 are right. Of all other calls with inputs of the
+    distribution `given` (as the task draws them), the result has the one that departs most, and a random one
+    of the rest. Of those with inputs of another distribution (changed afterwards, such as `scaled`), the
+    result has the one that departs most.
 
     The random call is needed because eager itself can be inexact. A correct answer then departs far from
     eager, and if only the largest departure were examined, one such call would hide wrong answers in others.

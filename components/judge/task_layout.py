@@ -204,7 +204,17 @@ PLACEMENTS = (
 
 @dataclass(frozen=True)
 class TaskLayout:
-    """Layout of a task's tensors in memory, and the numbers of its calls and input sets."""
+    """Layout of a task's tensors in memory, and the numbers of its calls and input sets.
+
+    An input set has the inputs of one call. `input_sets` is the number of all of them: first the correctness
+    sets, whose outputs are compared with reference outputs and whose input distributions are `distributions`,
+    then the sets that timed inputs are mixed from. `expected` is the layout of the outputs with float64 in
+    place of every floating-point type. `sizing` and `placement` say how much of the task is prepared and
+    where its data are. `calls` is the number of calls in one timed round, and `capacity` that of the sets of
+    inputs and outputs that fit into the memory of a timed runner (a process whose calls are timed). Unless
+    buffers are shared, this memory has one more set of inputs, the scratch set, for warm-up calls. `by_call`
+    says whether a timed runner on cuda gets the inputs of a call only after the outputs of the call before.
+    """
 
     description: Description
     sizing: Sizing
@@ -212,19 +222,12 @@ class TaskLayout:
     device: Device
     inputs: TensorLayout
     outputs: TensorLayout
-    # Layout of the outputs with float64 in place of every floating-point type.
     expected: TensorLayout
     parameters: TensorLayout
-    # Number of calls in one timed round.
     calls: int
-    # Number of sets of inputs and outputs that fit into a timed runner's memory. Unless buffers are shared,
-    # the memory has one more set of inputs, the scratch set, which is used for warm-up calls.
     capacity: int
-    # Input distribution of each correctness set.
     distributions: list[str]
-    # Whether a timed runner on cuda gets the inputs of a call only after the outputs of the call before.
     by_call: bool
-    # Number of all input sets: the correctness sets, then the sets that timed inputs are mixed from.
     input_sets: int
 
     @staticmethod

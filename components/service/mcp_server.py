@@ -33,7 +33,11 @@ REASON_ROW = re.compile(r"^\| (`\w+: .*?) \| (.*) \|$", re.MULTILINE)
 
 
 class Answer(BaseModel):
-    """Answer of the tools `judge` and `wait`: the main fields of a verdict, or a job that is not done."""
+    """Answer of the tools `judge` and `wait`: the main fields of a verdict, or a job that is not done.
+
+    `state` is that of the job: queued, running, done, failed or cancelled. `status` is that of the verdict,
+    such as correct or wrong_output; it and the fields after it are empty until the job is done.
+    """
 
     job: str
     state: str

@@ -58,9 +58,10 @@ class CompileArtefacts:
         return [str(name) for name in names if name.parts[0] != "triton" or name.suffix == ".so"]
 
     def save(self, descriptor: int) -> None:
-        """Write an archive to the empty file `descriptor` if this runner has compiled anything.
+        """Write what torch.compile made in this runner to the empty file `descriptor`, as a zip archive.
 
-        The file stays empty if the archive cannot be written, for example because it is too large.
+        The file stays empty if nothing was compiled, or if the archive cannot be written, for example because
+        it is too large.
         """
         files = self.files()
         if self.unpacked.issuperset(files):
