@@ -241,6 +241,14 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
             "data.operator_mix",
             f"must give shares for 1 to 5 operators that add up to 1, not {shares:g}",
         ),
+        *(
+            (
+                ppo.advantages == "critic" and ppo.critic_warmup_steps + ppo.min_updates > ppo.steps,
+                f"{name}.critic_warmup_steps",
+                f"leaves fewer than {name}.min_updates of the {ppo.steps} steps to the actor; lower it",
+            )
+            for name, ppo in (("warmup", params.warmup), ("agentic", params.agentic))
+        ),
         (
             data.weigh_by_headroom and not data.headroom,
             "data.weigh_by_headroom",

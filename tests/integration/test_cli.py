@@ -75,6 +75,13 @@ def test_an_unknown_parameter_names_the_nearest_known_one(tmp_path: Path) -> Non
     )
 
 
+def test_a_stage_that_would_never_train_the_policy_is_refused(tmp_path: Path) -> None:
+    options = ("--set", "warmup.steps=2", "--set", "warmup.critic_warmup_steps=2")
+    assert "warmup.critic_warmup_steps leaves fewer than warmup.min_updates of the 2 steps" in one_sentence(
+        command("run", "--home", str(tmp_path), *options)
+    )
+
+
 def test_a_value_out_of_range_says_what_the_parameter_is(tmp_path: Path) -> None:
     sentence = one_sentence(command("run", "--home", str(tmp_path), "--set", "gate.pass_rate=2"))
     assert "gate.pass_rate = 2" in sentence and "least lower end" in sentence

@@ -263,6 +263,7 @@ def test_the_first_policy_is_kept_only_for_a_loss_or_a_metric(zero_stage: int, t
 def test_the_whole_chain_hands_checkpoints_on(tmp_path: Path) -> None:
     small = (
         "warmup.steps=2",
+        "warmup.critic_warmup_steps=1",
         "warmup.learning_rate_warmup_steps=2",
         "agentic.steps=2",
         "critic.epochs=2",
