@@ -53,7 +53,7 @@ def params(folder: Path, *sets: str) -> Params:
         (
             (
                 *("rejection.replay_share=0", "rejection.rollouts.tasks=1"),
-                *("warmup.steps=1", "warmup.rollouts.tasks=1"),
+                *("warmup.steps=1", "warmup.critic_warmup_steps=0", "warmup.rollouts.tasks=1"),
             ),
             r"warmup\.rollouts\.tasks: .* raise it to 2",
         ),
@@ -120,7 +120,7 @@ def test_without_a_critic_a_run_has_three_stages_and_needs_no_held_out_task(tmp_
         single_task = params(
             tmp_path,
             *("rejection.replay_share=0", "rejection.rollouts.tasks=1", "warmup.rollouts.tasks=1"),
-            *("warmup.steps=1", f"agentic.advantages={mode}"),
+            *("warmup.steps=1", "warmup.critic_warmup_steps=0", f"agentic.advantages={mode}"),
         )
         assert stages_of_run(single_task) == stages
         if mode != "critic":
