@@ -26,6 +26,8 @@ class Replica:
     # (`Fingerprint.weight_report`), which are None before the first push.
     version: str = ""
     weights: Any = None
+    # Number of its workers at the last push.
+    workers: int = 0
     # Whether the server has failed and was not found to work since. Such a server gets no prompts.
     doubted: bool = False
     # Whether the server is known not to have the newest weights.
