@@ -209,7 +209,7 @@ def test_samplers_on_gpus_of_their_own_cannot_share_the_trainers(sets: tuple[str
 
 
 def test_a_broadcast_needs_samplers_that_do_not_share_the_trainers_gpu() -> None:
-    nccl = ("policy.backend=vllm-server", "policy.weight_transfer=nccl", "pool.trainers=0")
+    nccl = ("policy.weight_transfer=nccl", "policy.servers=[]")
     with pytest.raises(UserError, match=r"weight_transfer nccl needs samplers on GPUs of their own, .*; set"):
         resolve("hf-adapter", nccl)
     for other in (("policy.servers=http://127.0.0.1:8000",), ("pool.samplers=1", "policy.sleep=false")):
