@@ -126,6 +126,7 @@ def test_a_server_that_fails_during_a_push_is_left_out_and_joins_a_later_one(
         with process(folder, port, workers=2):
             one.fleet.all(one.fleet.replicas, lambda replica: one.fleet._examine(replica, time.monotonic()))
             assert push(one, 10) == [True, True] and has_weights(left, 10)
+        assert push(one, 11) == [True, False] and has_weights(left, 11), "it ended between two pushes"
 
 
 class Deaf(Worker):
