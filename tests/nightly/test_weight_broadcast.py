@@ -129,6 +129,31 @@ def test_a_server_that_fails_during_a_push_is_left_out_and_joins_a_later_one(
         assert push(one, 11) == [True, False] and has_weights(left, 11), "it ended between two pushes"
 
 
+class Unreachable(Worker):
+    """A worker whose server closes the connection when it asks for the first bucket."""
+
+    asked = 0
+
+    def receive_bucket(self, **arguments: Any) -> str:
+        self.asked += 1
+        if self.asked == 1:
+            raise ConnectionAbortedError
+        return super().receive_bucket(**arguments)
+
+
+def test_a_push_that_no_server_took_is_followed_by_one_in_a_new_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_group, "BROADCAST_SECONDS", 2.0)
+    server = engine(workers=1)
+    server.workers = [Unreachable(server.model, 0, 1)]
+    with serving(server) as url:
+        one = sampler(url)
+        with pytest.raises(UserError, match="no server took the new weights"):
+            push(one, 8)
+        assert push(one, 9) == [True] and has_weights(server, 9) and joined(server) == 2
+
+
 class Deaf(Worker):
     """A worker that joins no group."""
 

@@ -35,7 +35,7 @@ class WeightGroup:
     """The process group in which this process broadcasts weights; `members` are the servers in it."""
 
     def __init__(self, each: Callable[[Callable[[Replica], Awaitable[Answer]]], list[Answer]]):
-        """Broadcast to the servers for which `each` makes a call (`FleetWeights.each`)."""
+        """Broadcast to the servers for which `each` makes a call (`FleetWeights._each`)."""
         self.each = each
         self.group: BroadcastGroup | None = None
         self.members: list[Replica] = []
@@ -135,10 +135,14 @@ class WeightGroup:
             seconds = 3 * BROADCAST_SECONDS
             return replica, await replica.server.workers(method, arguments(replica), seconds)
 
-        with ThreadPoolExecutor(1) as executor:
-            calls = executor.submit(self.each, call)
-            faults = [fault_of(own)]
-            answers = calls.result()
+        try:
+            with ThreadPoolExecutor(1) as executor:
+                calls = executor.submit(self.each, call)
+                faults = [fault_of(own)]
+                answers = calls.result()
+        except UserError:
+            self._leave()
+            raise
         remaining = [replica for replica, _ in answers]
         faults += [fault for _, found in answers for fault in found]
         if fault := next(filter(None, faults), ""):
