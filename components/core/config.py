@@ -283,7 +283,15 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
             samplers and policy.weight_transfer == "ipc",
             "pool.samplers",
             "gives samplers GPUs of their own, and policy.weight_transfer ipc needs the trainer's; "
-            "set it to 0, or the transfer to disk",
+            "set it to 0, or the transfer to nccl or disk",
+        ),
+        (
+            policy.backend == "vllm-server"
+            and policy.weight_transfer == "nccl"
+            and not (samplers or policy.servers),
+            "policy.weight_transfer",
+            "nccl needs samplers on GPUs of their own, and the server that the run starts shares the "
+            "trainer's; set it to ipc or disk, or pool.samplers to the number of other GPUs",
         ),
         (
             samplers and policy.sleep,

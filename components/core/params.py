@@ -190,9 +190,9 @@ class Policy(FrozenModel):
     vllm_options: list[Annotated[str, Field(coerce_numbers_to_str=True)]] = throughput(
         "further options of the servers that are started, such as [--enforce-eager, --max-num-seqs, 96]"
     )
-    weight_transfer: Literal["ipc", "disk"] = throughput(
-        "how new weights reach vLLM: ipc, CUDA memory of the same GPU; "
-        "disk, a folder that the server can read"
+    weight_transfer: Literal["ipc", "nccl", "disk"] = throughput(
+        "how new weights reach vLLM: ipc, CUDA memory of the same GPU; nccl, a broadcast to servers on other "
+        "GPUs or hosts; disk, a folder that the server can read"
     )
     push_pause: Literal["keep", "abort", "wait"] = result(
         "what happens to running completions while servers get new weights: keep, they go on with them; "

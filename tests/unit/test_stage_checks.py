@@ -206,3 +206,11 @@ def test_samplers_on_gpus_of_their_own_cannot_share_the_trainers(sets: tuple[str
     with pytest.raises(UserError, match=r"pool\.samplers gives samplers GPUs of their own, .*; set it to 0"):
         resolve("hf", sets)
     resolve("hf", (*sets, "pool.samplers=0"))
+
+
+def test_a_broadcast_needs_samplers_that_do_not_share_the_trainers_gpu() -> None:
+    nccl = ("policy.weight_transfer=nccl", "policy.servers=[]")
+    with pytest.raises(UserError, match=r"weight_transfer nccl needs samplers on GPUs of their own, .*; set"):
+        resolve("hf-adapter", nccl)
+    for other in (("policy.servers=http://127.0.0.1:8000",), ("pool.samplers=1", "policy.sleep=false")):
+        resolve("hf-adapter", (*nccl, *other))

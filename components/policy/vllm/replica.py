@@ -22,20 +22,21 @@ class Replica:
     """The state of one server of a fleet, as it was last observed.
 
     `version` is the name of the weights that the server has, and `weights` are the reports of its workers on
-    them (`Fingerprint.weight_report`), None before the first push. A server is `doubted` if it has failed and
-    was not found to work since; it gets no prompts. It is `outdated` if it is known not to have the newest
-    weights, and `restarted` if it was found to have lost its weights and no push began since then. `lost` is
-    set while `doubted` is true, `examining` is held while the server is examined, and `examined` is the
-    time.monotonic() at which `doubted` was last assigned. No request is sent before the time.monotonic()
-    `resting_until`; `failures` are those since the last answer. `limit` is the number of sequences to keep in
-    flight, and `completed` that of requests completed since it last changed. `load` is what the server last
-    reported. `sessions` has the time.monotonic() of the last request of each trajectory, infinity while a
-    request is in flight.
+    them (`Fingerprint.weight_report`), None before the first push. `workers` is their number at the last
+    push. A server is `doubted` if it has failed and was not found to work since; it gets no prompts. It is
+    `outdated` if it is known not to have the newest weights, and `restarted` if it was found to have lost its
+    weights and no push began since then. `lost` is set while `doubted` is true, `examining` is held while the
+    server is examined, and `examined` is the time.monotonic() at which `doubted` was last assigned. No
+    request is sent before the time.monotonic() `resting_until`; `failures` are those since the last answer.
+    `limit` is the number of sequences to keep in flight, and `completed` that of requests completed since it
+    last changed. `load` is what the server last reported. `sessions` has the time.monotonic() of the last
+    request of each trajectory, infinity while a request is in flight.
     """
 
     server: VllmServer
     version: str = ""
     weights: Any = None
+    workers: int = 0
     doubted: bool = False
     outdated: bool = False
     restarted: bool = False

@@ -1,7 +1,8 @@
 """A sampler that uses vLLM servers and can replace their weights.
 
 The log-probabilities are those of the distribution after temperature (the servers' option `--logprobs-mode`
-is processed_logprobs). New weights are sent with vLLM's weight transfer, or loaded by the servers from disk.
+is processed_logprobs). New weights are sent with vLLM's weight transfer, broadcast to its workers, or loaded
+by the servers from disk.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ class VllmSampler:
         servers have.
         """
         self.fleet = fleet
-        self.weights = FleetWeights(fleet)
+        self.weights = FleetWeights(fleet, settings.weight_transfer)
         self.version = version
         self.settings = settings
         self.stop = stop
@@ -97,11 +98,7 @@ class VllmSampler:
         Raises UserError if a worker does not have the new weights, or if no server answers.
         """
         self.wake_up()
-        is_ipc = self.settings.weight_transfer == "ipc"
-        assert is_ipc or folder is not None, "a transfer by disk needs the folder"
-        self.weights.push(
-            buckets, version=version, folder=None if is_ipc else folder, pause=self.settings.push_pause
-        )
+        self.weights.push(buckets, version=version, folder=folder, pause=self.settings.push_pause)
         self.version = version
 
     def sleep(self) -> None:

@@ -1,10 +1,11 @@
 """The weights of all servers of a fleet, which are replaced together.
 
 A push from memory calls vLLM's routes in this order: pause, start, one update for each bucket, finish,
-resume. In a push by disk, the servers load a checkpoint between pause and resume. A server that fails during
-a push is left out of the rest of the push, and no prompt is sent to this server until a later push to it
-succeeds. Servers that are known not to answer (`Replica.doubted`) are left out from the beginning, unless
-this is so of all servers.
+resume. The update is vLLM's own for memory of the same device, or a call of the workers, which receive the
+broadcast of the bucket (`weight_group`). In a push by disk, the servers load a checkpoint between pause and
+resume. A server that fails during a push is left out of the rest of the push, and no prompt is sent to this
+server until a later push to it succeeds. Servers that are known not to answer (`Replica.doubted`) are left
+out from the beginning, unless this is so of all servers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from components.core.errors import UserError
 from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.replica import Replica
 from components.policy.vllm.server import ServerUnavailable
+from components.policy.vllm.weight_group import WeightGroup
 from components.policy.vllm.worker import MODULUS, device_name, fingerprint, named_fingerprint
 
 # Longest time for which a refused call is repeated, and the pause between two attempts, in seconds.
@@ -39,39 +41,45 @@ class FleetWeights:
     `targets` are the servers that take part in the present push.
     """
 
-    def __init__(self, fleet: Fleet):
-        self.fleet = fleet
+    def __init__(self, fleet: Fleet, transfer: Literal["ipc", "nccl", "disk"]):
+        """Replace the weights of `fleet` by `transfer`, the parameter `policy.weight_transfer`."""
+        self.fleet, self.transfer = fleet, transfer
         self.targets: list[Replica] = []
+        self.group = WeightGroup(self._each)
 
     def push(
         self, buckets: Iterable[Mapping[str, Tensor]], *, version: str, folder: Path | None, pause: str
     ) -> None:
         """Replace the weights of the servers by those of `buckets`, and check that every worker has them.
 
-        Servers that do not answer are left out. `buckets` have tensors by name. If `folder` is None, the
-        weights are sent from memory to memory of the same device. Otherwise the servers load the checkpoint
-        `folder`, which has the same weights. `version` is the name of the new weights, and `pause` the
-        parameter `policy.push_pause`, which says whether running requests are kept, aborted or awaited.
-        Raises UserError if a server answers but has other weights, or if no server answers.
+        Servers that do not answer are left out. `buckets` have tensors by name. With the transfer by disk,
+        the servers load the checkpoint `folder`, which has the same weights. `version` is the name of the new
+        weights, and `pause` the parameter `policy.push_pause`, which says whether running requests are kept,
+        aborted or awaited. Raises UserError if a server answers but has other weights, or if no server
+        answers.
         """
         try:
             workers = self._begin(pause)
             sent = Sent(getattr(torch, workers[0]["dtype"]))
             devices = sorted({worker["device"] for worker in workers})
-            if folder is None:
+            if self.transfer != "disk":
                 self._start()
-            for bucket in buckets:
+            self.group.check(workers)
+            for number, bucket in enumerate(buckets):
                 weights = [
                     (name, value.detach().to(sent.dtype).contiguous()) for name, value in bucket.items()
                 ]
                 sent.add(weights)
-                if folder is None:
+                if self.transfer == "ipc":
                     self._send(weights, devices)
-            if folder is None:
+                elif self.transfer == "nccl":
+                    self.group.send(number, weights, self.targets, workers)
+            if self.transfer == "disk":
+                assert folder is not None, "a transfer by disk needs the folder"
+                self._reload(str(folder.resolve()), version)
+            else:
                 body = {"weight_version": version}
                 self._each(lambda replica: replica.server.call("POST", "/finish_weight_update", body))
-            else:
-                self._reload(str(folder.resolve()), version)
             self._end(version, sent)
         finally:
             targets, self.targets = self.targets, []
@@ -111,6 +119,7 @@ class FleetWeights:
                     f"policy.servers: {server.url} has several engines (--data-parallel-size), of which only "
                     "one could be checked; start one server for each."
                 )
+            replica.workers = len(found)
             return found
 
         return [worker for workers in self._each(prepare) for worker in workers]
@@ -123,7 +132,8 @@ class FleetWeights:
 
         async def start(replica: Replica) -> None:
             call = replica.server.call
-            await call("POST", "/init_weight_transfer_engine", {"init_info": {}})
+            if self.transfer == "ipc":
+                await call("POST", "/init_weight_transfer_engine", {"init_info": {}})
             try:
                 await call("POST", "/start_weight_update", {"is_checkpoint_format": True})
             except ServerUnavailable as error:

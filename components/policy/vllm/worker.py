@@ -1,16 +1,21 @@
 """An extension of vLLM's workers that reports which weights they received and which they hold.
 
-It is loaded with `--worker-extension-cls components.policy.vllm.worker.Fingerprint`. This file is imported in
-vLLM's Python environment and needs only torch. The trainer computes the fingerprints of what it sends with
-the same functions.
+It also receives the weights that a trainer broadcasts. It is loaded with
+`--worker-extension-cls components.policy.vllm.worker.Fingerprint`. This file is imported in vLLM's Python
+environment and needs only torch. The trainer computes the fingerprints of what it sends, and forms the
+process group of a broadcast, with the same functions.
 """
 
+import contextlib
+import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 # Number of elements of a tensor that are converted at the same time.
 CHUNK_ELEMENTS = 2**24
@@ -26,15 +31,16 @@ class Fingerprint:
     """
 
     def expect_weights(self: Any) -> dict[str, str]:
-        """Observe the weights that this worker loads from now on; return its dtype and its device.
+        """Observe the weights that this worker loads from now on; return facts about it.
 
-        The result has the keys `dtype`, such as bfloat16, which is that of the largest parameter, and
-        `device`, the UUID of a GPU or "cpu". Every transfer of vLLM, and loading from disk, gives the
-        complete tensors to the method `load_weights` of the model, where they are observed.
+        The result has the keys `dtype`, such as bfloat16, which is that of the largest parameter, `device`
+        (UUID of a GPU, or "cpu"), `nccl` (`nccl_version`) and `group`, the name of the process group in which the
+        worker receives weights, or "". Every transfer of vLLM, and loading from disk, gives the complete
+        tensors to the method `load_weights` of the model, where they are observed.
         """
         model = self.get_model()
         dtype = max(model.parameters(), key=lambda parameter: parameter.numel()).dtype
-        self.received_weights = 0
+        self.received_weights = self.received_buckets = 0
         if "load_weights" not in vars(model):
             load = model.load_weights
 
@@ -46,7 +52,59 @@ class Fingerprint:
 
             model.load_weights = lambda weights, *args, **kwargs: load(observed(weights), *args, **kwargs)
         device = next(model.parameters()).device
-        return {"dtype": str(dtype).removeprefix("torch."), "device": device_name(device)}
+        group = vars(self).get("group")
+        return {
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": device_name(device),
+            "nccl": nccl_version(device),
+            "group": group.name if group else "",
+        }
+
+    def join_group(
+        self: Any, name: str, host: str, port: int, backend: str, first: int, size: int, seconds: float
+    ) -> str:
+        """Join the process group `name` of `size` ranks, in place of an earlier one, to receive weights.
+
+        The group's store is that of the trainer, at `host` and `port`. `backend` is nccl or gloo, and `first`
+        the rank in the group of the first worker of this server. Joining, and later each broadcast, fails
+        after `seconds`. Returns the text of the error if joining fails, and otherwise "".
+        """
+        if vars(self).get("group"):
+            self.group.leave()
+        self.group = None
+        device = next(self.get_model().parameters()).device if backend == "nccl" else torch.device("cpu")
+
+        def join() -> None:
+            store = TCPStore(host, port, timeout=timedelta(seconds=seconds))
+            self.group = BroadcastGroup(name, store, device, first + self.rank, size, seconds)
+
+        return fault_of(join)
+
+    def receive_bucket(
+        self: Any, number: int, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]]
+    ) -> str:
+        """Receive the tensors of a bucket from rank 0 of the process group, and load them.
+
+        `number` is the bucket's number in the push, from 0; a bucket that was loaded before is only received.
+        Returns the text of the error if the broadcast fails, and otherwise "".
+        """
+        device = self.group.device
+        tensors = [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape in shapes]
+        fault = fault_of(lambda: self.group.broadcast(tensors))
+        if not fault and number == self.received_buckets:
+            with self.loading():
+                self.get_model().load_weights(zip(names, tensors, strict=True))
+            self.received_buckets += 1
+        return fault
+
+    def loading(self: Any) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which vLLM calls `load_weights`."""
+        from vllm.config import set_current_vllm_config
+
+        stack = contextlib.ExitStack()
+        stack.enter_context(set_current_vllm_config(self.vllm_config))
+        stack.enter_context(torch.device(self.device))
+        return stack
 
     def weight_report(self: Any) -> dict[str, Any]:
         """Return fingerprints of the received weights and of each parameter of this worker.
@@ -65,6 +123,62 @@ class Fingerprint:
             "parameters": found,
             "key_value_copies": -(-self.parallel_config.tensor_parallel_size // heads),
         }
+
+
+class BroadcastGroup:
+    """A process group of its own, beside the default one, in which rank 0 broadcasts tensors."""
+
+    def __init__(self, name: str, store: Store, device: torch.device, rank: int, size: int, seconds: float):
+        """Join the group `name` as `rank` of `size`, and wait until all others have joined.
+
+        The tensors are on `device`; the backend is NCCL on a GPU and gloo otherwise. Raises RuntimeError if a
+        rank has not joined after `seconds`, or cannot be connected to.
+        """
+        self.name, self.device, limit = name, device, timedelta(seconds=seconds)
+        store.set(f"joined/{rank}", "")
+        # NCCL would wait without a limit for a rank that never joins.
+        store.wait([f"joined/{other}" for other in range(size)], limit)
+        store = PrefixStore("group", store)
+        if device.type == "cuda":
+            self.group = _nccl_group(store, rank, size, limit)
+        else:
+            self.group = ProcessGroupGloo(store, rank, size, limit)
+        # NCCL connects the ranks at the first broadcast.
+        self.broadcast([torch.zeros(1, device=device)])
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Send the tensors if this is rank 0, and otherwise receive them; raise RuntimeError on failure."""
+        for work in [self.group.broadcast([tensor]) for tensor in tensors]:
+            work.wait()
+
+    def leave(self) -> None:
+        """Release the group; the other ranks cannot use it any more."""
+        self.group.abort()
+
+
+def _nccl_group(store: Store, rank: int, size: int, limit: timedelta) -> Any:
+    """Return a process group of NCCL whose `Work.wait` raises RuntimeError after `limit`."""
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = limit
+    # The constructor reads this variable. Without it, a thread of torch ends the process after the limit.
+    variable = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(variable, "0")
+    os.environ[variable] = "1"
+    try:
+        return ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        os.environ[variable] = before
+
+
+def fault_of(action: Callable[[], None]) -> str:
+    """Call `action`, and return the first line of its error if it raises RuntimeError, and otherwise ""."""
+    try:
+        action()
+    except RuntimeError as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    return ""
 
 
 def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
@@ -90,3 +204,8 @@ def named_fingerprint(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
 def device_name(device: torch.device) -> str:
     """Return the key under which vLLM looks up a memory handle: the UUID of a GPU, or "cpu"."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+
+
+def nccl_version(device: torch.device) -> str:
+    """Return the version of NCCL that this process uses for tensors on `device`, or "" if it is no GPU."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""
