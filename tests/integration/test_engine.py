@@ -3,11 +3,9 @@
 import functools
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import stored_rows_fixtures
 import torch
 from engine_fixtures import (
     STAGES,
@@ -22,7 +20,6 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from training_fixtures import VOCABULARY, tiny_policy
 
-from components.core import config
 from components.core.config import resolve
 from components.training import output_head
 from components.training.batches import Microbatch, Streams, pack
@@ -168,23 +165,6 @@ def test_an_evaluation_equals_the_model_s_own_log_probabilities() -> None:
         torch.testing.assert_close(
             entropy[found], -(expected.exp() * expected).sum(-1)[mask], atol=1e-5, rtol=0
         )
-
-
-def test_value_pretraining_maps_its_trajectories_instead_of_padding_them(tmp_path: Path) -> None:
-    tokens = stored_rows_fixtures.write(tmp_path)
-    ran = subprocess.run(
-        [sys.executable, stored_rows_fixtures.__file__, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(config.PROJECT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    padded = stored_rows_fixtures.TRAJECTORIES * stored_rows_fixtures.LONGEST * 18
-    # Two fifths of the tokens are own tokens, which have values, advantages and returns of 4 bytes; what else
-    # is needed belongs to one micro-batch.
-    assert int(ran.stdout) < 4 * 4 * 0.4 * tokens + 2**27 < padded / 10
 
 
 def test_rotary_frequencies_are_not_rounded_in_a_sharded_bfloat16_model(

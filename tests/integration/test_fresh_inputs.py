@@ -9,8 +9,6 @@ import pytest
 import torch
 from input_properties import check_timed_inputs, timed_calls
 
-from components.bootstrap.operator_chain import CORE_OPERATORS
-from components.core.config import resolve
 from components.core.errors import TaskError
 from components.core.params import Params
 from components.core.task import KernelTask
@@ -19,7 +17,6 @@ from components.judge.input_structure import input_structures
 from components.judge.judge import Judge
 from components.judge.timed_runner import StagedInputs
 from components.sandbox.inside.input_distributions import INPUT_DISTRIBUTIONS
-from components.synthesis.compose import compose_tasks
 
 pytestmark = pytest.mark.usefixtures("no_compile_baseline")
 Check = Callable[[torch.Tensor], bool]
@@ -175,21 +172,6 @@ def test_timed_inputs_of_structured_tasks_are_different_and_keep_their_structure
             for (name, (_, holds)), tensor in zip(GENERATORS.items(), tensors, strict=True):
                 assert holds(tensor) or mix.distribution != "given", name
         check_timed_inputs(bench.reference, rounds=12)
-
-
-def test_timed_inputs_of_a_data_set_are_different_and_have_its_structures(judge: Judge) -> None:
-    """The tasks have every operator that the profile smoke composes of."""
-    params = resolve("smoke").params
-    missing = {operator.name for operator in CORE_OPERATORS}
-    for task in compose_tasks(params.data.seed, params.data):
-        if missing.isdisjoint(task.ops):
-            continue
-        missing.difference_update(task.ops)
-        with judge.bench(task) as bench:
-            assert not bench.reference.inputs.draws, task.code
-            check_timed_inputs(bench.reference, rounds=6)
-        if not missing:
-            break
 
 
 @pytest.mark.parametrize(

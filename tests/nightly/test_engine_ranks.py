@@ -1,16 +1,21 @@
-"""Two ranks of the engine equal one process, under every ZeRO stage and with a real vocabulary."""
+"""Ranks of the engine equal one process, and value pretraining keeps its trajectories on disk."""
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import sequence_fixtures
+import stored_rows_fixtures
 import torch
 import vocabulary_fixtures
 from engine_fixtures import STAGES, engine_of, largest_difference, parameters, train, uneven
 from rank_processes import two_ranks
 from safetensors.torch import load_file
 
+from components.core import config
 from components.training.engine import evaluate
 
 
@@ -55,3 +60,20 @@ def test_ranks_that_share_each_forward_pass_equal_one_process(
         # AdamW magnifies rounding in gradients close to zero.
         assert torch.allclose(shared[name], expected, atol=1e-5, rtol=1e-5), name
     assert float(alone["critic-output-0"].std()) > 0
+
+
+def test_value_pretraining_maps_its_trajectories_instead_of_padding_them(tmp_path: Path) -> None:
+    tokens = stored_rows_fixtures.write(tmp_path)
+    ran = subprocess.run(
+        [sys.executable, stored_rows_fixtures.__file__, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(config.PROJECT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    padded = stored_rows_fixtures.TRAJECTORIES * stored_rows_fixtures.LONGEST * 18
+    # Two fifths of the tokens are own tokens, which have values, advantages and returns of 4 bytes; what else
+    # is needed belongs to one micro-batch.
+    assert int(ran.stdout) < 4 * 4 * 0.4 * tokens + 2**27 < padded / 10

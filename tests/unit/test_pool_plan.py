@@ -16,8 +16,10 @@ import yaml
 from layer_memory import kept_sizes
 from public_models import CONFIGURATIONS, PROFILE_MODELS, config_of, public_shapes
 from transformers import AttentionInterface, AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from components.cli import doctor
+from components.cli.main import app
 from components.core.config import PROJECT, resolve
 from components.core.errors import UserError
 from components.core.progress import Quiet
@@ -238,21 +240,19 @@ DOCUMENTED = re.findall(
 
 @pytest.mark.parametrize(("command", "printed"), DOCUMENTED, ids=[command for command, _ in DOCUMENTED])
 def test_the_documented_tables_are_what_the_command_prints(
-    command: str, printed: str, tmp_path: Path
+    command: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A role that does not fit is named in the last line, and the exit code is 2."""
     profile = command.split("--profile ")[1].split()[0]
     folder = tmp_path / resolve(profile).params.policy.source
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIGURATIONS[PROFILE_MODELS[profile]]))
-    arguments = [sys.executable, "-m", "components.cli", *command.split()[1:], "--json"]
-    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == (2 if "refused:" in printed else 0), done.stderr
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, [*command.split()[1:], "--json"])
+    assert done.exit_code == (2 if "refused:" in printed else 0), done.stderr
     assert [line.rstrip() for line in done.stderr.splitlines()] == printed.splitlines()
     record = json.loads(done.stdout)
-    assert record["refused"] == (
-        printed.splitlines()[-1].removeprefix("refused: ") if done.returncode else ""
-    )
+    assert record["refused"] == (printed.splitlines()[-1].removeprefix("refused: ") if done.exit_code else "")
     assert set(record["roles"]) >= {"trainers", "samplers"}
 
 

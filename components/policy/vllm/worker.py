@@ -34,8 +34,8 @@ class Fingerprint:
         """Observe the weights that this worker loads from now on; return facts about it.
 
         The result has the keys `dtype`, such as bfloat16, which is that of the largest parameter, `device`
-        (UUID of a GPU, or "cpu"), `nccl` (`nccl_version`) and `group`, the name of the process group in which the
-        worker receives weights, or "". Every transfer of vLLM, and loading from disk, gives the complete
+        (UUID of a GPU, or "cpu"), `nccl` (`nccl_version`) and `group`, the name of the process group in which
+        the worker receives weights, or "". Every transfer of vLLM, and loading from disk, gives the complete
         tensors to the method `load_weights` of the model, where they are observed.
         """
         model = self.get_model()
