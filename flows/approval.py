@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, pause_flow_run
+from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import run_deployment
 from prefect.exceptions import FlowPauseTimeout, ObjectNotFound
 from prefect.input import RunInput
@@ -90,18 +91,27 @@ def approval(
 def ask(version: str, profile: str, sets: str, home: str) -> bool:
     """Start the deployed approval flow for a waiting version, and return whether that flow is deployed.
 
-    The call does not wait for the flow, and a second call for the same version and home starts no second one.
+    The call does not wait for the flow, and a second call for the same version and home starts no second one
+    unless the first has failed.
     `version` is a version's number. `profile` (such as "smoke"), `sets` (KEY=VALUE words) and `home` (the
     folder of all runs) give the parameters, as in `settings`.
     """
-    try:
-        run_deployment(
+
+    def start(key: str | None) -> FlowRun:
+        started = run_deployment(
             DEPLOYMENT,
             parameters={"version": version, "profile": profile, "sets": sets, "home": home},
             timeout=0,
             as_subflow=False,
-            idempotency_key=f"approve {version} in {home}",
+            idempotency_key=key,
         )
+        assert isinstance(started, FlowRun), "it is a coroutine only within another one"
+        return started
+
+    try:
+        state = start(f"approve {version} in {home}").state
+        if state is not None and state.is_final() and not state.is_completed():
+            start(None)
     except ObjectNotFound:
         return False
     return True

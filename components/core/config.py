@@ -250,6 +250,12 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
             for name, ppo in (("warmup", params.warmup), ("agentic", params.agentic))
         ),
         (
+            data.half_share and data.operators == "kernelbench",
+            "data.half_share",
+            "asks for half precision, in which no kernels of these operators are written; set it to 0, or "
+            "data.operators to core",
+        ),
+        (
             data.weigh_by_headroom and not data.headroom,
             "data.weigh_by_headroom",
             "needs the measurement; set data.headroom to true as well",

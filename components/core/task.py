@@ -9,6 +9,7 @@ only a sandboxed runner executes it.
 import ast
 import json
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,20 @@ from components.core.workloads import parse_task, workloads_of
 
 # Method of a tensor and of a module that casts its floating-point values, by dtype.
 CASTS: dict[TaskDtype, str] = {"float16": "half", "bfloat16": "bfloat16"}
+# End of a source whose constructor of Model has no last line after which the module can be cast.
+WRAPPED_INIT = """
+
+
+def _cast(init):
+    def __init__(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        self.{cast}()
+
+    return __init__
+
+
+Model.__init__ = _cast(Model.__init__)
+"""
 KERNELBENCH = "https://github.com/ScalingIntelligence/KernelBench"
 REQUIRED_PARTS = ("Model", "get_inputs()", "get_init_inputs()")
 
@@ -90,40 +105,81 @@ def check_contract(code: str, origin: str) -> None:
     workloads_of(code, origin)
 
 
+def cast_task(task: KernelTask, dtype: TaskDtype) -> KernelTask:
+    """Return the task with the source that `in_dtype` casts to `dtype`, or the task itself for float32.
+
+    The evidence of an admission is dropped, because it is that of the task as it was. Raises UserError, which
+    names the task, if its source has not the parts of a kernel task.
+    """
+    if dtype not in CASTS:
+        return task
+    origin = task.name or task.task_id
+    check_contract(task.code, origin)
+    code = in_dtype(task.code, dtype)
+    check_contract(code, origin)
+    return KernelTask.model_validate(task.model_dump() | {"code": code, "evidence": {}})
+
+
 def in_dtype(code: str, dtype: TaskDtype) -> str:
     """Return the source of a task with its module and the inputs that are floating-point cast to `dtype`.
 
     The last line of the constructor of `Model` casts the module, and get_inputs casts its result, as
-    KernelBench does with its option `precision`, which casts integers too. For float32, the source is
-    returned unchanged. `code` has the parts of a kernel task (`check_contract`).
+    KernelBench does with its option `precision`, which casts integers too. Where the constructor has no last
+    line to write that after, the end of the source wraps it. For float32, the source is returned unchanged.
+    `code` has the parts of a kernel task (`check_contract`).
     """
-    if dtype not in CASTS:
-        return code
-    cast, tree, lines = CASTS[dtype], parse_python(code), code.encode().splitlines(keepends=True)
-    model = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"][-1]
-    inputs = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "get_inputs"]
-    # Text to insert before a line and a column in bytes.
-    inserted: list[tuple[int, int, str]] = []
-    condition = "if isinstance(t, torch.Tensor) and t.is_floating_point() else t"
-    for init in model.body:
-        if isinstance(init, ast.FunctionDef) and init.name == "__init__":
-            last = init.body[-1]
-            statement = f"\n{' ' * last.col_offset}self.{cast}()"
-            end = last.end_lineno or 0
-            inserted.append((end, len(lines[end - 1].rstrip()), statement))  # after a comment in the line
-    for node in ast.walk(inputs[-1]):
-        if isinstance(node, ast.Return) and (value := node.value) is not None:
-            inserted.append((value.lineno, value.col_offset, f"[t.{cast}() {condition} for t in "))
-            inserted.append((value.end_lineno or 0, value.end_col_offset or 0, "]"))
-    for number, column, text in sorted(inserted, reverse=True):
+    return _cast_module(_cast_inputs(code, CASTS[dtype]), CASTS[dtype]) if dtype in CASTS else code
+
+
+def _insert(code: str, texts: Sequence[tuple[int, int, str]]) -> str:
+    """Return `code` with texts inserted, each before a line, counted from 1, and a column in bytes."""
+    lines = code.encode().splitlines(keepends=True)
+    for number, column, text in sorted(texts, reverse=True):
         line = lines[number - 1]
         lines[number - 1] = line[:column] + text.encode() + line[column:]
     return b"".join(lines).decode()
 
 
+def _returns(function: ast.FunctionDef) -> list[ast.Return]:
+    """Return the return statements of a function, without those of functions inside it."""
+    found, left = list[ast.Return](), list[ast.AST](function.body)
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Return):
+            found.append(node)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            left.extend(ast.iter_child_nodes(node))
+    return found
+
+
+def _cast_inputs(code: str, cast: str) -> str:
+    functions = [node for node in parse_python(code).body if isinstance(node, ast.FunctionDef)]
+    inputs = [node for node in functions if node.name == "get_inputs"][-1]
+    texts = []
+    for node in _returns(inputs):
+        if (value := node.value) is not None:
+            left, right = ("", "") if isinstance(value, ast.List) else ("(", ")")
+            condition = "if isinstance(t, torch.Tensor) and t.is_floating_point() else t"
+            texts.append((value.lineno, value.col_offset, f"[t.{cast}() {condition} for t in {left}"))
+            texts.append((value.end_lineno or 0, value.end_col_offset or 0, f"{right}]"))
+    return _insert(code, texts)
+
+
+def _cast_module(code: str, cast: str) -> str:
+    model = [n for n in parse_python(code).body if isinstance(n, ast.ClassDef) and n.name == "Model"][-1]
+    for init in model.body:
+        if isinstance(init, ast.FunctionDef) and init.name == "__init__" and not _returns(init):
+            last, end = init.body[-1], init.body[-1].end_lineno or 0
+            lines = code.encode().splitlines()
+            indent = lines[last.lineno - 1][: last.col_offset].decode()
+            if not indent.strip():
+                return _insert(code, [(end, len(lines[end - 1].rstrip()), f"\n{indent}self.{cast}()")])
+    return code.rstrip() + WRAPPED_INIT.format(cast=cast)
+
+
 def dtype_of(code: str) -> TaskDtype:
     """Return the dtype that `in_dtype` cast a source to, which is float32 for any other source."""
-    found = re.search(rf"^ +self\.({'|'.join(CASTS.values())})\(\)[ \t]*$", code, re.MULTILINE)
+    found = re.search(rf"^[ \t]+self\.({'|'.join(CASTS.values())})\(\)[ \t]*$", code, re.MULTILINE)
     return next((dtype for dtype, cast in CASTS.items() if found and found[1] == cast), "float32")
 
 

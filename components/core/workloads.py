@@ -14,7 +14,7 @@ from components.core.text import parse_python, readable
 
 # Name that a task's source assigns its workloads to, and the largest number of them.
 WORKLOADS = "WORKLOADS"
-MAX_WORKLOADS = 16
+MAX_WORKLOADS = 8
 # Largest number of characters of a call in a message.
 CALL_CHARACTERS = 200
 # Errors of Python's parser and of functions on syntax trees; deep nesting raises the last two.
@@ -57,10 +57,15 @@ def workloads_of(code: str, origin: str) -> list[Workload]:
     if WORKLOADS not in code:
         return whole
     tree = parse_task(code, origin)
-    assignments = [node for node in tree.body if assigns_workloads(node)]
-    if not assignments:
+    uses = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == WORKLOADS]
+    if not any(isinstance(node.ctx, ast.Store) for node in uses):
         return whole
-    refuse((len(assignments) > 1, f"{origin}: {WORKLOADS} is assigned twice; assign it once."))
+    assignments = [node for node in tree.body if assigns_workloads(node)]
+    if len(assignments) != 1 or len(uses) > 1:
+        raise UserError(
+            f"{origin}: {WORKLOADS} is not assigned once at the top level, or used elsewhere; assign a list "
+            "once, and do not use its name otherwise."
+        )
     value = assignments[0].value
     items = value.elts if isinstance(value, ast.List | ast.Tuple) else []
     tuples = [item for item in items if isinstance(item, ast.Tuple | ast.List)]
@@ -70,16 +75,16 @@ def workloads_of(code: str, origin: str) -> list[Workload]:
             f"each call of get_inputs as a tuple, such as {WORKLOADS} = [(32, 128), (64, 512)]."
         )
     least, most = _argument_counts(tree, origin)
-    rest = [node for node in tree.body if node is not assignments[0]]
+    try:
+        rest = ast.unparse(ast.Module([node for node in tree.body if node is not assignments[0]], []))
+    except SYNTAX_ERRORS as error:
+        raise UserError(f"{origin}: nested too deeply ({type(error).__name__}); split it.") from error
     found = []
     for index, item in enumerate(tuples):
         place, count = f"{origin}: {WORKLOADS}[{index}]", len(item.elts)
         try:
             ast.literal_eval(item)
             arguments = ", ".join(map(ast.unparse, item.elts))
-            # The argument's default value is the function with arguments, which this one then replaces.
-            last = parse_python(f"def get_inputs(draw=get_inputs):\n    return draw({arguments})").body
-            source = ast.unparse(ast.Module([*rest, *last], []))
         except (*SYNTAX_ERRORS, TypeError) as error:
             raise UserError(
                 f"{place} is not a tuple of literals; write its values out, without names and calls."
@@ -91,6 +96,8 @@ def workloads_of(code: str, origin: str) -> list[Workload]:
                 "value for each argument.",
             )
         )
+        # The argument's default value is the function with arguments, which this one then replaces.
+        source = f"{rest}\n\n\ndef get_inputs(draw=get_inputs):\n    return draw({arguments})\n"
         found.append(Workload(readable(f"get_inputs({arguments})", CALL_CHARACTERS), source))
     return found
 

@@ -38,6 +38,7 @@ from components.judge.verdict import (
     Status,
     Verdict,
     WorkloadFigures,
+    holds_everywhere,
     milestone,
 )
 
@@ -420,16 +421,18 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
     for baseline in BASELINES:
         ratios = np.array([row.ratio(baseline) or math.nan for row in rows], dtype=float)
         measured = (~np.isnan(ratios)).astype(float)
+        # Of a solution that is slower on a workload of its task, only the mean ratio counts.
+        faster = np.where([holds_everywhere(row.workloads, baseline) for row in rows], ratios, 0.0)
         # A comparison with NaN is False, so a correct solution whose ratio was not measured is not faster.
-        figures[f"faster_rate.{baseline}"] = ((ratios > 1).astype(float), every)
-        figures[f"beyond_margin.{baseline}"] = ((ratios > MARGIN).astype(float), every)
+        figures[f"faster_rate.{baseline}"] = ((faster > 1).astype(float), every)
+        figures[f"beyond_margin.{baseline}"] = ((faster > MARGIN).astype(float), every)
         figures[f"geomean.{baseline}"] = (
             np.where(measured > 0, np.log(np.where(measured > 0, ratios, 1)), 0.0),
             measured,
         )
         for p in FAST_P:
             # In KernelBench, fast_0 is the share of correct solutions, for which no ratio is needed.
-            share = figures["pass_rate"][0] if p == 0 else (ratios > p).astype(float)
+            share = figures["pass_rate"][0] if p == 0 else (faster > p).astype(float)
             figures[f"fast_p.{baseline}.{p:g}"] = (share, every)
     return figures
 

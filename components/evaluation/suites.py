@@ -18,8 +18,8 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.core.task import (
     KernelTask,
+    cast_task,
     check_contract,
-    in_dtype,
     load_task,
     missing_kernelbench,
     read_tasks,
@@ -42,11 +42,7 @@ def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
     suite, levels = params.evaluation.suite, params.evaluation.levels
     dtype = params.evaluation.dtype
     tasks = _tasks(params, suite, dataset)
-    if dtype != "float32":
-        # The evidence of an admission is that of the task as it was.
-        tasks = [
-            task.model_copy(update={"code": in_dtype(task.code, dtype), "evidence": {}}) for task in tasks
-        ]
+    tasks = [cast_task(task, dtype) for task in tasks]
     if not levels:
         return tasks
     chosen = [task for task in tasks if task.level in levels]

@@ -28,7 +28,7 @@ from components.judge.statistics import geometric_mean, net
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import TaskReference
 from components.judge.timed_runner import StagedInputs
-from components.judge.verdict import Admission
+from components.judge.verdict import UNSURE, Admission
 from components.sandbox.runner_factory import RunnerFactory
 
 ROUNDS = 3  # timed rounds of each baseline
@@ -43,7 +43,7 @@ RUNNER_SHARE = 0.125
 # Largest share of a GPU's memory for one task of a data set; a larger task would delay all other tasks.
 TASK_SHARE = 0.25
 # Figures of an admission's evidence of which a task with workloads has the geometric means.
-MEANS = ("eager_seconds", "compile_seconds", "headroom", "spread")
+MEANS = ("eager_seconds", "compile_seconds", "headroom")
 TINY = 1e-30  # smallest divisor
 # Change of an order to the reference runner, with which it uses the initial values of the parameters.
 UNTOUCHED: dict[str, Any] = {"parameters": None}
@@ -66,34 +66,45 @@ def admit_workloads(code: str, admit_one: Callable[[str], Admission]) -> Admissi
 
     A workload is one call of the task's `get_inputs`, and `admit_one` returns the admission of a source with
     only this call. A task that names no workloads gets the admission of its own source. A list of workloads
-    that is not valid is refused with the reason `does_not_run`. Otherwise the first refusal is returned, and
-    its detail names the workload. If all workloads are admitted, the evidence (the measured figures) has the
-    names of the parameters, the geometric mean of each figure in `MEANS`, the shapes of the first workload,
-    and under `workloads` the call and the shapes of each workload. It is empty if `admit_one` returns no
-    figures.
+    that is not valid is refused with the reason `does_not_run`. Otherwise the first refusal is returned, one
+    whose reason ends with `UNSURE` only if there is no other, and its detail names the workload. The evidence
+    (the measured figures) of a task that is admitted, or refused with such a reason, has the names of the
+    parameters, the geometric mean of each figure in `MEANS`, the least spread, the shapes of the first
+    workload, and under `workloads` the call and the shapes of each workload. It is empty if `admit_one`
+    returns no figures.
     """
     try:
         workloads = named_workloads(code)
     except TaskError as error:
         return _does_not_run(error)
-    found = []
+    found: list[dict[str, Any]] = []
+    refused: Admission | None = None
     for workload in workloads:
         admission = admit_one(workload.code)
         if not workload.call:
             return admission
         if not admission.admitted:
             detail = f"{workload.call}: {admission.evidence.get('detail', admission.reason)}"
-            return Admission(False, admission.reason, admission.evidence | {"detail": detail})
+            refusal = Admission(False, admission.reason, admission.evidence | {"detail": detail})
+            if not admission.reason.endswith(UNSURE):
+                return refusal
+            refused = refused or refusal
         found.append(admission.evidence)
     if not found[0]:
-        return Admission(True, "", {})
-    means = {name: geometric_mean([one[name] for one in found]) for name in MEANS if name in found[0]}
-    shapes = [
-        {"call": workload.call, "inputs": one["inputs"], "outputs": one["outputs"]}
+        return refused or Admission(True, "", {})
+    evidence: dict[str, Any]
+    evidence = {name: found[0][name] for name in ("inputs", "outputs", "parameters") if name in found[0]}
+    for name in (*MEANS, "spread"):
+        values = [one[name] for one in found if name in one]
+        if len(values) == len(found):
+            evidence[name] = min(values) if name == "spread" else geometric_mean(values)
+    evidence["workloads"] = [
+        {"call": workload.call, **{name: one[name] for name in ("inputs", "outputs") if name in one}}
         for workload, one in zip(workloads, found, strict=True)
     ]
-    kept = {name: found[0][name] for name in ("inputs", "outputs", "parameters")}
-    return Admission(True, "", kept | means | {"workloads": shapes})
+    if refused:
+        return Admission(False, refused.reason, refused.evidence | evidence)
+    return Admission(True, "", evidence)
 
 
 def admit(
@@ -328,9 +339,11 @@ def find_trivial_answer(reference: TaskReference) -> str | None:
         "mean_passes": lambda: replaced(lambda t: torch.full_like(t, _mean(t))),
         "seeds_agree": lambda: other_seed,
     }
-    if any(t.dtype in HALF_DTYPES for t in single):
+    halves = [t for t in floats if t.dtype in HALF_DTYPES]
+    if halves:
         answers["float8_passes"] = lambda: replaced(_in_float8)
-    elif reference.params.precision != "tf32":  # tf32 rounds products as much as half does
+    # tf32 rounds products as much as half precision does.
+    if len(halves) < len(floats) and reference.params.precision != "tf32":
         answers["half_precision_passes"] = lambda: replaced(lambda t: t.half().to(t.dtype))
     if len(single) == len(first_input) == 1 and (first_input[0].shape, first_input[0].dtype) == (
         single[0].shape,

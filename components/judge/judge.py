@@ -38,6 +38,7 @@ from components.judge.verdict import (
     Status,
     Verdict,
     WorkloadFigures,
+    holds_everywhere,
     milestone,
     rejecting,
     with_standard_labels,
@@ -136,9 +137,11 @@ class Judge:
             verdicts = []
             for workload, part in zip(workloads, parts, strict=True):
                 call = workload.call
-                verdicts.append(
-                    self._measured(part, built, other, compare_compile, report, is_workload=bool(call))
-                )
+                verdict = self._measured(part, built, other, compare_compile, report, is_workload=bool(call))
+                verdicts.append(verdict)
+                figures = WorkloadFigures(call=call, speedup=verdict.speedup)
+                if compare_compile is False and not holds_everywhere([figures], "eager"):
+                    compare_compile = None  # the candidate cannot be called faster any more
             calls = [workload.call for workload in workloads]
             return verdict_over_workloads(task, calls, verdicts) if call else verdicts[0]
         except Rejected as error:

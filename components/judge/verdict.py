@@ -6,9 +6,8 @@ digest of the sources of the packages `judge` and `sandbox`.
 """
 
 import contextlib
-import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
@@ -31,6 +30,8 @@ SOURCES = sorted(
 VERSION = digest_bytes(b"".join(path.read_bytes() for path in SOURCES))[:16]
 # Ratio of baseline time to candidate time above which a candidate is called faster.
 MARGIN = 1.05
+# Suffix of the reasons for which a task is refused that name an input without effect on the output.
+UNSURE = "_does_not_matter"
 AnyParams = TypeVar("AnyParams", bound=JudgeParams)
 # Smallest ratio over a baseline on each workload of a task with which a candidate is called faster.
 WORKLOAD_MARGIN = 0.9
@@ -196,14 +197,18 @@ def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
     return 3 if _is_faster(verdict, "compile") else 2
 
 
-def _is_faster(verdict: Verdict, baseline: Literal["eager", "compile"]) -> bool:
-    def estimate(speedup: Speedup) -> float:
-        ratio: Ratio | None = getattr(speedup, baseline)
-        return math.nan if ratio is None else ratio.estimate  # no comparison with NaN is true
+def holds_everywhere(workloads: Sequence[WorkloadFigures], baseline: Literal["eager", "compile"]) -> bool:
+    """Return whether the ratio of the times of baseline and candidate is at least 0.9 on every workload.
 
-    return estimate(verdict.speedup) > MARGIN and all(
-        estimate(one.speedup) >= WORKLOAD_MARGIN for one in verdict.workloads
-    )
+    It is also true without workloads, and false if a ratio was not measured.
+    """
+    ratios = [one.speedup.eager if baseline == "eager" else one.speedup.compile for one in workloads]
+    return all(ratio is not None and ratio.estimate >= WORKLOAD_MARGIN for ratio in ratios)
+
+
+def _is_faster(verdict: Verdict, baseline: Literal["eager", "compile"]) -> bool:
+    ratio = verdict.speedup.eager if baseline == "eager" else verdict.speedup.compile
+    return ratio is not None and ratio.estimate > MARGIN and holds_everywhere(verdict.workloads, baseline)
 
 
 @dataclass(frozen=True)

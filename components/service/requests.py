@@ -1,6 +1,6 @@
 """The service's requests and answers in JSON, and the exception whose message a caller gets as the answer."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, FiniteFloat, model_validator
 from pydantic.json_schema import SkipJsonSchema
@@ -189,5 +189,11 @@ def public_verdict(verdict: Verdict) -> Verdict:
     The evidence is the record of what was measured. Its other entries, such as the seeds of inputs, could
     help a later candidate to cheat.
     """
-    evidence = {name: verdict.evidence[name] for name in PUBLIC_EVIDENCE if name in verdict.evidence}
+
+    def public(evidence: dict[str, Any]) -> dict[str, Any]:
+        return {name: evidence[name] for name in PUBLIC_EVIDENCE if name in evidence}
+
+    evidence = public(verdict.evidence)
+    if workloads := verdict.evidence.get("workloads"):
+        evidence["workloads"] = [public(one) for one in workloads]
     return verdict.model_copy(update={"evidence": evidence})

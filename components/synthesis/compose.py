@@ -5,7 +5,6 @@ chain becomes a task only if its output on a small input varies, and changes whe
 left out. For example, a relu after a square has no effect, so no task has this sequence.
 """
 
-import contextlib
 import functools
 import itertools
 import random
@@ -29,7 +28,7 @@ from components.core.errors import UserError
 from components.core.files import digest_bytes
 from components.core.params import Data
 from components.core.records import Device, TaskDtype
-from components.core.task import KernelTask, check_contract, in_dtype
+from components.core.task import KernelTask, cast_task
 from components.synthesis.mined_operators import FIT_ERRORS, function_of
 
 # Share of operator sequences that are reserved for held-out tasks.
@@ -310,14 +309,6 @@ def draw_dtypes(seed: int, half_share: float) -> Iterator[TaskDtype]:
     dtypes: tuple[TaskDtype, ...] = ("float16", "bfloat16", "float32")
     while True:
         yield rng.choices(dtypes, (half_share / 2, half_share / 2, 1 - half_share))[0]
-
-
-def cast_task(task: KernelTask, dtype: TaskDtype) -> KernelTask:
-    """Return the task with its module and inputs cast to `dtype`, or unchanged if its source is no task."""
-    with contextlib.suppress(UserError):
-        check_contract(task.code, "candidate")
-        return task.model_copy(update={"code": in_dtype(task.code, dtype)})
-    return task
 
 
 def compose_training_tasks(seed: int, data: Data, device: Device) -> Iterator[KernelTask]:

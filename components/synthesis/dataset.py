@@ -20,8 +20,9 @@ import torch
 from components.core.errors import UserError
 from components.core.params import Data, Params
 from components.core.progress import Progress
-from components.core.task import KernelTask
-from components.synthesis.compose import cast_task, compose_tasks, draw_dtypes, split_of
+from components.core.records import TaskDtype
+from components.core.task import KernelTask, cast_task
+from components.synthesis.compose import compose_tasks, draw_dtypes, split_of
 from components.synthesis.dataset_builder import AdmissionPool, DatasetBuilder, TaskCandidate, task_quotas
 from components.synthesis.dataset_summary import DatasetSummary, Rejection
 from components.synthesis.model_composer import ModelComposer
@@ -70,7 +71,7 @@ def build_dataset(
             drafts = TorchComposer(table, data, params.device, modules=data.operators == "all")
             items = (draft.task for draft in drafts)
         source = (
-            TaskCandidate(cast_task(item, dtype))
+            TaskCandidate(_cast(item, dtype))
             if isinstance(item, KernelTask)
             else TaskCandidate(item.task, refused=item)
             for item, dtype in zip(items, draw_dtypes(data.seed, data.half_share), strict=False)
@@ -189,3 +190,10 @@ def check_rows(tasks: list[KernelTask], data: Data) -> dict[int, Rejection]:
         if reason:
             refused[row] = Rejection(task, reason, detail)
     return refused
+
+
+def _cast(task: KernelTask, dtype: TaskDtype) -> KernelTask:
+    """Return the task cast to `dtype`, or unchanged if its source is no task, which the filter refuses."""
+    with contextlib.suppress(UserError):
+        return cast_task(task, dtype)
+    return task

@@ -237,7 +237,7 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
     updates = sum(not record["equal_rewards"] for record in of_actor)
     if updates < ppo.min_updates and not end.reason and not end.progress:
         raise StageFailed(f"{stage.name}: {equal_rewards_text(of_actor)}.")
-    remarks = [policy.left_out, "" if updates else equal_rewards_text(of_actor)]
+    remarks = [policy.left_out, "" if updates or not of_actor else equal_rewards_text(of_actor)]
     first, last = slice(0, 2), slice(-2, None)
     return finish(
         state,

@@ -35,6 +35,8 @@ def test_a_task_in_half_precision_is_admitted_unless_float8_would_pass(
     assert admission.evidence["outputs"] == [{"shape": [256, 1024], "dtype": dtype}]
     signs = in_dtype(source("torch.sign(x * self.scale)"), dtype)
     assert judge.admit(signs, (0.0, 1.0)).reason == "float8_passes"
+    both = source("torch.sign(x * self.scale), torch.sigmoid(x * self.scale).bfloat16()")
+    assert judge.admit(both, (0.0, 1.0)).reason == "half_precision_passes"
     unused = source(
         "torch.sigmoid(x) * self.scale + torch.tanh(y) * 0",
         "[torch.randn(256, 1024), torch.randn(256, 1024)]",

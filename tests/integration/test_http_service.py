@@ -57,7 +57,7 @@ def test_a_task_with_workloads_is_judged_on_each_and_faulty_ones_are_refused(cli
     assert "workloads" not in verdict["evidence"], "it has the seeds"
     faulty = {"code": code + "\nWORKLOADS = []\n", "files": SIMD}
     answer = client.post("/v1/judgements", json=faulty)
-    assert answer.status_code == 422 and "code: WORKLOADS is not a list of 1 to 16 tuples" in answer.text
+    assert answer.status_code == 422 and "code: WORKLOADS is not a list of 1 to 8 tuples" in answer.text
 
 
 @pytest.mark.parametrize("name", SAMPLE)

@@ -13,7 +13,7 @@ from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.records import TaskDtype
-from components.core.task import KernelTask, dtype_of, write_tasks
+from components.core.task import KernelTask, cast_task, dtype_of, write_tasks
 from components.evaluation.metrics import Attempt, TaskResult, by_level, changes, summarise
 from components.evaluation.suites import load_suite
 from components.judge.verdict import Ratio, Speedup, Verdict, milestone
@@ -249,6 +249,36 @@ def test_a_suite_in_another_dtype_casts_modules_and_inputs(dtype: TaskDtype, tmp
     assert model(*inputs).dtype == half and dtype_of(task.code) == dtype
     (unchanged,) = load_suite(suite_params(str(tmp_path)), tmp_path)
     assert unchanged.code == CAST_TASK and unchanged.task_id != task.task_id
+
+
+CONSTRUCTORS = {
+    "usual": "    def __init__(self):\n        super().__init__()\n        self.line = nn.Linear(3, 3)\n\n",
+    "one_line": "    def __init__(self): super().__init__()\n\n",
+    "none": "",
+    "returns": "    def __init__(self):\n        super().__init__()\n        self.line = nn.Linear(3, 3)\n"
+    "        if self.line.bias is not None:\n            return\n\n",
+}
+RETURNS = {
+    "list": "    return [torch.randn(3)]",
+    "tuple": "    return torch.randn(3), 3",
+    "choice": "    return [torch.randn(3)] if N else [torch.randn(4)]",
+    "nested": "    def f():\n        return torch.randn(3)\n    return [f()]",
+}
+
+
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+@pytest.mark.parametrize("returned", RETURNS)
+def test_a_task_is_cast_however_it_is_written(constructor: str, returned: str) -> None:
+    code = (
+        "import torch\nfrom torch import nn\nN = 1\nclass Model(nn.Module):\n"
+        f"{CONSTRUCTORS[constructor]}    def forward(self, x):\n        return x\n\n\n"
+        f"def get_inputs():\n{RETURNS[returned]}\n\n\ndef get_init_inputs():\n    return []\n"
+    )
+    task = cast_task(KernelTask(code=code), "float16")
+    namespace: dict[str, Any] = {}
+    exec(task.code, namespace)
+    tensors = [namespace["get_inputs"]()[0], *namespace["Model"]().parameters()]
+    assert {tensor.dtype for tensor in tensors} == {torch.float16} and dtype_of(task.code) == "float16"
 
 
 def test_the_hugging_face_layout_loads_like_the_checkout(tmp_path: Path) -> None:

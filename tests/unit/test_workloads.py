@@ -13,12 +13,14 @@ from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.task import KernelTask, load_task, read_tasks, write_tasks
 from components.core.workloads import MAX_WORKLOADS, workloads_of
-from components.evaluation.metrics import TaskResult
+from components.evaluation.metrics import TaskResult, summarise
+from components.judge.admission import admit_workloads
 from components.judge.judge import verdict_over_workloads
 from components.judge.pool.local_pool import Candidate, Job, verdict_key
 from components.judge.statistics import geometric_mean, mean_ratio
-from components.judge.verdict import Ratio, Seconds, Speedup, Verdict, WorkloadFigures, milestone
+from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Verdict, WorkloadFigures, milestone
 from components.policy.prompts import user_message
+from components.service.requests import public_verdict
 
 TASK = load_task(PROJECT / "docs" / "examples" / "several_shapes" / "model.py")
 LIST = "[(16, 8192), (64, 2048), (256, 512), (2048, 64)]"
@@ -58,19 +60,22 @@ def test_workloads_are_part_of_the_identity_of_a_task_and_of_the_journal(tmp_pat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "not a list of 1 to 16 tuples"),
-        ("{}", "not a list of 1 to 16 tuples"),
-        ("[(rows, 2) for rows in (1, 2)]", "not a list of 1 to 16 tuples"),
-        ("[16, 64]", "not a list of 1 to 16 tuples"),
-        (f"[(1, 2)] * {MAX_WORKLOADS}", "not a list of 1 to 16 tuples"),
-        (str([(1, 2)] * (MAX_WORKLOADS + 1)), "not a list of 1 to 16 tuples"),
+        ("[]", "not a list of 1 to 8 tuples"),
+        ("{}", "not a list of 1 to 8 tuples"),
+        ("[(rows, 2) for rows in (1, 2)]", "not a list of 1 to 8 tuples"),
+        ("[16, 64]", "not a list of 1 to 8 tuples"),
+        (f"[(1, 2)] * {MAX_WORKLOADS}", "not a list of 1 to 8 tuples"),
+        (str([(1, 2)] * (MAX_WORKLOADS + 1)), "not a list of 1 to 8 tuples"),
         ("[(1, 2), (1, 2, 3)]", r"WORKLOADS\[1\] has 3 values, and get_inputs takes 2 to 2 arguments"),
         ("[(1,)]", r"WORKLOADS\[0\] has 1 values"),
         ("[(1, ROWS)]", r"WORKLOADS\[0\] is not a tuple of literals"),
         ("[(1, 2 * 2)]", r"WORKLOADS\[0\] is not a tuple of literals"),
         ("[(1, *(2,))]", r"WORKLOADS\[0\] is not a tuple of literals"),
         ("[(1, {[]: 1})]", r"WORKLOADS\[0\] is not a tuple of literals"),
-        ("[(1, 2)]\nWORKLOADS = [(2, 3)]", "WORKLOADS is assigned twice"),
+        ("[(1, 2)]\nWORKLOADS = [(2, 3)]", "WORKLOADS is not assigned once at the top level"),
+        ("[(1, 2)]\nWORKLOADS += [(2, 3)]", "WORKLOADS is not assigned once at the top level"),
+        ("[(1, 2)]\nCOUNT = len(WORKLOADS)", "or used elsewhere"),
+        ("1\nif True:\n    WORKLOADS = [(1, 2)]", "WORKLOADS is not assigned once at the top level"),
     ],
 )
 def test_faulty_workloads_are_refused_with_one_sentence(tmp_path: Path, text: str, message: str) -> None:
@@ -149,6 +154,40 @@ def test_a_milestone_needs_the_mean_and_no_workload_below_nine_tenths(
     assert verdict.milestone == milestone(verdict) == expected
     row = TaskResult(task_id="", status=verdict.status, speedup=verdict.speedup, workloads=verdict.workloads)
     assert row.milestone == expected
+    faster = summarise([row])
+    assert faster.beyond_margin.eager == (expected > 1)
+    assert faster.beyond_margin.compile == all(one and one >= 0.9 for one in compiled)
+    assert faster.geomean.eager == pytest.approx(verdict.speedup.eager and verdict.speedup.eager.estimate)
+
+
+def test_an_input_without_effect_on_one_workload_hides_no_worse_refusal_of_another() -> None:
+    admissions = iter(
+        [
+            Admission(False, "input_1_does_not_matter", {"spread": 1.0, "inputs": [1]}),
+            Admission(True, "", {"spread": 1e-5, "inputs": [2]}),
+            Admission(False, "zeros_pass", {}),
+        ]
+    )
+    assert admit_workloads(TASK.code, lambda source: next(admissions)).reason == "zeros_pass"
+    first = Admission(False, "input_1_does_not_matter", {"spread": 1.0})
+    admissions = iter([first, *(Admission(True, "", {"spread": spread}) for spread in (1e-5, 2.0, 3.0))])
+    found = admit_workloads(TASK.code, lambda source: next(admissions))
+    assert found.reason == "input_1_does_not_matter" and found.evidence["spread"] == 1e-5
+    assert [one["call"] for one in found.evidence["workloads"]] == CALLS
+
+
+def test_a_caller_of_the_service_gets_the_measured_times_of_each_workload_and_no_seed() -> None:
+    verdict = over(part(1), part(4))
+    hidden = verdict.model_copy(
+        update={
+            "evidence": verdict.evidence
+            | {"workloads": [one | {"seeds": [7]} for one in verdict.evidence["workloads"]]}
+        }
+    )
+    assert public_verdict(hidden).evidence["workloads"] == [
+        {"raw_seconds": {"eager": [1]}},
+        {"raw_seconds": {"eager": [4]}},
+    ]
 
 
 def test_a_verdict_of_a_task_without_workloads_keeps_its_fields_and_old_records_are_read() -> None:

@@ -20,7 +20,7 @@ from components.core.files import digest_json
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.judge.pool.local_pool import Candidate, Job, JudgePool
-from components.judge.verdict import Admission, Verdict
+from components.judge.verdict import UNSURE, Admission, Verdict
 
 # Largest number of kernels that are measured a second time.
 FINALISTS = 3
@@ -30,7 +30,6 @@ COMPACT_ATTEMPTS, FULL_ATTEMPTS = 24, 4
 FULL_TURNS = 30
 TEMPERATURE = 1.0
 SHORT_SECONDS = 2e-5  # eager time of a call below which call overhead dominates
-UNSURE = "_does_not_matter"  # suffix of the reasons that name an input without effect on the output
 NOT_LEARNED = (
     "The module was not recognised as a chain of the operators that this policy has learned; "
     "a larger policy (--policy) is the one to ask."

@@ -143,8 +143,11 @@ class BroadcastGroup:
             self.group = _nccl_group(store, rank, size, limit)
         else:
             self.group = ProcessGroupGloo(store, rank, size, limit)
-        # NCCL connects the ranks at the first broadcast.
-        self.broadcast([torch.zeros(1, device=device)])
+        try:  # NCCL connects the ranks at the first broadcast.
+            self.broadcast([torch.zeros(1, device=device)])
+        except RuntimeError:
+            self.leave()
+            raise
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Send the tensors if this is rank 0, and otherwise receive them; raise RuntimeError on failure."""
@@ -164,12 +167,13 @@ def _nccl_group(store: Store, rank: int, size: int, limit: timedelta) -> Any:
     options._timeout = limit
     # The constructor reads this variable. Without it, a thread of torch ends the process after the limit.
     variable = "TORCH_NCCL_BLOCKING_WAIT"
-    before = os.environ.get(variable, "0")
+    before = os.environ.get(variable)
     os.environ[variable] = "1"
     try:
         return ProcessGroupNCCL(store, rank, size, options)
     finally:
-        os.environ[variable] = before
+        del os.environ[variable]
+        os.environ |= {variable: before} if before is not None else {}
 
 
 def fault_of(action: Callable[[], None]) -> str:

@@ -2,8 +2,7 @@
 
 Inside the context `computing_in_float64`, the arguments of every torch function are converted at the call:
 float32 tensors and dtypes are replaced by float64, and for a task in half precision float16 and bfloat16 too.
-Code for which this would give wrong results is rejected
-with RuntimeError (`Float64Mode`).
+Code for which this would give wrong results is rejected with RuntimeError (`Float64Mode`).
 
 This file runs only inside the sandbox; the judge never imports it.
 """

@@ -219,13 +219,14 @@ class ReferenceModel:
     def float64_outputs(self, values: list[Any]) -> Any:
         """Return the output for the arguments `values` in float64, also where the source names float32.
 
-        A task with an input or a parameter in half precision is computed in float64 also where its source
-        names that type. `values` are not changed. If the computation fails, for example because an operator
-        has no float64 kernel, return the output computed in the model's own dtypes. If it fails for lack of
-        memory, the error is raised instead.
+        A task with an input or a parameter in half precision, and none in float32, is computed in float64
+        also where its source names that type. `values` are not changed. If the computation fails, for example
+        because an operator has no float64 kernel, return the output computed in the model's own dtypes. If it
+        fails for lack of memory, the error is raised instead.
         """
         used = {t.dtype for t in (*values, *self.initial.values()) if isinstance(t, torch.Tensor)}
-        written_for = next((dtype for dtype in HALF_DTYPES if dtype in used), torch.float32)
+        halves = [dtype for dtype in HALF_DTYPES if dtype in used and torch.float32 not in used]
+        written_for = halves[0] if halves else torch.float32
         model = copy.deepcopy(self.model).double()
         try:
             with computing_in_float64(written_for):
