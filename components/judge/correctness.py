@@ -374,8 +374,8 @@ class _Part:
     def is_badly_rounded(self, output: torch.Tensor) -> bool:
         """Return whether `output` is in half precision and its rounding error is above its limit.
 
-        The result is False where the reference output has no error, as a maximum, or where no float64 output
-        could be computed, because nothing is then known of rounding.
+        The result is False where the reference output has no error: where its values are exact, as those of a
+        maximum, and where no float64 output could be computed, which look alike here.
         """
         if output.dtype not in HALF_DTYPES:
             return False
