@@ -374,8 +374,8 @@ class _Part:
     def is_badly_rounded(self, output: torch.Tensor) -> bool:
         """Return whether `output` is in half precision and its rounding error is above its limit.
 
-        The result is False where the reference output has no error: where its values are exact, as those of a
-        maximum, and where no float64 output could be computed, which look alike here.
+        The limit follows from the rounding error of the reference output. It is the smallest one where that
+        output is exact, as a maximum is.
         """
         if output.dtype not in HALF_DTYPES:
             return False
@@ -385,7 +385,7 @@ class _Part:
             for tensor in (output, self.single)
         )
         lowest, by_chance = ROUNDING_FLOOR
-        return own > 0 and ours > max(ROUNDING_MULTIPLE * own, lowest + by_chance / math.sqrt(output.numel()))
+        return ours > max(ROUNDING_MULTIPLE * own, lowest + by_chance / math.sqrt(output.numel()))
 
     def _error(self, output: torch.Tensor) -> torch.Tensor:
         if self.rounded is None:

@@ -37,6 +37,11 @@ def test_a_task_in_half_precision_is_admitted_unless_float8_would_pass(
     assert judge.admit(signs, (0.0, 1.0)).reason == "float8_passes"
     both = source("torch.sign(x * self.scale), torch.sigmoid(x * self.scale).bfloat16()")
     assert judge.admit(both, (0.0, 1.0)).reason == "half_precision_passes"
+    checked = corpus.CODE.replace(
+        "def forward(self, x):", "def forward(self, x):\n        assert x.dtype != torch.float64"
+    )
+    refused = judge.admit(in_dtype(checked, dtype), EAGER_SECONDS)
+    assert refused.reason == "does_not_run" and "must run in float64 too" in refused.evidence["detail"]
     unused = source(
         "torch.sigmoid(x) * self.scale + torch.tanh(y) * 0",
         "[torch.randn(256, 1024), torch.randn(256, 1024)]",

@@ -21,6 +21,7 @@ import torch
 from float64_mode import HALF_DTYPES, computing_in_float64
 from input_distributions import INPUT_DISTRIBUTIONS
 from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs, plain
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 if TYPE_CHECKING:
@@ -221,8 +222,9 @@ class ReferenceModel:
 
         A task with an input or a parameter in half precision, and none in float32, is computed in float64
         also where its source names that type. `values` are not changed. If the computation fails, for example
-        because an operator has no float64 kernel, return the output computed in the model's own dtypes. If it
-        fails for lack of memory, the error is raised instead.
+        because an operator has no float64 kernel, return the output computed in the model's own dtypes.
+        Raises RuntimeError if an output is then in half precision, because nothing would be known of its
+        rounding, and the error itself if memory is lacking.
         """
         used = {t.dtype for t in (*values, *self.initial.values()) if isinstance(t, torch.Tensor)}
         halves = [dtype for dtype in HALF_DTYPES if dtype in used and torch.float32 not in used]
@@ -234,7 +236,13 @@ class ReferenceModel:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return self.model(*self._copies(values, in_float64=False))
+            outputs = self.model(*self._copies(values, in_float64=False))
+            if any(t.dtype in HALF_DTYPES for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)):
+                raise RuntimeError(
+                    "a module with outputs in half precision must run in float64 too, with which they are "
+                    f"compared: {type(error).__name__}: {error}"
+                ) from error
+            return outputs
 
     def _copies(self, values: list[Any], *, in_float64: bool) -> list[Any]:
         """Return `values` with copies of the tensors on the device, because a model may change them.
