@@ -54,7 +54,8 @@ def test_a_task_with_workloads_is_judged_on_each_and_faulty_ones_are_refused(cli
     verdict = judged(client, SIMD, code + "\nWORKLOADS = [(64,), (256,)]\n", compare_compile=None)["verdict"]
     assert [one["call"] for one in verdict["workloads"]] == ["get_inputs(64)", "get_inputs(256)"]
     assert all(one["speedup"]["eager"]["estimate"] > 0 for one in verdict["workloads"])
-    assert "workloads" not in verdict["evidence"], "it has the seeds"
+    measured = verdict["evidence"]["workloads"]
+    assert all("raw_seconds" in one and "seeds" not in one for one in measured), "seeds are not told"
     faulty = {"code": code + "\nWORKLOADS = []\n", "files": SIMD}
     answer = client.post("/v1/judgements", json=faulty)
     assert answer.status_code == 422 and "code: WORKLOADS is not a list of 1 to 8 tuples" in answer.text
