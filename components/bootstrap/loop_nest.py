@@ -253,7 +253,7 @@ def sliding(slides: Sequence[Slide], lead: Sequence[Axis], taps: Strides, code: 
 def without_windows(nest: Nest) -> list[Nest]:
     """Return a nest that copies `a` between zeros, and the nest on this copy, which has no windows.
 
-    The result is the nest alone if it is not a convolution with windows.
+    The result is the nest alone if it has no windows, or is not a convolution.
     """
     if not nest.windows or not nest.operands or not all(window.stride for window in nest.windows):
         return [nest]

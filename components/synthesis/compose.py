@@ -8,9 +8,8 @@ left out. For example, a relu after a square has no effect, so no task has this 
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,63 +21,28 @@ from components.bootstrap.operator_chain import (
     ROWS,
     TASK_LAYOUT,
     CoreOperator,
-    canonical,
 )
 from components.core.errors import UserError
-from components.core.files import digest_bytes
 from components.core.params import Data
 from components.core.records import Device, TaskDtype
 from components.core.task import KernelTask, cast_task
-from components.synthesis.mined_operators import FIT_ERRORS, function_of
+from components.synthesis.mined_operators import function_of
+from components.synthesis.operator_ablation import (
+    PROBE,
+    composed_task,
+    draw_weighted,
+    is_held_out,
+    passes_ablation,
+    probe,
+)
+from components.synthesis.tensor_composer import compose_tensor_task
 
-# Share of operator sequences that are reserved for held-out tasks.
-HELD_OUT_SHARE = 0.2
 # Number of draws after which a chain is accepted although no size has an estimated eager time within
 # data.eager_seconds.
 MAX_DRAWS = 200
-# Rows and columns of the small input on which chains are tested.
-PROBE = (8, 256)
-# Least RMS change of the output that leaving out an operator must cause, relative to the output's RMS.
-MIN_EFFECT = 1e-2
-# Smallest standard deviation of the output, relative to its RMS.
-MIN_SPREAD = 3e-3
-# Lower and upper bound of the output's RMS.
-OUTPUT_RMS = (1e-4, 1e4)
-T = TypeVar("T")
 # Type of a step: the name of an operator, and its constants as texts for the source.
 Step = tuple[str, tuple[str, ...]]
 Steps = tuple[Step, ...]
-
-
-def is_held_out(ops: Sequence[str], seed: int) -> bool:
-    """Return whether the operator sequence is reserved for held-out tasks.
-
-    `ops` has the operators' names in their order, and `seed` is data.held_out_seed. A hash of the seed and
-    the sequence decides, so that all parts of the pipeline agree without a common list. All spellings of an
-    operator, such as nn.ReLU and F.relu, give the same result.
-    """
-    digest = digest_bytes(f"{seed}:{'>'.join(map(canonical, ops))}".encode())
-    return int(digest[:16], 16) < HELD_OUT_SHARE * 2**64
-
-
-def split_of(ops: Sequence[str], seed: int) -> Literal["train", "held_out"]:
-    """Return the split of a task with the operator sequence `ops`, where `seed` is data.held_out_seed."""
-    return "held_out" if is_held_out(ops, seed) else "train"
-
-
-def composed_task(code: str, ops: tuple[str, ...], seed: int, data_source: str = "") -> KernelTask:
-    """Return a task with the source `code`, the operators `ops`, and the split that `split_of` gives them.
-
-    `seed` is data.held_out_seed. By default, `data_source` is torch#N for N operators.
-    """
-    return KernelTask(
-        code=code, ops=ops, data_source=data_source or f"torch#{len(ops)}", split=split_of(ops, seed)
-    )
-
-
-def draw_weighted(rng: random.Random, weights: Mapping[int, float]) -> int:
-    """Return a random key of `weights`, whose probability is proportional to its value."""
-    return rng.choices(list(weights), weights=list(weights.values()))[0]
 
 
 def write_source(steps: Steps, rows: int, cols: int) -> str:
@@ -93,76 +57,6 @@ def write_source(steps: Steps, rows: int, cols: int) -> str:
         arguments="x, y" if has_second_input else "x",
         inputs=", ".join([f"torch.randn({rows}, {cols})"] * (2 if has_second_input else 1)),
     )
-
-
-@torch.no_grad()
-def passes_ablation(
-    chain: Sequence[T],
-    run: Callable[[Sequence[T], torch.dtype], Tensor],
-    *,
-    max_float32_error: float,
-    min_values: int,
-    max_samples: int,
-    ablate_single: bool,
-) -> bool:
-    """Return whether the output varies, float32 is precise enough for it, and every operator changes it.
-
-    `run` applies a chain of operators to a fixed input in the given dtype and returns the output. The output
-    must have at least `min_values` elements. Of a sample of at most `max_samples` of them, at least 100 must
-    be distinct, or 60 % if that is fewer. `max_float32_error` is the largest RMS difference between the
-    outputs in float32 and float64, relative to the output's RMS. The output of a chain of one operator is
-    compared with its input if `ablate_single` is true; otherwise the effect of that operator is not tested.
-    The result is false if `run` fails on the whole chain.
-    """
-    try:
-        out = run(chain, torch.float32)
-        size, sample = rms(out), out.flatten()[:: out.numel() // max_samples + 1]
-        if (
-            out.numel() < min_values
-            or not OUTPUT_RMS[0] < size < OUTPUT_RMS[1]
-            or out.std().item() < MIN_SPREAD * size
-            or count_distinct(sample / size) < min(100, 0.6 * sample.numel())
-            or rms(out.double() - run(chain, torch.float64)) > max_float32_error * size
-        ):
-            return False
-    except FIT_ERRORS:
-        return False
-    return (len(chain) == 1 and not ablate_single) or all(
-        _has_effect(out, [*chain[:index], *chain[index + 1 :]], run, MIN_EFFECT * size)
-        for index in range(len(chain))
-    )
-
-
-def _has_effect(
-    out: Tensor, rest: Sequence[T], run: Callable[[Sequence[T], torch.dtype], Tensor], min_change: float
-) -> bool:
-    """Return whether leaving out an operator changes the output's shape, or its values by `min_change` (RMS).
-
-    `out` is the output of the whole chain, and `rest` is the chain without the operator. The result is also
-    true if `run` cannot apply `rest` to its input.
-    """
-    try:
-        without = run(rest, torch.float32)
-    except FIT_ERRORS:
-        return True
-    return without.shape != out.shape or rms(without - out) >= min_change
-
-
-def probe(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return two fixed tensors of this shape with normally distributed values, equal in every call."""
-    generator = torch.Generator().manual_seed(20260227)
-    x, y = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    return x, y
-
-
-def count_distinct(values: Tensor) -> int:
-    """Return how many values differ after rounding to three decimal places."""
-    return len(torch.unique((values * 1000).round()))
-
-
-def rms(values: Tensor) -> float:
-    """Return the root mean square of all values."""
-    return values.double().square().mean().sqrt().item()
 
 
 @functools.cache
@@ -295,8 +189,6 @@ def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[Ker
     """
     compose: Callable[[random.Random, Data, Device], KernelTask] = compose_task
     if data.operators == "kernelbench":
-        from components.synthesis.tensor_composer import compose_tensor_task
-
         compose = compose_tensor_task
     rng = random.Random(seed)
     tasks = (compose(rng, data, device) for _ in itertools.count())

@@ -22,10 +22,11 @@ from components.core.params import Data, Params
 from components.core.progress import Progress
 from components.core.records import TaskDtype
 from components.core.task import KernelTask, cast_task
-from components.synthesis.compose import compose_tasks, draw_dtypes, split_of
+from components.synthesis.compose import compose_tasks, draw_dtypes
 from components.synthesis.dataset_builder import AdmissionPool, DatasetBuilder, TaskCandidate, task_quotas
 from components.synthesis.dataset_summary import DatasetSummary, Rejection
 from components.synthesis.model_composer import ModelComposer
+from components.synthesis.operator_ablation import split_of
 from components.synthesis.operator_table import load_operator_table
 from components.synthesis.task_filter import TaskFilter
 from components.synthesis.torch_composer import TorchComposer

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from components.bootstrap.operator_chain import canonical
-from components.synthesis.compose import count_distinct, probe, rms
 from components.synthesis.mined_operators import (
     FIT_ERRORS,
     SMALL,
@@ -29,6 +28,7 @@ from components.synthesis.mined_operators import (
     make_module,
     output_layout,
 )
+from components.synthesis.operator_ablation import count_distinct, probe, rms
 from components.synthesis.torch_rules import (
     ARGUMENTS,
     EXCLUDED,

@@ -18,8 +18,8 @@ from components.core.files import digest_json, read_json, write_json
 from components.core.params import Data
 from components.core.task import KernelTask
 from components.policy.chat_client import ChatClient, ServerFailed
-from components.synthesis.compose import composed_task, draw_weighted
 from components.synthesis.dataset_summary import Rejection
+from components.synthesis.operator_ablation import composed_task, draw_weighted
 
 # Largest number of requests that are sent and not yet answered.
 AHEAD = 8

@@ -22,7 +22,7 @@ from components.bootstrap.tensor_operators import LINES, OPERATORS, read_program
 from components.core.params import Data
 from components.core.records import Device
 from components.core.task import KernelTask
-from components.synthesis.compose import composed_task, draw_weighted, passes_ablation
+from components.synthesis.operator_ablation import composed_task, draw_weighted, passes_ablation
 
 # Sizes that the dimensions of inputs may have, by rank. The last two dimensions of images and volumes are
 # equal in half of all tasks.

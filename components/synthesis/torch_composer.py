@@ -27,7 +27,6 @@ from components.core.errors import UserError
 from components.core.params import Data
 from components.core.records import Device
 from components.core.task import KernelTask
-from components.synthesis.compose import composed_task, draw_weighted, passes_ablation, probe
 from components.synthesis.mined_operators import (
     SMALL,
     OperatorTable,
@@ -38,6 +37,7 @@ from components.synthesis.mined_operators import (
     output_layout,
     write_module_source,
 )
+from components.synthesis.operator_ablation import composed_task, draw_weighted, passes_ablation, probe
 
 # Probabilities of the ranks of a chain's input.
 RANKS = {2: 0.3, 3: 0.3, 4: 0.32, 5: 0.08}

@@ -7,9 +7,9 @@ from synthesis_fixtures import InProcess, parameters
 
 from components.core.errors import UserError
 from components.core.progress import Quiet
-from components.synthesis.compose import is_held_out
 from components.synthesis.dataset import build_dataset, task_quotas
 from components.synthesis.mined_operators import OperatorTemplate, output_layout
+from components.synthesis.operator_ablation import is_held_out
 from components.synthesis.torch_composer import every_operator_matters
 
 

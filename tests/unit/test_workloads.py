@@ -1,6 +1,7 @@
 """Claims about the workloads of a task: their sources, what is refused, and the figures over all of them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agent_fixtures import params
@@ -36,9 +37,9 @@ def test_each_workload_is_a_task_whose_get_inputs_takes_no_arguments() -> None:
     found = workloads_of(TASK.code, "model.py")
     assert [workload.call for workload in found] == CALLS
     for workload, shape in zip(found, [[16, 8192], [64, 2048], [256, 512], [2048, 64]], strict=True):
-        scope: dict[str, object] = {"__name__": "model"}
+        scope: dict[str, Any] = {"__name__": "model"}
         exec(workload.code, scope)
-        (tensor,) = scope["get_inputs"]()  # type: ignore[operator]
+        (tensor,) = scope["get_inputs"]()
         assert list(tensor.shape) == shape
         assert [one.call for one in workloads_of(workload.code, "model.py")] == [""]
 

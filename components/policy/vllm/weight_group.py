@@ -17,6 +17,8 @@ from typing import Any
 import httpx
 import torch
 from torch import Tensor
+
+# Public names that torch imports from its C++ module only where it was built with distributed support.
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from components.core.errors import UserError, refuse

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+# Public names that torch imports from its C++ module only where it was built with distributed support.
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, TCPStore  # type: ignore[attr-defined]
 
 # Number of elements of a tensor that are converted at the same time.
