@@ -173,10 +173,10 @@ class ReferenceOutput:
         self.kept: list[_Part] = []
         if not self.single.dtype.is_floating_point or self.single.numel() == 0:
             return
-        scale, errors = 0.0, []
+        scale, reach, errors = 0.0, 0.0, []
         for start in self._starts:
             part = self._part(start)
-            scale = max(scale, part.scale)
+            scale, reach = max(scale, part.scale), max(reach, part.reach)
             errors.append(part.errors(part.single))
             if keep_parts:
                 self.kept.append(part)
@@ -186,8 +186,10 @@ class ReferenceOutput:
         share = sandbox.tf32_tolerance if precision == "tf32" else sandbox.absolute_tolerance
         self.ceiling = max(share, HALF_TOLERANCE * unit) * scale + smallest
         max_limit, rms_limit = (
-            max(sandbox.error_multiple * error, floor * scale, smallest)
-            for error, floor in zip(self.errors, smallest_limits(single.dtype), strict=True)
+            max(sandbox.error_multiple * error, floor * scale, least * reach, smallest)
+            for error, floor, least in zip(
+                self.errors, smallest_limits(single.dtype), smallest_limits(torch.float32), strict=True
+            )
         )
         self.limits = max_limit, rms_limit
 
@@ -325,6 +327,11 @@ class _Part:
     float64, `high` is `expected` and `low` is 0. The difference between an output and this sum is exact if
     both are close to each other. If they are far apart, the difference is rounded, but the output is wrong in
     any case. Otherwise `high` and `low` do not exist, and the errors are computed in float64 from `rounded`.
+
+    `scale` is the largest absolute value, in which a value in half precision that overflows counts as the
+    largest finite number. `reach` is the largest absolute value in half precision without overflow, and 0 in
+    another precision. A sum of terms this large, which is computed in float32, is no more exact where they
+    cancel.
     """
 
     def __init__(self, single: torch.Tensor, expected: torch.Tensor):
@@ -335,8 +342,12 @@ class _Part:
         if not all_finite:
             values = torch.where(torch.isfinite(rounded), expected, single.double())
             values = values[torch.isfinite(values)]
-        # Largest absolute value.
         self.scale = max_abs(values.reshape(1, -1)).item() if values.numel() else 0.0
+        largest, self.reach = torch.finfo(single.dtype).max, 0.0
+        if single.dtype in HALF_DTYPES:
+            self.reach = max_abs(expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)[None]).item()
+            self.scale = min(max(self.scale, self.reach), largest)
+            all_finite &= self.scale < largest / 2
         # Rounded values if the errors must be computed in float64, element by element; None otherwise.
         self.rounded: torch.Tensor | None = None
         if all_finite and self.scale < LARGEST_SCALE and bool(torch.isfinite(single).all()):
@@ -391,6 +402,11 @@ class _Part:
         if self.rounded is None:
             return torch.sub(output.to(self.high.dtype), self.high).sub_(self.low)
         is_same = same_special(output, self.single) | same_special(output, self.rounded)
+        if output.dtype in HALF_DTYPES:
+            # An overflow is an error by the difference from the largest finite number if the value is near it.
+            largest = torch.finfo(output.dtype).max
+            is_near = output.isinf() & (self.expected * output.sign() > largest / 2)
+            output = torch.where(is_near, output.double().clamp(-largest, largest), output.double())
         distance = _distance(output, self.expected)
         # A float64 value that overflows in the output's type does not replace a finite reference output.
         from_single = _distance(output, self.single).masked_fill_(self.rounded.isfinite(), math.inf)

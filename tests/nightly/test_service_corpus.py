@@ -34,7 +34,7 @@ NAMES = corpus.names("exploits")
 # Exploits that never end by themselves; a service with shorter limits judges them.
 ENDLESS = [name for name in NAMES if {"run_seconds", "build_seconds"} & corpus.expected(name).keys()]
 PARAMS = resolve("ci").params
-SANDBOX = PARAMS.sandbox.model_copy(update={"run_seconds": 2, "build_seconds": 4})
+SANDBOX = PARAMS.sandbox.model_copy(update={"run_seconds": 8, "build_seconds": 4})
 HURRIED = PARAMS.model_copy(update={"sandbox": SANDBOX})
 HONEST_SPEEDUP = 12.0  # as in tests/integration/test_exploits.py
 

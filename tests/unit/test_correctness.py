@@ -116,6 +116,16 @@ def test_a_value_that_nearly_overflows_may_be_finite_or_infinite(ci_params: Para
     assert exact.mismatch(torch.tensor([3e38, 3.3e38])) == "max_error"
 
 
+def test_half_precision_allows_for_the_error_of_terms_that_overflow(ci_params: Params) -> None:
+    expected = torch.tensor([[4e7, -3e7, 2151.0, 65515.0]], dtype=torch.float64)
+    single = torch.tensor([[INF, -INF, 2136.0, 65504.0]], dtype=torch.float16)
+    exact = reference(single, expected, ci_params)
+    for right in ([INF, -INF, 2110.0, 65504.0], [INF, -INF, 2150.0, INF]):
+        assert exact.mismatch(torch.tensor([right], dtype=torch.float16)) is None
+    for wrong in ([INF, INF, 2150.0, INF], [INF, -INF, INF, INF], [INF, -INF, 1900.0, INF]):
+        assert exact.mismatch(torch.tensor([wrong], dtype=torch.float16)) in ("max_error", "finite_mask")
+
+
 def test_eager_is_right_even_beyond_the_absolute_tolerance_which_is_told(ci_params: Params) -> None:
     expected = torch.randn(1000, dtype=torch.float64)
     single = (expected + 0.01).float()
