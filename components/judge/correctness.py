@@ -403,7 +403,7 @@ class _Part:
             return torch.sub(output.to(self.high.dtype), self.high).sub_(self.low)
         is_same = same_special(output, self.single) | same_special(output, self.rounded)
         if output.dtype in HALF_DTYPES:
-            # An overflow is an error by the difference from the largest finite number if the value is near it.
+            # An overflow near the largest finite number is an error by the difference from that number.
             largest = torch.finfo(output.dtype).max
             is_near = output.isinf() & (self.expected * output.sign() > largest / 2)
             output = torch.where(is_near, output.double().clamp(-largest, largest), output.double())
