@@ -38,6 +38,11 @@ def get_inputs():
 def get_init_inputs():
     return []
 """
+# Beginning of the class and of get_inputs in this layout, and the same in a task that names workloads.
+BEGINNINGS = (
+    ("\n\nclass Model", "\nWORKLOADS = {workloads}\n\n\nclass Model"),
+    ("def get_inputs()", "def get_inputs(rows, cols)"),
+)
 # Permitted values of constants, as texts for the source.
 BELOW_ONE = ("0.01", "0.05", "0.1", "0.2", "0.25", "0.3", "0.4", "0.5", "0.6", "0.7", "0.75", "0.8")
 PALETTE = (*BELOW_ONE, "0.9", "1.1", "1.2", "1.25", "1.5", "1.75", "2.0", "2.5", "3.0", "3.5", "4.0", "5.0")
@@ -141,6 +146,8 @@ PATTERNS = {
 # Pattern of a source in the layout of composed tasks.
 SOURCE = re.compile(
     re.escape(TASK_LAYOUT)
+    .replace(re.escape(BEGINNINGS[0][0]), r"(?:\nWORKLOADS = .+\n)?\n\nclass\ Model")
+    .replace(re.escape(BEGINNINGS[1][0]), r"def\ get_inputs\((?:rows, cols)?\)")
     .replace(r"\{init\}", r"(?P<init>(?:.+\n)*)")
     .replace(r"\{arguments\}", r"(?P<arguments>x|x, y|x, y, z)")
     .replace(r"\{lines\}", r"(?P<lines>(?:.+\n)*.+)")

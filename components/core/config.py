@@ -256,6 +256,12 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
             "data.operators to core",
         ),
         (
+            data.workload_share and data.operators != "core",
+            "data.workload_share",
+            "asks for tasks of several shapes, which are composed of core operators only; set it to 0, or "
+            "data.operators to core",
+        ),
+        (
             data.weigh_by_headroom and not data.headroom,
             "data.weigh_by_headroom",
             "needs the measurement; set data.headroom to true as well",

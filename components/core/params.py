@@ -57,6 +57,9 @@ class Data(FrozenModel):
     half_share: Share = result(
         "share of tasks whose module and inputs are in half precision, float16 and bfloat16 alike often"
     )
+    workload_share: Share = result(
+        "share of tasks that are judged on up to 4 shapes (workloads); needs data.operators=core"
+    )
     eager_seconds: tuple[Positive, Positive] = result(
         "window for the eager time of one call, seconds; the paper uses 0.001 to 0.1"
     )

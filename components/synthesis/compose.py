@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from components.bootstrap.operator_chain import (
+    BEGINNINGS,
     BY_NAME,
     COLS,
     CORE_OPERATORS,
@@ -40,23 +41,33 @@ from components.synthesis.tensor_composer import compose_tensor_task
 # Number of draws after which a chain is accepted although no size has an estimated eager time within
 # data.eager_seconds.
 MAX_DRAWS = 200
+# Largest number of shapes of a task with workloads.
+MOST_SHAPES = 4
 # Type of a step: the name of an operator, and its constants as texts for the source.
 Step = tuple[str, tuple[str, ...]]
 Steps = tuple[Step, ...]
 
 
-def write_source(steps: Steps, rows: int, cols: int) -> str:
-    """Return the Python source of a task that applies the steps in order to inputs of shape [rows, cols]."""
+def write_source(steps: Steps, *shapes: tuple[int, int]) -> str:
+    """Return the Python source of a task that applies the steps in order to inputs of shape [rows, cols].
+
+    If there is more than one of these shapes, the task names a workload for each.
+    """
     operators = [BY_NAME[name] for name, _ in steps]
+    rows, cols = shapes[0]
     init = "".join(f"        {operator.init.format(cols=cols)}\n" for operator in operators if operator.init)
     lines = "\n".join(f"        x = {BY_NAME[name].line.format(*constants)}" for name, constants in steps)
     has_second_input = any(operator.kind == "second_input" for operator in operators)
-    return TASK_LAYOUT.format(
+    size = f"{rows}, {cols}" if len(shapes) == 1 else "rows, cols"
+    source = TASK_LAYOUT.format(
         init=init,
         lines=lines,
         arguments="x, y" if has_second_input else "x",
-        inputs=", ".join([f"torch.randn({rows}, {cols})"] * (2 if has_second_input else 1)),
+        inputs=", ".join([f"torch.randn({size})"] * (2 if has_second_input else 1)),
     )
+    for usual, changed in BEGINNINGS if len(shapes) > 1 else ():
+        source = source.replace(usual, changed.format(workloads=list(shapes)))
+    return source
 
 
 @functools.cache
@@ -155,12 +166,14 @@ def estimate_eager_seconds(steps: Steps, device: Device) -> float:
 def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTask:
     """Return a random task whose estimated eager time lies within data.eager_seconds if possible.
 
-    `rng` draws the operators, their number (according to data.operator_mix), constants and shape. The field
-    `ops` has the operators in their order, `data_source` is torch#N for N operators, and `split` is that of
-    `split_of`. Raises UserError if data.numel permits no shape.
+    `rng` draws the operators, their number (according to data.operator_mix), constants and shape. For the
+    share data.workload_share of the tasks, it draws up to `MOST_SHAPES` shapes, each of which is a workload.
+    The field `ops` has the operators in their order, `data_source` is torch#N for N operators, and `split` is
+    that of `split_of`. Raises UserError if data.numel permits no shape.
     """
     shapes, count = _shapes(data), draw_weighted(rng, data.operator_mix)
     fastest, slowest = data.eager_seconds[0] * 1.3, data.eager_seconds[1] / 1.3
+    has_workloads = data.workload_share > 0 and rng.random() < data.workload_share
     for draw in itertools.count():
         operators = [rng.choice(CORE_OPERATORS) for _ in range(count)]
         if not _is_well_formed(operators):
@@ -173,12 +186,21 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
         measurable = [shape for shape in shapes if fastest <= shape[0] * shape[1] * seconds <= slowest]
         if not measurable and draw < MAX_DRAWS:
             continue
-        rows, cols = rng.choice(measurable or shapes)
+        chosen = [rng.choice(measurable or shapes)]
+        if has_workloads:
+            # Parameters have one value for each column.
+            has_parameters = any(operator.init for operator in operators)
+            others = [
+                shape
+                for shape in measurable
+                if shape != chosen[0] and (not has_parameters or shape[1] == chosen[0][1])
+            ]
+            chosen += rng.sample(others, min(len(others), MOST_SHAPES - 1))
+            if not others and draw < MAX_DRAWS:
+                continue
         if every_operator_matters(steps):
             break
-    return composed_task(
-        write_source(steps, rows, cols), tuple(name for name, _ in steps), data.held_out_seed
-    )
+    return composed_task(write_source(steps, *chosen), tuple(name for name, _ in steps), data.held_out_seed)
 
 
 def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:

@@ -55,7 +55,7 @@ def chosen_tasks() -> list[str]:
         (("rms_norm", ()), ("logsumexp", ())),
         (("softmax", ()), ("layer_norm", ()), ("amax", ())),
     ]
-    sources = [write_source(steps, 32, 512) for steps in [*alone, *rows]]
+    sources = [write_source(steps, (32, 512)) for steps in [*alone, *rows]]
     return sources + [small(task) for task in itertools.islice(compose_tasks(11, PARAMS.data), 24)]
 
 
@@ -107,7 +107,7 @@ def test_kernels_in_half_precision_are_rounded_as_torch_rounds(tmp_path: Path) -
 
 
 def test_a_source_that_names_another_dtype_has_no_chain() -> None:
-    code = write_source((("gelu", ()),), 32, 512)
+    code = write_source((("gelu", ()),), (32, 512))
     half = in_dtype(code, "float16")
     assert read_chain(half) == replace(read_chain(code) or pytest.fail(), dtype="float16")
     assert canonicalize(half) == half
@@ -117,7 +117,7 @@ def test_a_source_that_names_another_dtype_has_no_chain() -> None:
 def test_a_choice_that_does_not_concern_a_chain_leaves_its_kernel_unchanged() -> None:
     space = all_schedules("cpu")
     texts = {
-        name: {kernel_of(write_source(((name, ()),), 32, 512), schedule) for schedule in space}
+        name: {kernel_of(write_source(((name, ()),), (32, 512)), schedule) for schedule in space}
         for name in ("relu", "tanh", "softmax")
     }
     # relu: the loops and, by the header, the functions. softmax: these, two types of sums, three algorithms.
@@ -174,7 +174,7 @@ def test_the_writer_knows_every_operator_of_the_composer() -> None:
 
 
 def test_foreign_sources_are_left_alone() -> None:
-    code = write_source((("relu", ()),), 16, 256)
+    code = write_source((("relu", ()),), (16, 256))
     assert read_chain(code.replace("F.relu(x)", "torch.cumprod(x, 0)")) is None
     assert read_chain(code.replace("return x", "return x + x")) is None
     assert read_chain("print(") is None
@@ -182,13 +182,13 @@ def test_foreign_sources_are_left_alone() -> None:
 
 def test_a_kernel_does_not_depend_on_shapes() -> None:
     steps = (("gelu", ()), ("softmax", ()))
-    assert kernel_of(write_source(steps, 64, 256), VECTORISED["cpu"]) == kernel_of(
-        write_source(steps, 128, 4096), VECTORISED["cpu"]
+    assert kernel_of(write_source(steps, (64, 256)), VECTORISED["cpu"]) == kernel_of(
+        write_source(steps, (128, 4096)), VECTORISED["cpu"]
     )
 
 
 def test_parameters_come_in_state_dict_order() -> None:
-    code = write_source((("layer_norm", ()), ("scale", ()), ("rms_norm", ()), ("shift", ())), 16, 256)
+    code = write_source((("layer_norm", ()), ("scale", ()), ("rms_norm", ()), ("shift", ())), (16, 256))
     namespace: dict = {}
     exec(code, namespace)
     names = {"layer_norm.weight": "weight", "layer_norm.bias": "bias", "rms_norm.weight": "gain"}

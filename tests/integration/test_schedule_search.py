@@ -24,8 +24,8 @@ from components.synthesis.compose import write_source
 
 PARAMS = resolve("ci").params
 CODES = [
-    write_source((("gelu", ()), ("tanh", ())), 64, 1024),
-    write_source((("softmax", ()), ("sigmoid", ())), 64, 1024),
+    write_source((("gelu", ()), ("tanh", ())), (64, 1024)),
+    write_source((("softmax", ()), ("sigmoid", ())), (64, 1024)),
 ]
 SHAPES = {"inputs": [{"shape": [64, 1024]}], "outputs": [{"shape": [64, 1024]}], "parameters": []}
 TASKS = [KernelTask(code=code, evidence=SHAPES) for code in CODES]

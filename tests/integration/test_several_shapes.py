@@ -1,5 +1,6 @@
 """A task with four shapes, from the text that the policy reads to the report of an evaluation, on cpu."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -7,18 +8,25 @@ from pathlib import Path
 
 import pytest
 from agent_fixtures import MEASURE, ScriptedSampler, call, params, tokenizer
+from schedules import VECTORISED
 
 from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.trajectory import Trajectory
-from components.core.config import PROJECT
+from components.agent.workspace import Workspace
+from components.bootstrap.kernel_writer import write_kernel
+from components.bootstrap.operator_chain import read_chain
+from components.core.config import PROJECT, resolve
+from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.core.task import KernelTask, load_task
+from components.core.workloads import WORKLOADS, workloads_of
 from components.evaluation.evaluate import evaluate
 from components.evaluation.report import write_evaluation_report
 from components.judge.candidate import read_workspace
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.verdict import WORKLOAD_MARGIN, milestone
+from components.synthesis.compose import MOST_SHAPES, compose_tasks
 from flows.stages import table
 
 FOLDER = PROJECT / "docs" / "examples" / "several_shapes"
@@ -96,6 +104,34 @@ def test_a_task_is_admitted_if_each_of_its_workloads_is(judge: Judge) -> None:
     assert broken.reason == "does_not_run" and broken.evidence["detail"].startswith("get_inputs(64, -1): ")
     faulty = judge.admit(CODE.replace("(64, 128)", "64"), (1e-9, 1e9))
     assert faulty.reason == "does_not_run" and "tuples" in faulty.evidence["detail"]
+
+
+def test_composed_tasks_of_several_shapes_are_admitted_and_the_kernel_writer_can_solve_them(
+    judge: Judge,
+) -> None:
+    settings = ["data.workload_share=1", "data.half_share=0.3", "data.numel=[16384, 65536]"]
+    data = resolve("ci", [*settings, "data.eager_seconds=[1e-6, 1]"]).params.data
+    for composed in itertools.islice(compose_tasks(5, data), 4):
+        workloads, chain = workloads_of(composed.code, "composed"), read_chain(composed.code)
+        assert 2 <= len(workloads) <= MOST_SHAPES and chain is not None
+        admission = judge.admit(composed.code, data.eager_seconds)
+        assert admission.admitted, admission
+        task = composed.model_copy(update={"evidence": admission.evidence})
+        files = Workspace(task).files | {KERNEL: write_kernel(chain, VECTORISED["cpu"])}
+        verdict = judge.verdict(task, files, compare_compile=None)
+        assert verdict.status == "correct", (verdict.log, composed.code)
+        assert [one.call for one in verdict.workloads] == [one.call for one in workloads]
+
+
+def test_a_share_of_tasks_of_several_shapes_leaves_the_others_as_they_are() -> None:
+    few, none = (
+        itertools.islice(compose_tasks(1, resolve("ci", [f"data.workload_share={share}"]).params.data), 200)
+        for share in (0.25, 0)
+    )
+    assert 30 < sum(WORKLOADS in task.code for task in few) < 70
+    assert not any(WORKLOADS in task.code for task in none)
+    with pytest.raises(UserError, match=r"data\.workload_share.*set it to 0, or data\.operators to core"):
+        resolve("ci", ["data.workload_share=0.25", "data.operators=kernelbench"])
 
 
 class Writer:

@@ -130,7 +130,7 @@ def get_init_inputs():
 
 
 def test_the_same_program_in_other_words_is_similar() -> None:
-    ours = write_source((("gelu", ()), ("softmax", ())), 64, 256)
+    ours = write_source((("gelu", ()), ("softmax", ())), (64, 256))
     half = in_dtype(ours, "bfloat16")
     for code in (ours, half):
         assert similarity(count_subtrees(code), count_subtrees(EVALUATION_PROGRAM)) == 1.0
@@ -145,11 +145,11 @@ def test_other_operators_or_orders_are_not_similar() -> None:
         (("gelu", ()),),
         (("gelu", ()), ("softmax", ()), ("tanh", ())),
     ):
-        assert 0 < similarity(program, count_subtrees(write_source(steps, 64, 256))) <= 0.9
+        assert 0 < similarity(program, count_subtrees(write_source(steps, (64, 256)))) <= 0.9
 
 
 def test_graphs_differ_in_constants_and_shapes_only_when_they_do() -> None:
-    code = write_source((("leaky_relu", ("0.1",)),), 64, 256)
+    code = write_source((("leaky_relu", ("0.1",)),), (64, 256))
     assert graph_digest(code) == graph_digest(
         code.replace(
             "x = F.leaky_relu(x, 0.1)\n        return x", "return torch.nn.functional.leaky_relu(x, 0.1)"
@@ -172,7 +172,7 @@ def test_evaluation_programs_come_from_folders_and_parquet(tmp_path: Path) -> No
     (tmp_path / "level1" / "88_Gelu_Softmax.py").write_text(EVALUATION_PROGRAM)
     (tmp_path / "level1" / "notes.py").write_text("print('no model here')")
     pyarrow.parquet.write_table(pyarrow.table({"code": [EVALUATION_PROGRAM]}), tmp_path / "suite.parquet")
-    ours = write_source((("gelu", ()), ("softmax", ())), 64, 256)
+    ours = write_source((("gelu", ()), ("softmax", ())), (64, 256))
     for against in (tmp_path / "level1", tmp_path / "suite.parquet"):
         value, origin = EvaluationPrograms([str(against)]).nearest(ours)
         assert value == 1.0 and origin in ("level1/88_Gelu_Softmax.py", "suite.parquet:0")

@@ -131,6 +131,6 @@ def test_demonstrations_are_written_for_composed_tasks_of_both_kinds() -> None:
     for task, device in itertools.product(tasks, ("cpu", "cuda")):
         messages = make_demonstration(task, rng, PARAMS.coldstart, device)
         assert any("KERNEL(forward)" in message["content"] for message in messages)
-    core = write_source((("softmax", ()),), 64, 512)
+    core = write_source((("softmax", ()),), (64, 512))
     with pytest.raises(ValueError, match="composed tasks only"):
         make_demonstration(tasks[0].model_copy(update={"code": core + "\n"}), rng, PARAMS.coldstart, "cpu")
