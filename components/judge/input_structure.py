@@ -5,6 +5,7 @@ matrix, or search in sorted edges. Inputs with such a structure are therefore ne
 inputs that the task's own `get_inputs` has drawn.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -47,9 +48,9 @@ DISTINCT_HALVES = 128
 NORMALISED_SHARE = 0.02
 # Smallest number of rows whose sums are compared; those of two rows are close by chance.
 MIN_ROWS = 4
-# Smallest absolute correlation of two inputs that are related. Unrelated inputs have less, because at least
-# RELATED_NUMEL elements are compared.
-RELATED, RELATED_NUMEL = 0.2, 1024
+# Smallest absolute correlation that related inputs have in each of so many sets. Unrelated inputs seldom have
+# it in one set, because at least RELATED_NUMEL elements are compared, unless most of these repeat.
+RELATED, RELATED_NUMEL, RELATED_SETS = 0.2, 1024, 4
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -64,14 +65,13 @@ def input_structures(sets: Sequence[Sequence[torch.Tensor]], device: str) -> lis
 
     `sets[i][j]` is input `j` of set `i`, and the sets were drawn under different seeds. An input has a
     structure if it has it in every set; the correlation with another input (`related`) is looked for in the
-    first set only. The tensors are examined on `device`.
+    first `RELATED_SETS` sets only. The tensors are examined on `device`.
     """
     found = [_structures([one[j] for one in sets], device) for j in range(len(sets[0]))]
-    for i, one in enumerate(sets[0]):
-        for j, other in enumerate(sets[0][:i]):
-            if _are_related(one, other, device):
-                found[i] |= {"related"}
-                found[j] |= {"related"}
+    for i, j in itertools.combinations(range(len(sets[0])), 2):
+        if all(_are_related(one[i], one[j], device) for one in sets[:RELATED_SETS]):
+            found[i] |= {"related"}
+            found[j] |= {"related"}
     return found
 
 
