@@ -51,7 +51,7 @@ GENERATORS: dict[str, tuple[str, Check]] = {
     "descending": ("torch.randn(N, N).sort(descending=True)[0]", descends),
     "cumulative distribution": ("torch.rand(N, N).cumsum(-1) / N", is_sorted),
     "offsets": ("torch.randint(1, 9, (N,)).cumsum(0)", is_sorted),
-    "zeros and ones": ("torch.randint(0, 2, (N, N)).float()", is_binary),
+    "zeros and ones": ("(torch.rand(N, N) < 0.7).float()", is_binary),
     "signs": ("torch.randint(0, 2, (N, N)).float() * 2 - 1", lambda x: bool((x.abs() == 1).all())),
     "booleans": ("torch.rand(N, N) > 0.5", is_binary),
     "one-hot rows": (
