@@ -6,12 +6,12 @@ renamed. So if the process is killed, the target never has only a part of its ne
 
 import base64
 import contextlib
+import ctypes
 import errno
 import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -24,6 +24,9 @@ from components.core.errors import InfrastructureError, UserError, error_chain
 
 # Name of the file of a checkpoint that lists the digest of each other file, and the digest of that list.
 MANIFEST = "manifest.json"
+# Arguments of renameat2(2): paths are relative to the working directory, and the two paths are exchanged.
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+libc = ctypes.CDLL(None)
 # End of a message about a full disk.
 DISK_FULL = (
     "the disk is full; free some space or give another folder with --home, then run the same command again."
@@ -159,8 +162,10 @@ def atomic_write(path: Path, data: bytes | str, mode: int = 0o644) -> None:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder that replaces `path` when the block ends.
 
-    If the block raises an exception, the folder is removed and `path` is not changed. If `path` exists, it is
-    renamed before the new folder takes its place, so a process that is killed between both leaves no `path`.
+    If the block raises an exception, the folder is removed and `path` is not changed. If `path` exists, the
+    kernel exchanges it with the new folder in one step, so that a process that is killed leaves the old or
+    the new folder there. Only on a file system that cannot exchange folders, such as NFS, the old one is
+    renamed first, and a process that is killed between the two renames leaves no `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
@@ -168,16 +173,15 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         yield temporary
         sync_tree(temporary)
         os.chmod(temporary, 0o755)
-        if path.exists():
-            retired = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-            os.rename(path, retired / "old")
+        if not path.exists():
             os.rename(temporary, path)
-            shutil.rmtree(retired)
-        else:
+        elif libc.renameat2(AT_FDCWD, bytes(temporary), AT_FDCWD, bytes(path), RENAME_EXCHANGE) != 0:
+            os.rename(path, old := f"{temporary}.old")
             os.rename(temporary, path)
+            os.rename(old, temporary)
         sync(path.parent)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_tree(temporary)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -227,7 +231,7 @@ def verify_files(checkpoint: Path, remedy: str = "delete the folder and run agai
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder that untrusted code wrote, whatever the depth and the modes of its files are."""
+    """Remove a folder, or a file, whatever the depth and the modes of the files in a folder are."""
     for program in (("rm", "-rf"), ("chmod", "-R", "u+rwx"), ("rm", "-rf")):
         if folder.exists():
             subprocess.run(

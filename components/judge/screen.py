@@ -19,6 +19,8 @@ FILE_NAME = re.compile(r"model_new\.py|kernels/[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}
 MAX_MODEL_CHARACTERS = 64 << 10
 MAX_CANDIDATE_CHARACTERS = 4 << 20
 EXTENSION_MODULE = "torch.utils.cpp_extension"
+# Condition of the block that runs only if the file is a program, as ast.unparse writes it.
+MAIN = "__name__ == '__main__'"
 IMPORTS = frozenset("torch torch.nn torch.nn.functional cuda_extension math typing __future__".split())
 # Further imports that are allowed in a candidate of one file, with which it requests its extensions.
 EXTENSION_IMPORTS = frozenset(
@@ -112,16 +114,16 @@ def called_function(call: ast.Call) -> str:
 def without_unused_parts(tree: ast.Module) -> ast.Module:
     """Return a file's syntax tree without the parts that a candidate does not need.
 
-    These parts are `get_inputs`, `get_init_inputs`, the block `if __name__ == "__main__"`, the class `Model`
-    if nothing else uses it, and `import` statements of names that are not used. Published files often have
-    them, and the screening would refuse them although the judge does not run them.
+    These parts are `get_inputs`, `get_init_inputs`, a block `if __name__ == "__main__"` without an `else`,
+    the class `Model` if nothing else uses it, and `import` statements of names that are not used. Published
+    files often have them, and the screening would refuse them although the judge does not run them.
     """
     body = [
         node
         for node in tree.body
         if not (
             (isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs"))
-            or (isinstance(node, ast.If) and "__name__" in ast.unparse(node.test))
+            or (isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) == MAIN)
         )
     ]
     others = [node for node in body if not (isinstance(node, ast.ClassDef) and node.name == "Model")]

@@ -84,7 +84,7 @@ def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
     for step in sorted(spread) if steps else ():
         sampled = [one for one in load_trajectories(steps[step]) if one.reward is not None]
         rewards = [trajectory.earned for trajectory in sampled]
-        for index in sorted({rewards.index(max(rewards)), rewards.index(min(rewards))}):
+        for index in sorted({rewards.index(max(rewards)), rewards.index(min(rewards))}) if rewards else ():
             yield f"{steps[step].name}/{index}", steps[step], sampled[index]
 
 

@@ -33,7 +33,8 @@ CREATE TABLE IF NOT EXISTS jobs (
     size INTEGER NOT NULL DEFAULT 0,
     error TEXT NOT NULL DEFAULT '',
     status INTEGER NOT NULL DEFAULT 200,
-    attempts INTEGER NOT NULL DEFAULT 0
+    attempts INTEGER NOT NULL DEFAULT 0,
+    reason TEXT NOT NULL DEFAULT ''
 );
 CREATE INDEX IF NOT EXISTS queued ON jobs (token, seq) WHERE state = 'queued';
 CREATE INDEX IF NOT EXISTS sizes ON jobs (token, size) WHERE state IN ('queued', 'running');
@@ -54,9 +55,9 @@ class StoredJob:
     caller's token. `subject` is a digest of the token, the settings, the task and the candidate, so all
     measurements of a candidate for one token have the same subject. For an admission it is the id of the job.
     `measurement` is the number of the measurement, from 1 on. `changed` is the time.time() of the submission
-    or of the last change of the state, and `body` the request as JSON. `error` and the HTTP status `status`
-    say why a job failed. `size` is the number of bytes of the request. `seq` is the place of the job in the
-    order of submissions.
+    or of the last change of the state, and `body` the request as JSON. `error`, the HTTP status
+    `status` and `reason`, that of the judge's verdict `infrastructure` or "", say why a job failed. `size` is
+    the number of bytes of the request. `seq` is the place of the job in the order of submissions.
     """
 
     id: str
@@ -70,6 +71,7 @@ class StoredJob:
     changed: float = field(default_factory=time.time)
     error: str = ""
     status: int = 200
+    reason: str = ""
     size: int = 0
     seq: int = 0
     # Number of times that a process has begun the job.
@@ -87,6 +89,8 @@ class JobStore:
         self.database.execute("PRAGMA journal_mode = WAL")
         self.database.execute("PRAGMA synchronous = NORMAL")  # survives a kill of the process
         self.database.executescript(SCHEMA)
+        if "reason" not in [row["name"] for row in self._rows("PRAGMA table_info(jobs)")]:  # an older queue
+            self._rows("ALTER TABLE jobs ADD COLUMN reason TEXT NOT NULL DEFAULT ''")
 
     def _rows(self, statement: str, *values: Any) -> list[sqlite3.Row]:
         with self.lock:
@@ -130,12 +134,14 @@ class JobStore:
         )
         return bool(rows)
 
-    def finish(self, job_id: str, state: State, error: str = "", status: int = 200) -> None:
+    def finish(self, job_id: str, state: State, error: str, status: int, reason: str) -> None:
         self._rows(
-            "UPDATE jobs SET state = ?, error = ?, status = ?, changed = ?, body = '' WHERE id = ?",
+            "UPDATE jobs SET state = ?, error = ?, status = ?, reason = ?, changed = ?, body = '' "
+            "WHERE id = ?",
             state,
             error,
             status,
+            reason,
             time.time(),
             job_id,
         )

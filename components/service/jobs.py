@@ -241,6 +241,7 @@ class JobService:
             verdict=verdict,
             admission=admission,
             error=job.error,
+            reason=job.reason,
             status=job.status,
         )
 
@@ -276,15 +277,16 @@ class JobService:
     def _work(self) -> None:
         while (job := self._stored(self._next)) is not None:
             try:
-                state, error, status = self._judge(job)
+                state, error, status, reason = self._judge(job)
             except UserError as failure:  # the settings of the request
-                state, error, status = "failed", str(failure), 400
+                state, error, status, reason = "failed", str(failure), 400, ""
             except Exception as failure:
-                state, error, status = "failed", f"the judge failed: {str(failure)[:300]}", JUDGE_FAILED
+                error = f"the judge failed: {str(failure)[:300]}"
+                state, status, reason = "failed", JUDGE_FAILED, "judge"
             with self.condition:
                 self.running[job.token] -= 1
                 self.condition.notify_all()
-            self._stored(functools.partial(self.store.finish, job.id, state, error, status))
+            self._stored(functools.partial(self.store.finish, job.id, state, error, status, reason))
             self.progress.pop(job.id, None)
             self._notify(job.id)
 
@@ -328,16 +330,16 @@ class JobService:
         ]
         return min(jobs, key=lambda job: (self.served.get(job.token, 0), job.seq), default=None)
 
-    def _judge(self, job: StoredJob) -> tuple[State, str, int]:
-        """Judge one job, store its result, and return its state, error and HTTP status.
+    def _judge(self, job: StoredJob) -> tuple[State, str, int, str]:
+        """Judge one job, store its result, and return its state, error, HTTP status and reason.
 
-        The result is `("done", "", 200)`, or `("failed", text, status)` with the status 422 if the task's
-        source is the cause and 503 if the judge is. Raises UserError if the settings of the request cannot be
-        used.
+        The result is `("done", "", 200, "")`, or `("failed", text, status, reason)` with the status 422 if
+        the task's source is the cause and 503 if the judge is. Raises UserError if the settings of the
+        request cannot be used.
         """
         path = journal_path(self.verdicts, job.id)
         if path.exists():  # written before the process was killed
-            return "done", "", 200
+            return "done", "", 200, ""
 
         with self.judges.on_behalf_of(job.token):
             if job.kind == "admission":
@@ -351,9 +353,9 @@ class JobService:
                 )
                 if admission.reason == "infrastructure":
                     error = f"the judge failed: {admission.evidence.get('detail', '')}"
-                    return "failed", error, JUDGE_FAILED
+                    return "failed", error, JUDGE_FAILED, "judge"
                 write_json(path, asdict(admission))
-                return "done", "", 200
+                return "done", "", 200, ""
             body = JudgementBody.model_validate_json(job.body)
             with self.judges.using(body.settings(self.params)) as judge:
                 verdict = judge_with_retries(
@@ -367,9 +369,10 @@ class JobService:
                     ),
                 )
         if verdict.status == "infrastructure":
-            return "failed", verdict.log, TASK_FAILED if verdict.reason in TASK_FAULTS else JUDGE_FAILED
+            status = TASK_FAILED if verdict.reason in TASK_FAULTS else JUDGE_FAILED
+            return "failed", verdict.log, status, verdict.reason
         write_json(path, verdict.model_dump())
-        return "done", "", 200
+        return "done", "", 200, ""
 
     def delete_old(self, moment: float) -> int:
         """Delete the jobs that ended before `moment`, a time.time(), with their verdicts; return how many.

@@ -152,6 +152,7 @@ class JobView(FrozenModel):
     verdict: Verdict | None = None
     admission: Admission | None = None
     error: str = Field("", description="why a job failed; no fault of the candidate")
+    reason: str = Field("", description="word for the cause, such as task, too_large or judge")
     status: int = Field(200, exclude=True)  # of HTTP
 
     @property

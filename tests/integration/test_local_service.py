@@ -117,6 +117,7 @@ def test_callers_with_other_settings_are_served_with_their_own(home: Path) -> No
     ("status", "answer", "outcome"),
     [
         (422, {"state": "failed", "error": "1 / 0"}, "task"),
+        (422, {"state": "failed", "error": "it takes 9 GB", "reason": "too_large"}, "too_large"),
         (503, {"state": "failed", "error": "fell off"}, "judge"),
         (422, {"error": "files: Field required"}, UserError),
         (401, {"error": "unknown token"}, UserError),

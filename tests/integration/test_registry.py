@@ -5,6 +5,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from components.evaluation.metrics import TaskResult, summarise
 from components.judge.verdict import Ratio, Speedup
 from components.policy.checkpoint import save_checkpoint
 from components.registry import gates, models
+from components.registry.traces import chosen
 from components.registry.tracking import MlflowRun, connect, flatten, numbers
 from flows.run_context import prefect_database
 
@@ -238,6 +240,11 @@ def test_a_trajectory_is_a_trace_with_its_verdicts_as_feedback_however_often_it_
         and ("reward", 3.0, "episode") in said
     )
     assert len(said) == 3 * 3 + 1, "status and both ratios of three verdicts, and the reward"
+
+
+def test_a_step_in_which_the_judge_failed_on_all_trajectories_has_no_traces(tmp_path: Path) -> None:
+    save_trajectories(tmp_path / "trajectories" / "step-0000", [replace(spoken(1.0, 1.0), reward=None)])
+    assert not list(chosen(tmp_path))
 
 
 def test_the_figures_in_mlflow_are_those_of_the_record(client: Any, home: Path) -> None:

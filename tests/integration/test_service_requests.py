@@ -82,8 +82,14 @@ def test_a_fault_of_the_judge_is_no_verdict_and_is_tried_again(
     for attempt in (1, 2):
         job = client.post("/v1/judgements?wait=10", json=body("fail"))
         assert job.status_code == 503 and job.json()["verdict"] is None
-        assert "fell off" in job.json()["error"]
+        assert "fell off" in job.json()["error"] and job.json()["reason"] == "judge"
         assert len(judges.measured) == attempt * PARAMS.sandbox.attempts
+
+
+def test_a_fault_of_the_task_is_answered_with_its_reason(client: TestClient) -> None:
+    job = client.post("/v1/judgements?wait=10", json=body("too_large"))
+    assert (job.status_code, job.json()["reason"]) == (422, "too_large")
+    assert job.json()["error"] == "the task takes 9 GB"
 
 
 def test_an_admission_is_checked_with_the_callers_window(client: TestClient) -> None:
@@ -236,6 +242,19 @@ def test_a_job_that_ends_the_service_three_times_fails(tmp_path: Path) -> None:
         store.move("a", "running", "queued")
         store.close()
     assert states == ["queued", "queued", "queued", "failed"]
+
+
+def test_a_queue_of_a_service_that_stored_no_reasons_is_continued(tmp_path: Path) -> None:
+    store = JobStore(tmp_path / "jobs.db")
+    store.put(StoredJob("a", "t", "s", "judgement", "task", "body"))
+    store.database.execute("ALTER TABLE jobs DROP COLUMN reason")
+    store.close()
+    for reason in ("task", "too_large"):
+        store = JobStore(tmp_path / "jobs.db")
+        store.finish("a", "failed", "it fails", 422, reason)
+        found = store.get("a")
+        assert found is not None and found.reason == reason
+        store.close()
 
 
 def test_a_journal_without_its_queue_is_not_measured_again(tmp_path: Path, judges: TextJudges) -> None:

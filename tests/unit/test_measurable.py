@@ -95,6 +95,12 @@ def test_too_few_measurable_tasks_refuse_the_stage(
     assert refusal.value.exit_code == 2 and not (tmp_path / "left_out.json").exists()
 
 
+def test_of_no_tasks_none_is_refused(tmp_path: Path) -> None:
+    pool = LocalPool(resolve("ci", ()).params, tmp_path / "verdicts")
+    file = tmp_path / "left_out.json"
+    assert refused_tasks([], pool, pool.params, file, origin="tasks", progress=Quiet()) == {}
+
+
 def test_a_judge_that_fails_in_the_check_leaves_out_nothing(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"failed in the check of 4 of 4 tasks \(the zygote is gone\)"

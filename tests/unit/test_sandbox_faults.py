@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -127,8 +128,18 @@ def test_shells_and_compilers_do_not_share_a_limit_of_processes() -> None:
 
 def test_an_actor_that_failed_is_avoided_until_the_next_success() -> None:
     judges = RayBackend.__new__(RayBackend)
-    judges.actors, judges.loads, judges.failed = ["a", "b"], [0, 0], {}
     judges.workers, judges.lock = 1, threading.Lock()
+
+    class Locked(dict[str, int]):
+        def __setitem__(self, key: str, index: int) -> None:
+            assert judges.lock.locked(), "other threads choose actors by it"
+            super().__setitem__(key, index)
+
+        def pop(self, *key: Any) -> Any:
+            assert judges.lock.locked(), "other threads choose actors by it"
+            return super().pop(*key)
+
+    judges.actors, judges.loads, judges.failed = ["a", "b"], [0, 0], Locked()
     with judges._actor("task") as first:
         pass
     with pytest.raises(InfrastructureError), judges._actor("task"):

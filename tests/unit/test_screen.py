@@ -68,6 +68,13 @@ def test_plain_kernel_names_are_accepted() -> None:
     assert screen_files({"model_new.py": "", "kernels/forward.cpp": "", "kernels/helper_2.cuh": ""}) is None
 
 
+def test_only_the_main_block_is_removed_of_the_blocks_that_mention_the_modules_name() -> None:
+    main = "if __name__ == '__main__':\n    print(1)"
+    kept = ["if __name__ != '__main__':\n    x = 1", f"{main}\nelse:\n    x = 1"]
+    code = screen.without_unused_parts(ast.parse("\n".join((main, *kept))))
+    assert ast.unparse(code) == "\n".join(kept)
+
+
 def test_a_name_that_is_bound_to_an_extension_elsewhere_is_no_extension() -> None:
     extension = "load_inline(name='m', cpp_sources='int a;')"
     code = (

@@ -62,7 +62,7 @@ def refused_tasks(
             "run cuda-agent doctor, and then the same command again."
         ) from InfrastructureError(failed[0])
     remaining = len(checks) - len(refused)
-    if not remaining or remaining < least_share * len(checks):
+    if refused and (not remaining or remaining < least_share * len(checks)):
         limit = f", less than the share of {least_share:g} in sandbox.measurable_share" if remaining else ""
         raise UserError(f"{origin}: {left_out(refused, len(checks))}; {remaining} tasks remain{limit}.")
     if refused:

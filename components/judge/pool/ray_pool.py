@@ -178,9 +178,11 @@ class RayBackend:
             self.loads[index] += 1
         try:
             yield self.actors[index]
-            self.failed.pop(key, None)
+            with self.lock:
+                self.failed.pop(key, None)
         except InfrastructureError:
-            self.failed[key] = index
+            with self.lock:
+                self.failed[key] = index
             raise
         finally:
             with self.lock:

@@ -125,7 +125,8 @@ class ServiceClient:
             return Verdict.model_validate(job["verdict"])
         return Verdict(
             status="infrastructure",
-            reason="task" if job["status"] == TASK_FAILED else "judge",
+            # Older services give no reason.
+            reason=job.get("reason") or ("task" if job["status"] == TASK_FAILED else "judge"),
             device=self.params.device,
             precision=self.params.precision,
             log=job["error"],

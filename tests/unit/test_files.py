@@ -1,0 +1,39 @@
+"""Folders that replace others in one step."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from components.core import files
+from components.core.files import atomic_folder
+
+
+def replace(path: Path) -> None:
+    for text in ("old", "new"):
+        with atomic_folder(path) as folder:
+            (folder / "file").write_text(text)
+    assert (path / "file").read_text() == "new"
+    assert os.listdir(path.parent) == [path.name], "nothing of the old folder is left"
+
+
+def test_a_folder_that_is_replaced_is_at_its_path_after_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rename = tmp_path / "folder", os.rename
+
+    def watched(*paths: Any) -> None:
+        rename(*paths)
+        assert (path / "file").is_file(), "a process that is killed here leaves nothing at the path"
+
+    monkeypatch.setattr(files.os, "rename", watched)
+    replace(path)
+
+
+def test_a_folder_is_replaced_on_a_file_system_that_cannot_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "libc", SimpleNamespace(renameat2=lambda *_: -1))
+    replace(tmp_path / "folder")
