@@ -1,0 +1,58 @@
+"""The count of operations is that of torch's FlopCounterMode, without its imports."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from components.sandbox import inside
+
+sys.path.insert(0, str(Path(inside.__file__).parent))
+from reference import OperationCounter
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "shape", "operations"),
+    [
+        (nn.Linear(64, 32), (16, 64), 2 * 16 * 64 * 32),
+        (nn.Linear(64, 32), (4, 4, 64), 2 * 16 * 64 * 32),
+        (nn.Bilinear(8, 8, 4), (16, 8), None),
+        (nn.Conv2d(3, 8, 3), (2, 3, 10, 10), 2 * 2 * 8 * 64 * 27),
+        (nn.ConvTranspose3d(4, 2, 3, stride=2), (1, 4, 5, 5, 5), None),
+        (nn.MultiheadAttention(32, 4, batch_first=True), (2, 16, 32), None),
+        (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval(), (2, 16, 32), None),
+        (nn.LSTM(8, 16), (5, 2, 8), None),
+        (Attention(), (2, 4, 64, 16), None),
+        (nn.GELU(), (64, 64), 0),
+    ],
+)
+def test_operations_are_those_of_torchs_counter(
+    module: nn.Module, shape: tuple[int, ...], operations: int | None
+) -> None:
+    x = torch.randn(shape)
+    count = {nn.Bilinear: 2, nn.MultiheadAttention: 3}.get(type(module), 1)
+    ours, theirs = OperationCounter(), FlopCounterMode(display=False)
+    for counter in (ours, theirs):
+        with torch.no_grad(), counter:
+            module(*[x] * count)
+    assert ours.total == theirs.get_total_flops()
+    assert operations in (None, ours.total)
+
+
+def test_counting_does_not_import_the_compiler() -> None:
+    code = (
+        "import sys, torch; from reference import OperationCounter\n"
+        "with OperationCounter() as counter: torch.ones(4, 8) @ torch.ones(8, 2)\n"
+        "assert counter.total == 128 and 'torch._dynamo' not in sys.modules, counter.total"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=Path(inside.__file__).parent, check=True)
