@@ -195,8 +195,8 @@ def _text(path: Path) -> str:
 def maker_digest(run: PipelineRun) -> str:
     """Return the digest of everything that makes the data set, apart from the parameters.
 
-    The digest covers the sources in MAKERS, the library versions, and the number of the request to build the
-    data set again (`--from dataset`), which is 0 if there is none.
+    The digest covers the sources in MAKERS, the library versions, and the number of the run's newest `--from`
+    request, or 0 if that request does not build the data set again.
     """
     files = {name: digest for name, digest in project_digests().items() if name.startswith(MAKERS)}
     return digest_json([files, library_versions(), run.rerun_number("dataset")])

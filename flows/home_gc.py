@@ -91,10 +91,11 @@ def removable(home: Path, references: Mapping[str, str], seconds: float) -> list
 
 
 def _used_stages(home: Path, references: Mapping[str, str], younger_than: float) -> Iterator[str]:
-    """Yield the folder names of the stages that kept runs name, some more than once.
+    """Yield the folder name of each stage that is named in a file of a kept run, once for each mention.
 
-    A run is kept if one of its files was written at the time.time() `younger_than` or later, if `references`
-    has a reason to keep it, if it is the newest one, or if it left a stage unfinished that no run continued.
+    A run is kept if one of its files was written at `younger_than` (seconds of Unix time) or later, if
+    `references` has a reason to keep it, if it is the newest one, or if it left a stage unfinished that no
+    run continued.
     """
     nights = {run.name: read_json(run / RUN_FILE).get("night", {}) for run in newest_runs(home)}
     continued = {(night.get("continues") or {}).get("run_id") for night in nights.values()}

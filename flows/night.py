@@ -58,7 +58,7 @@ class StartPolicy(FrozenModel):
 class Night(FrozenModel):
     """The decisions that are made once when a night, one run of the pipeline in a series, begins.
 
-    `started` is the time.time() at which it began, before its data set was made. `champion` is None if it
+    `started` is when it began (seconds of Unix time), before its data set was made. `champion` is None if it
     starts from another policy than the promoted version.
     """
 
@@ -69,9 +69,9 @@ class Night(FrozenModel):
 def open_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
     """Return what was decided when this night began; at the first call, decide it and store the decision.
 
-    A night is one run of the pipeline in a series. `started` is the time.time() at which it began. If the run
-    continues another one, it starts from the same policy. Raises UserError if the kept copy of the champion's
-    checkpoint is damaged.
+    A night is one run of the pipeline in a series. `started` is when it began, in seconds of Unix time. If
+    the run continues another one, it starts from the same policy. Raises UserError if the kept copy of the
+    champion's checkpoint is damaged.
     """
     file = run.folder / NIGHT
     if file.is_file():
@@ -139,7 +139,7 @@ def night_params(params: Params, champion: StartPolicy | None) -> Params:
 
 
 def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) -> float | None:
-    """Return the time.time() at which training has to end, or None without a time budget.
+    """Return when training has to end (seconds of Unix time), or None without a time budget.
 
     The end is the beginning of `night` plus the budget night.hours, less a reserve for what follows training.
     `before` is the evaluation of the first policy of this run. What follows training is expected to last as
@@ -169,10 +169,10 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
 def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool:
     """Return whether a stage may be begun now, so that it makes an update before the deadline.
 
-    `deadline` is a time.time(), or None without a time budget; any stage may be begun then. The stage
-    `rejection` samples all its trajectories before its first update. It may be begun only if the newest
-    finished one in the folder of all runs took less time than is left. Every other stage may be begun until
-    the deadline.
+    `deadline` is in seconds of Unix time, or None without a time budget; without one, any stage may be begun.
+    The stage `rejection` samples all its trajectories before its first update. It may be begun only if the
+    time until the deadline is longer than the newest finished stage `rejection` in the folder of all runs
+    took. If there is none, it may be begun until the deadline, as every other stage.
     """
     if deadline is None:
         return True

@@ -176,10 +176,10 @@ def train_stages(
     """Run the training stages of the pipeline in their order, and add their records to `stages`.
 
     `stages` maps names of stages to their records and has that of the first policy, `coldstart`. `deadline`
-    is the time.time() at which training ends, or None without a time budget. Returns None if all stages are
-    finished. Otherwise the result describes the stage at which the deadline ended training, by the keys
-    `run_id`, `seed`, `stage` (its name) and `progress` (updates that are done and updates in all, or None if
-    the stage was not begun).
+    is the time (seconds of Unix time) at which training ends, or None without a time budget. Returns None if
+    all stages are finished. Otherwise the result describes the stage at which the deadline ended training, by
+    the keys `run_id`, `seed`, `stage` (its name) and `progress` (updates that are done and updates in all, or
+    None if the stage was not begun).
     """
     run = context.run
     for name in stages_of_run(context.params):
@@ -204,7 +204,7 @@ def train_stages(
 
 
 def note_start(run: PipelineRun) -> float:
-    """Store when the first attempt of this run began, and return it as a time.time()."""
+    """Store when the first attempt of this run began, and return it in seconds of Unix time."""
     file = run.folder / "started.json"
     if not file.is_file():
         write_json(file, {"created": datetime.now(UTC).isoformat(timespec="seconds")})

@@ -98,7 +98,8 @@ class KeyParts(FrozenModel):
 
     `name` is the form of the stage, a key of READS. `params` has the values of the parameters that the stage
     reads by dotted name, `upstream` the digests of its inputs by name, and `sources` those of its source
-    files by path. `redo` is the number of the request to run the stage again, 0 if there is none.
+    files by path. `redo` is the number of the run's newest `--from` request (`Rerun`), or 0 if that request
+    does not include the stage.
     """
 
     name: str
@@ -118,8 +119,8 @@ class KeyParts(FrozenModel):
     def changes(self, older: "KeyParts") -> list[str]:
         """Return a phrase for each parameter, input and source file that differs from those of `older`.
 
-        Phrases are such as "seed 1 -> 2", "input policy" and the path of a file. "--from" is added if the
-        number of the request to run the stage again differs.
+        Examples of phrases are "seed 1 -> 2", "input policy" and the path of a file. "--from" is added if
+        `redo` differs, that is, if a `--from` request was made between the two.
         """
         found = [
             f"{name} {older.params.get(name, 'absent')!r} -> {self.params.get(name, 'absent')!r}"
@@ -140,7 +141,8 @@ def key_parts(params: Params, name: str, upstream: dict[str, str], redo: int) ->
     """Return everything that enters the key of the stage with the form `name`, which is a key of READS.
 
     A form is a way to make a stage; `coldstart` has several, such as `adopted`. `upstream` maps the names of
-    the stage's inputs to their digests, and `redo` is the number of the request to run the stage again, or 0.
+    the stage's inputs to their digests, and `redo` is the number of the run's newest `--from` request, or 0
+    if it does not include the stage.
     """
     reads = READS[name]
     rewards = reward_digests(params.reward) if "reward" in reads.params else {}

@@ -94,7 +94,7 @@ def cold_start(context: Context) -> CheckpointRecord:
 def adopt(context: Context, source: Path) -> CheckpointRecord:
     """Return the record of a checkpoint made of the Hugging Face folder or GGUF file `source`.
 
-    A cached stage makes it. Raises UserError if transformers cannot read the source.
+    The checkpoint is made in a stage that is cached. Raises UserError if transformers cannot read the source.
     """
 
     def work(folder: Path) -> CheckpointRecord:
@@ -124,11 +124,11 @@ def train(
 
     `policy` is the actor that the stage starts with, and `critic` the critic if the stage needs one.
     `sampled` are the stages whose trajectories the stage reads, and `earlier` the stages of this run before
-    it, whose states for resuming are deleted when this stage has one. `deadline` is the time.time() after
-    which the stage ends with its current update. If `may_begin` is false, a stage that no earlier attempt has
-    begun is not run, and None is returned. `form` is a key of READS (stage_keys.py) if it is not the stage's
-    name, such as "fine_tuned" for the cold start of a language model. Raises UserError for inputs with which
-    the stage cannot run, and StageFailed if training fails.
+    it, whose states for resuming are deleted when this stage has one. `deadline` is the time (seconds of Unix
+    time) after which the stage ends with its current update. If `may_begin` is false, a stage that no earlier
+    attempt has begun is not run, and None is returned. `form` is a key of READS (stage_keys.py) if it is not
+    the stage's name, such as "fine_tuned" for the cold start of a language model. Raises UserError for inputs
+    with which the stage cannot run, and StageFailed if training fails.
     """
     home, inputs, form = context.run.home, sampled or [], form or name
     upstream = {"policy": policy.digest} | ({"critic": critic.digest} if critic else {})

@@ -97,7 +97,7 @@ def _change_constant(line: str, rng: random.Random) -> list[str]:
 
 
 def _lose_character(line: str, rng: random.Random) -> list[str]:
-    """Return the line without its last character or without its last closing parenthesis."""
+    """Return a list of one line: `line` without its last character or its last closing parenthesis."""
     if ")" not in line or rng.random() < 0.5:
         return [line[:-1]]
     return ["".join(line.rsplit(")", 1))]

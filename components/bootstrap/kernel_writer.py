@@ -183,10 +183,12 @@ def element_pass(
 def row_pass(
     steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule, *, is_half: bool = False
 ) -> list[str]:
-    """Return the C++ lines of a pass over the rows, for operators that need a row or the index in it.
+    """Return the C++ lines of a loop over all rows, for operators that are not elementwise.
 
-    `source` and `target` are the names of arrays, as in `element_pass`. If `is_half` is set, a changed row is
-    kept in a buffer of floats, and not in `target`.
+    Such an operator reads the whole row, as softmax does, or the index of an element in its row. `source` and
+    `target` are the names of the arrays that the loop reads and writes, as in `element_pass`. If `is_half` is
+    set, the elements of `target` have half precision, so the intermediate values of a row are stored in a
+    buffer of floats, and not in `target`.
     """
 
     def over_row(array: str, body: Sequence[str]) -> list[str]:

@@ -91,7 +91,7 @@ class Nest:
     The lines `before` change each element of `a` when it is read, and the lines `after` each element of `o`
     before it is written. `start` is the index of the first element of `a`. `rows` is the kept axis of which a
     thread computes several elements at once, because they share elements of `a` or of an operand; it is empty
-    if no axis is such.
+    if there is no such axis.
     """
 
     axes: tuple[Axis, ...]
@@ -128,10 +128,11 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def broadcast(shape: Shape, stride: int, following: Shape) -> int:
-    """Return the stride in a contiguous operand of an axis with the stride `stride` in another tensor.
+    """Return the stride of an axis in an operand that is broadcast to the shape `following` of a tensor.
 
-    The operand has the shape `shape`, and `following` is the shape of the other tensor, with which the
-    operand is broadcast. Dimensions of the operand with more than one element must be neighbours.
+    `stride` is the axis's stride in that tensor. Both tensors are contiguous, and strides are in elements.
+    `shape` is the shape of the operand; its dimensions with more than one element must be neighbours. The
+    result is 0 if the operand has the same elements at all indices of the axis.
     """
     padded = (1,) * (len(following) - len(shape)) + shape
     last = max((index for index, size in enumerate(padded) if size > 1), default=len(padded) - 1)

@@ -207,7 +207,7 @@ def _address(nest: Nest, tensor: str) -> str:
 
 
 def _guarded(windows: Iterable[Window], body: list[str]) -> list[str]:
-    """Return the lines `body` so that they are computed only inside of all windows."""
+    """Return the lines `body` inside conditions, so that they run only if the indices are in all windows."""
     for window in reversed(list(windows)):
         terms = [name if by == 1 else f"{name} * {by}" for name, by in window.factors.items()]
         name = window.name
@@ -239,7 +239,7 @@ class _Group:
     parts: bool
 
     def over_tile(self, body: list[str]) -> list[str]:
-        """Return the lines `body` for each element of the tile."""
+        """Return the lines of loops over the elements of the tile, whose body has the lines `body`."""
         for index, (name, size) in enumerate(reversed(self.tiles.items())):
             body = [f"const int64_t {name} = {name}_s + {name}_t;", *body] if size > 1 else body
             if size > 1:
@@ -251,7 +251,7 @@ class _Group:
     def over_group(
         self, body: list[str], clause: str, *, vector: bool, around: tuple[list[str], list[str]] = ([], [])
     ) -> list[str]:
-        """Return the lines `body` for each element of each group of the tile.
+        """Return the lines of loops over the elements of the tile's groups, whose body has the lines `body`.
 
         `clause` has the OpenMP reductions of the loop. `vector` says whether elements can be computed in any
         order. `around` are lines before and after each PART of the elements.

@@ -36,7 +36,11 @@ def _one_dim(rng: random.Random, shape: Shape) -> Arguments:
 
 
 def sum_of(name: str, term: str, *values: tuple[str, str]) -> Loop:
-    """Return a loop that adds up an expression, with values that follow from the sum."""
+    """Return a loop that adds up the C++ expression `term` over a group in the variable `name`.
+
+    `values` are pairs of a variable and its C++ expression, which are computed after the loop and may contain
+    `name`, such as ("mean", "total / COUNT").
+    """
     return Loop((("sum", name, term),), values)
 
 
@@ -310,7 +314,10 @@ def _last(rng: random.Random, shape: Shape) -> Arguments:
 
 
 def _several(rng: random.Random, shape: Shape) -> Arguments | None:
-    """Draw the number of channels if a norm of the channels has several elements each, as torch demands."""
+    """Return the arguments of a norm over each channel, or None if a channel has only one element.
+
+    torch demands several elements for each channel in training mode.
+    """
     return channels(rng, shape) if prod(shape[2:] or shape[:1]) > 1 else None
 
 

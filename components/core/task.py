@@ -132,7 +132,10 @@ def in_dtype(code: str, dtype: TaskDtype) -> str:
 
 
 def _insert(code: str, texts: Sequence[tuple[int, int, str]]) -> str:
-    """Return `code` with texts inserted, each before a line, counted from 1, and a column in bytes."""
+    """Return `code` with texts inserted, each given as (line, column, text).
+
+    The position is that of a node of `ast`: lines are counted from 1, and columns in bytes of UTF-8 from 0.
+    """
     lines = code.encode().splitlines(keepends=True)
     for number, column, text in sorted(texts, reverse=True):
         line = lines[number - 1]

@@ -80,7 +80,10 @@ class Row(FrozenModel):
 
 
 def figure_of(summary: Summary, name: str) -> float | None:
-    """Return the figure of `summary` with the dotted name `name`, such as faster_rate.compile."""
+    """Return the figure of `summary` with the dotted name `name`, such as faster_rate.compile.
+
+    The result is None if the figure is, that is, if there is no task on which it is defined.
+    """
     value = functools.reduce(getattr, name.split("."), summary)
     return None if value is None else float(cast(float, value))
 

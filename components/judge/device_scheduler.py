@@ -118,7 +118,7 @@ class DeviceScheduler:
         """Block until no thread measures or waits to measure, and hold shared access for preparation.
 
         Inside the context the thread must not wait for anything else, because measurements wait for it. On
-        cpu this does nothing.
+        cpu, and in a thread that is measuring itself, this does nothing.
         """
         if not self.is_exclusive or self._is_measuring:
             yield

@@ -54,10 +54,11 @@ class StoredJob:
     `id` is the key of the job's result in the journal, the folder of results. `token` is the name of the
     caller's token. `subject` is a digest of the token, the settings, the task and the candidate, so all
     measurements of a candidate for one token have the same subject. For an admission it is the id of the job.
-    `measurement` is the number of the measurement, from 1 on. `changed` is the time.time() of the submission
-    or of the last change of the state, and `body` the request as JSON. `error`, the HTTP status
-    `status` and `reason`, that of the judge's verdict `infrastructure` or "", say why a job failed. `size` is
-    the number of bytes of the request. `seq` is the place of the job in the order of submissions.
+    `measurement` is the number of the measurement, from 1 on. `changed` is the time (seconds of Unix time) of
+    the submission or of the last change of the state, and `body` the request as JSON. `error`, the HTTP
+    status `status`, and `reason`, which is that of the judge's verdict `infrastructure` or "", say why a job
+    failed. `size` is the number of bytes of the request. `seq` is the place of the job in the order of
+    submissions.
     """
 
     id: str
@@ -147,7 +148,7 @@ class JobStore:
         )
 
     def delete_ended(self, moment: float) -> list[str]:
-        """Delete up to BATCH jobs that ended before `moment`, a time.time(), and return their ids.
+        """Delete up to BATCH jobs that ended before `moment` (Unix time, seconds), and return their ids.
 
         Their measurements are no longer counted.
         """

@@ -375,10 +375,11 @@ class JobService:
         return "done", "", 200, ""
 
     def delete_old(self, moment: float) -> int:
-        """Delete the jobs that ended before `moment`, a time.time(), with their verdicts; return how many.
+        """Delete the jobs that ended before `moment` with their verdicts, and return how many.
 
-        They are deleted in small numbers at a time, between which requests are accepted. A verdict is deleted
-        after its job, so that no job is left without its verdict if the process is killed between the two.
+        `moment` is in seconds of Unix time. The jobs are deleted in small numbers at a time, between which
+        requests are accepted. A verdict is deleted after its job, so that no job is left without its verdict
+        if the process is killed between the two.
         """
         deleted = 0
         while not self.closing:

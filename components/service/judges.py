@@ -44,9 +44,10 @@ class WarmJudges:
     """The judges of one device, each for one set of settings and constructed at its first use.
 
     `folder` is where judges keep builds and caches. The judge for `params` is constructed at once and is
-    closed only by `close`. Another judge is closed when one more is wanted than the MOST_WARM that are kept
-    open, if it is not in use and was not used for longest. Judges with equal limits of runners, which are the
-    sandboxed processes that execute candidates, fork their runners from the same processes.
+    closed only by `close`. If MOST_WARM judges are open and another one is needed, the least recently used
+    of the other judges that no thread uses is closed first; if there is none, more than MOST_WARM are open.
+    A judge whose isolation, time limit and memory limit for runners (the sandboxed processes that execute
+    candidates) equal those of `params` forks its runners from the same processes as the judge for `params`.
     """
 
     def __init__(self, params: Params, folder: Path):
@@ -96,9 +97,7 @@ class WarmJudges:
     def _remove_unused(self) -> list[Judge]:
         """Remove and return the unused judges that must be closed so that one more makes at most MOST_WARM.
 
-        Those that were not used for longest are removed first, and the judge of the service's own parameters
-        never.
-
+        The least recently used ones are removed first, and the judge of the service's own parameters never.
         The caller holds the lock, and closes the judges after it has released it.
         """
         unused = [key for key, warm in self.judges.items() if key != self.own and warm.users == 0]

@@ -185,11 +185,12 @@ class DatasetBuilder:
         return replace(candidate, refused=Rejection(task, reason, detail)) if reason else candidate
 
     def needs(self, candidate: TaskCandidate, open_quotas: Counter[Quota]) -> bool:
-        """Return whether a candidate is needed, and if it is, count it as admitted in `open_quotas`.
+        """Return whether a candidate is needed, and if it is, subtract it from `open_quotas`.
 
-        `open_quotas` has the number of missing tasks of each split and kind, in which all earlier candidates
-        of the window that can still be admitted are counted as admitted. A candidate that can no longer be
-        admitted is not needed, and neither is one whose split and kind is not missing.
+        `open_quotas` has for each split and kind how many tasks the data set would still lack if all earlier
+        candidates of the window (the queue of proposed tasks) that can still be admitted were admitted. A
+        candidate is not needed if it can no longer be admitted, or if no more tasks of its split and kind are
+        lacking. Without `wanted` there are no quotas, and every candidate that can be admitted is needed.
         """
         quota = self.quota(candidate.task)
         if candidate.is_ruled_out or (self.wanted is not None and open_quotas[quota] <= 0):

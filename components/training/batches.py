@@ -98,11 +98,14 @@ class Packed:
 
     With sequence parallelism the ranks of a group have consecutive slices of the sequence, of equal lengths.
     `ids` and `positions`, the position of each token in its row, are [1, tokens of the slice]. `documents`
-    has where each row, also one of padding, begins in the whole sequence, and where the last one ends;
-    `document_offsets` has the same as int32 on the device. `targets` [n] are the ids of the n tokens that the
-    policy sampled and whose preceding token is in this slice, and `before` [n] are the positions of these
-    preceding tokens in the slice. `own` [n], in host memory, has the indices of the n tokens among all tokens
-    of the batch that the policy sampled.
+    [rows + 1] has the index in the whole sequence at which each row begins, and as its last entry the length
+    of the sequence; a row of padding counts as a row. `document_offsets` is the same as an int32 tensor on
+    the device.
+
+    The other fields are about n own tokens (tokens that the policy sampled), those whose preceding token is
+    in this slice. `targets` [n] are their ids, and `before` [n] the indices in the slice of the preceding
+    tokens. `own` [n], in host memory, has the index of each of them if all own tokens of the batch are
+    numbered in the order of the rows.
     """
 
     ids: Tensor

@@ -151,10 +151,10 @@ def attend_varlen(
     """Compute causal attention within each row with one kernel for all rows.
 
     Queries are [1, heads, tokens, head_dim], keys and values [1, key-value heads, tokens, head_dim], and the
-    output is [1, tokens, heads, head_dim]. `offsets`, int32 [rows + 1] on the device, has where each row
-    begins and where the last one ends; a row has at most `longest` tokens. Scores are multiplied by `scale`,
-    or by 1 / sqrt(head_dim) if it is None. If `window` is given, a token attends only to itself and to the
-    `window` - 1 tokens before it.
+    output is [1, tokens, heads, head_dim]. `offsets`, int32 [rows + 1] on the device, has the index at which
+    each row begins, and as its last entry the number of tokens. A row has at most `longest` tokens. Scores
+    are multiplied by `scale`, or by 1 / sqrt(head_dim) if it is None. If `window` is given, a token attends
+    only to itself and to the `window` - 1 tokens before it.
     """
     options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
     options |= {"window_size": (-1 if window is None else window - 1, 0), "is_causal": True}

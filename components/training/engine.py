@@ -209,9 +209,10 @@ class DeepSpeedEngine:
         return hooks
 
     def _local_norm(self) -> float:
-        """Return the norm of the gradients if this is the only rank, under ZeRO 0, and NaN otherwise.
+        """Return the L2 norm of all gradients under ZeRO 0 with a single rank, and otherwise NaN.
 
-        DeepSpeed may report no norm then.
+        It is needed because DeepSpeed may report no norm under ZeRO 0 with a single rank. It is also NaN if
+        no parameter has a gradient.
         """
         if self.settings.zero_stage > 0 or self.world.size > 1:
             return math.nan

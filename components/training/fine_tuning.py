@@ -86,11 +86,12 @@ def likelihood_loss(network: nn.Module, packed: Packed, _: Streams) -> tuple[Ten
 
 
 def run(stage: Stage) -> StageResult:
-    """Fine-tune the language model of the checkpoint `stage.actor` as a cold start.
+    """Run the cold start of a language model: fine-tune the checkpoint `stage.actor` on conversations.
 
-    The conversations are written, encoded and stored by the first rank. Raises UserError if
-    coldstart.demonstrations is a folder without a trajectory to learn from, or if no conversation fits into
-    policy.context tokens.
+    The conversations are demonstrations by the rule-based kernel writer, or the trajectories in the folder
+    coldstart.demonstrations. The first rank writes, encodes and stores them for all ranks. The result has the
+    folder of the new checkpoint. Raises UserError if coldstart.demonstrations is a folder without a
+    trajectory to learn from, or if no conversation fits into policy.context tokens.
     """
     started, params, settings = time.monotonic(), stage.params, stage.params.coldstart
     verify_checkpoint(stage.actor, params.device)

@@ -99,8 +99,9 @@ def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor, action_m
     """Return the effective sample size as a share of the n tokens that the policy sampled.
 
     These are the tokens where `action_mask`, of the shape of the log-probabilities (nats), is 1; there must
-    be at least one. The result is (sum w)^2 / (n sum w^2) for the untruncated importance weights w = pi_old /
-    mu, where pi_old is the trainer's and mu the sampler's probability. It is 1 if both always agree.
+    be at least one. The result is (sum w)^2 / (n sum w^2) for the importance weights w = pi_old / mu, where
+    pi_old is the trainer's and mu the sampler's probability. It is 1 if both always agree. The weights are
+    not truncated at ppo.importance_cap, but limited to [exp(-20), exp(20)] so that the sums stay finite.
     """
     mask = action_mask.bool()
     weights = torch.exp((old_logprob - sampler_logprob)[mask].double().clamp(-20.0, 20.0))  # [n]

@@ -56,7 +56,7 @@ class Stage:
     checkpoint of stage 3; only stage 4 needs it, unless agentic.advantages needs no critic. `trajectories`
     have the trajectories of earlier stages; only stage 3 needs them. `earlier` are the folders of the
     finished stages before this one, whose states are deleted when this one has a state. `deadline` is the
-    time.time() before which the stage has to end; None if there is no limit.
+    time (seconds of Unix time) before which the stage has to end; None if there is no limit.
     """
 
     name: StageName
