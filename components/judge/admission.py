@@ -24,10 +24,10 @@ from components.judge.float64_check import round_departures
 from components.judge.limit import limit_of
 from components.judge.memory_plan import MemoryBudget, plan_layout
 from components.judge.role_processes import OneProcess, task_errors
+from components.judge.staged_inputs import StagedInputs
 from components.judge.statistics import geometric_mean, net
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import TaskReference
-from components.judge.timed_runner import StagedInputs
 from components.judge.verdict import UNSURE, Admission
 from components.sandbox.runner_factory import RunnerFactory
 
@@ -187,7 +187,7 @@ def _admission(reference: TaskReference, eager_seconds: tuple[float, float], *, 
         # the memory when it leaves its role.
         with scheduler.preparing():
             reference.processes.close()
-            scheduler.release_cache()
+            torch.cuda.empty_cache()
     inputs = [spec for spec in description.inputs if spec is not None]
     evidence: dict[str, Any] = {
         "inputs": [{"shape": shape, "dtype": dtype} for shape, dtype in inputs],

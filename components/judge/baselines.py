@@ -25,9 +25,10 @@ from components.judge.compile_cache import (
     start_compiled,
     store_mode_seconds,
 )
+from components.judge.staged_inputs import StagedInputs
 from components.judge.statistics import UNPAIRED_ROUNDS, net, precise_rounds
 from components.judge.task_reference import TaskReference
-from components.judge.timed_runner import BASELINE_LIMITS, StagedInputs, TimedRunner
+from components.judge.timed_runner import BASELINE_LIMITS, TimedRunner
 from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_process import RunnerError
 
@@ -153,7 +154,7 @@ def _start_baseline(
             runner = TimedRunner(reference, header, library, seconds=BASELINE_SECONDS)
             cleanup.callback(runner.close)
             if baseline != NOOP:
-                runner.warm_up(warm_up_seconds)
+                runner.work_untimed("warm", warm_up_seconds)
                 scheduler = reference.scheduler
                 with scheduler.preparing(), scheduler.limiting(reference.params.sandbox.run_seconds):
                     found = runner.verify("time", loose=True)

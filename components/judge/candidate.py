@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, cast
 
-from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from components.core.errors import UserError
 from components.core.files import digest_json
 from components.core.params import Sandbox
 from components.core.records import FrozenModel
 from components.core.text import parse_python
+from components.core.workloads import SYNTAX_ERRORS
 from components.judge.screen import (
     IMPORTS,
     screen_files,
@@ -37,25 +38,12 @@ from components.sandbox.inside.inline_extension import BuiltExtension, Extension
 # Largest size of a file of a workspace, and largest number of files in its folder kernels/.
 MAX_FILE_BYTES = 1 << 20
 MAX_FILES = 200
-# Errors of Python's parser and of functions on syntax trees; deep nesting raises the last two.
-SYNTAX_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 # Modules whose kernels are compiled by processes, which a candidate may not start, while it runs.
 COMPILED_AT_RUN_TIME = ("triton", "tilelang", "cutlass", "cupy", "numba")
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$")]
 
 
-def _check_unicode(text: str) -> str:
-    text.encode()  # UnicodeEncodeError is a ValueError, which pydantic reports.
-    return text
-
-
-# Text that can be written to a file; a string of Python may hold half of a surrogate pair.
-Text = Annotated[str, AfterValidator(_check_unicode)]
-
-
-Flags = Annotated[list[Annotated[Text, Field(max_length=200)]], Field(max_length=64)]
-
-
+Flags = Annotated[list[Annotated[str, Field(max_length=200)]], Field(max_length=64)]
 # Fields of an extension with flags.
 FLAGS = ("cflags", "cuda_cflags", "ldflags")
 
@@ -69,7 +57,7 @@ class CheckedExtension(FrozenModel):
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,99}$")]
-    sources: dict[FileName, Annotated[Text, Field(max_length=1 << 20)]] = Field(min_length=1, max_length=16)
+    sources: dict[FileName, Annotated[str, Field(max_length=1 << 20)]] = Field(min_length=1, max_length=16)
     cflags: Flags
     cuda_cflags: Flags
     ldflags: Flags
@@ -242,26 +230,27 @@ def _refuse_run_time_compilers(tree: ast.Module) -> None:
     The modules are those of `COMPILED_AT_RUN_TIME`, whose kernels are compiled while the candidate runs.
     """
     for node in ast.walk(tree):
-        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        names += [name.name for name in node.names] if isinstance(node, ast.Import) else []
-        for name in names:
-            if name.partition(".")[0] in COMPILED_AT_RUN_TIME:
+        names: list[str] = []
+        match node:
+            case ast.Import(names=imported):
+                names = [name.name for name in imported]
+            case ast.ImportFrom(module=str(module)):
+                names = [module]
+            case ast.Attribute(value=ast.Name(id="torch"), attr="compile"):
                 raise Rejected(
                     "load_failed",
-                    f"unsupported:{name.partition('.')[0]}",
+                    "unsupported:torch.compile",
+                    "torch.compile starts compilers while the candidate runs, which may start no process.",
+                )
+        for name in names:
+            package = name.partition(".")[0]
+            if package in COMPILED_AT_RUN_TIME:
+                raise Rejected(
+                    "load_failed",
+                    f"unsupported:{package}",
                     f"{name} compiles kernels while the candidate runs; only kernels that the judge itself "
                     "builds, from load_inline, load or kernels/, are judged.",
                 )
-        if isinstance(node, ast.Attribute) and _is_torch_compile(node):
-            raise Rejected(
-                "load_failed",
-                "unsupported:torch.compile",
-                "torch.compile starts compilers while the candidate runs, which may start no process.",
-            )
-
-
-def _is_torch_compile(node: ast.Attribute) -> bool:
-    return node.attr == "compile" and isinstance(node.value, ast.Name) and node.value.id == "torch"
 
 
 def _validated(requested: bytes) -> list[CheckedExtension]:

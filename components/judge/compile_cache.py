@@ -175,7 +175,7 @@ def _start(
             on_failure.callback(runner.close)
             file.truncate(0)  # frees the memory, although the runner has a descriptor of the file
             try:
-                runner.save_artefacts(save_seconds)
+                runner.work_untimed("save", save_seconds)
             except RunnerError as error:
                 raise TaskError(f"compile: {error}") from error
             size = os.fstat(file.fileno()).st_size

@@ -247,15 +247,6 @@ class DeviceScheduler:
         if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > CACHED_SHARE * self.device_bytes:
             torch.cuda.empty_cache()
 
-    def release_cache(self) -> None:
-        """Release all device memory that torch caches in this process; do nothing on cpu.
-
-        The calling thread must have shared or exclusive access, because freeing device memory blocks the
-        whole device.
-        """
-        if self.is_exclusive:
-            torch.cuda.empty_cache()
-
     @contextlib.contextmanager
     def reserve_memory(self, size: int) -> Iterator[None]:
         """Block until `size` bytes of device memory are unreserved, and reserve them until the context ends.

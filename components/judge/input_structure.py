@@ -82,9 +82,11 @@ def _structures(tensors: list[torch.Tensor], device: str) -> frozenset[str]:
         return frozenset({"not_real"})
     if not all(map(is_finite, tensors)):
         return frozenset({"not_finite"})
-    rows = [_sample_rows(tensor).to(device).double() for tensor in tensors]
+    # Slices along the last and along the first dimension; a tensor of one dimension is one row.
+    matrices = [tensor if tensor.dim() > 1 else tensor.reshape(1, -1) for tensor in tensors]
+    rows = [_sample_rows(matrix.flatten(0, -2)).to(device).double() for matrix in matrices]
+    columns = [_sample_rows(matrix.flatten(1).T).to(device).double() for matrix in matrices]
     samples = [_sample(tensor).to(device) for tensor in tensors]
-    columns = [_sample_columns(tensor).to(device).double() for tensor in tensors]
     common = torch.stack([row == 0 for row in rows]).all(0)
     checks = {
         "zeros": float(common.double().mean()) > 0.01 and not bool(common.all()),
@@ -98,26 +100,10 @@ def _structures(tensors: list[torch.Tensor], device: str) -> frozenset[str]:
     return frozenset(name for name, holds in checks.items() if holds)
 
 
-def _sample_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced rows, that is, slices along the last dimension, as the rows of a matrix.
-
-    A tensor of one dimension is one row. The matrix has at most `MAX_ROWS_NUMEL` elements.
-    """
-    width = tensor.shape[-1] if tensor.dim() > 1 else tensor.numel()
-    rows = tensor.reshape(-1, width)
-    most = max(1, MAX_ROWS_NUMEL // width)
-    return rows[:: -(-len(rows) // most), :MAX_ROWS_NUMEL]
-
-
-def _sample_columns(tensor: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced slices along the first dimension, as the rows of a matrix.
-
-    The matrix has at most `MAX_ROWS_NUMEL` elements.
-    """
-    columns = tensor.reshape(len(tensor) if tensor.dim() > 1 else tensor.numel(), -1)
-    width = min(len(columns), MAX_ROWS_NUMEL)
-    most = max(1, MAX_ROWS_NUMEL // width)
-    return columns[:width, :: -(-columns.shape[1] // most)].T
+def _sample_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """Return evenly spaced rows of a matrix, with at most `MAX_ROWS_NUMEL` elements together."""
+    most = max(1, MAX_ROWS_NUMEL // matrix.shape[1])
+    return matrix[:: -(-len(matrix) // most), :MAX_ROWS_NUMEL]
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,6 @@ A round is a series of timed calls, and a baseline is eager, torch.compile or an
 """
 
 import contextlib
-import functools
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -19,13 +17,15 @@ from components.core.params import JudgeParams
 from components.core.progress import Report
 from components.judge.baselines import COMPILE, EAGER, NOOP, fastest_mode, start_early, start_modes
 from components.judge.candidate import BuiltCandidate
+from components.judge.candidate_runner import start_candidate
 from components.judge.limit import Limit, forget_bandwidth, limit_of
 from components.judge.source_runner import TOO_LONG
+from components.judge.staged_inputs import StagedInputs
 from components.judge.statistics import net, paired_ratio, wanted_rounds
 from components.judge.task_bench import TaskBench
-from components.judge.timed_runner import BASELINE_LIMITS, StagedInputs, TimedRunner
+from components.judge.task_reference import TaskReference
+from components.judge.timed_runner import BASELINE_LIMITS, TimedRunner
 from components.judge.verdict import (
-    LOAD_ERRORS,
     MARGIN,
     RUN_ERRORS,
     WORKLOAD_MARGIN,
@@ -35,9 +35,6 @@ from components.judge.verdict import (
     Speedup,
     rejecting,
 )
-from components.sandbox.build import EXTENSION_SUFFIX
-from components.sandbox.inside.runner_protocol import RoleHeader
-from components.sandbox.runner_factory import sealed_file
 from components.sandbox.runner_process import RunnerError
 
 # Names of the runners that are measured.
@@ -89,12 +86,12 @@ def measure_candidate(
                 for baseline in [one for one in baselines.runners if one.role == "compile"]:
                     baselines.drop(baseline)  # whose memory the other candidate needs
                 with blaming_the_other():
-                    runners["against"] = other = stack.enter_context(
-                        _loaded(params, bench, against, BASELINE_LIMITS)
-                    )
+                    other = start_candidate(params, bench.reference, against, BASELINE_LIMITS)
+                    runners["against"] = stack.enter_context(contextlib.closing(other))
                     with rejecting(RUN_ERRORS):
                         _verify(other, detailed=True)
-            candidate = stack.enter_context(_loaded(params, bench, built))
+            candidate = start_candidate(params, bench.reference, built)
+            stack.enter_context(contextlib.closing(candidate))
             bench.float64_check.forget_deferred()
             report("comparing outputs with the reference")
             with rejecting(RUN_ERRORS):
@@ -159,94 +156,8 @@ def _exclusive_device(bench: TaskBench, compare_compile: bool | None) -> Iterato
                 with contextlib.suppress(TaskError):
                     fastest_mode(bench.baselines)
             if bench.reference.layout.placement.shares_buffers:
-                scheduler.release_cache()
+                torch.cuda.empty_cache()
             yield
-
-
-@contextlib.contextmanager
-def _loaded(
-    params: JudgeParams, bench: TaskBench, built: BuiltCandidate, limits: int = 1
-) -> Iterator[TimedRunner]:
-    """Yield a runner that has loaded the candidate `built`; raise Rejected if loading fails.
-
-    A runner is a sandboxed process, and this one may exist for `limits` times `sandbox.run_seconds`.
-    """
-    with (
-        open(sealed_file(built.library), "rb") as library,
-        contextlib.closing(_load(params, bench, built, library.fileno(), limits)) as runner,
-    ):
-        yield runner
-
-
-def _load(
-    params: JudgeParams, bench: TaskBench, built: BuiltCandidate, library: int, limits: int
-) -> TimedRunner:
-    """Start a runner that loads the candidate `built`, and return it; raise Rejected if loading fails.
-
-    `library` is the file descriptor of the candidate's library, or of an empty file if the candidate has
-    none. The runner may exist for `limits` times `sandbox.run_seconds`. If the constructor needs results that
-    torch may not compute in the timed process, the constructor is run in another process first
-    (`_constructor_results`).
-    """
-    header: RoleHeader = {
-        "role": "candidate",
-        "files": built.files,
-        "extensions": built.extensions,
-        "suffix": EXTENSION_SUFFIX,
-        "rules": params.sandbox.rules,
-        "library_bytes": os.fstat(library).st_size,
-    }
-    start = functools.partial(
-        TimedRunner, bench.reference, header, seconds=limits * params.sandbox.run_seconds
-    )
-    try:
-        with rejecting(LOAD_ERRORS):
-            try:
-                return start(library)
-            except RunnerError as error:
-                if error.kind != "unknown_result":
-                    raise
-            with _constructor_results(params, bench, header, library) as library_and_results:
-                return start(library_and_results)
-    except Rejected as error:
-        if not built.failures:
-            raise
-        then = f"The file then failed to load ({error.status} {error.reason}): {error.log}"
-        raise Rejected("build_failed", "compiler", "\n".join([*built.failures.values(), then])) from error
-
-
-@contextlib.contextmanager
-def _constructor_results(
-    params: JudgeParams, bench: TaskBench, header: RoleHeader, library: int
-) -> Iterator[int]:
-    """Yield the descriptor of a file with a candidate's library, followed by results of its constructor.
-
-    The results are what torch computed in the constructor, in a process that does nothing else
-    (sandbox/inside/constructor_mode.py). `header` is the message that gives the candidate's runner its role,
-    and `library` the descriptor of a file with the library alone. The yielded file is in memory. Raises
-    RunnerError if the constructor fails.
-    """
-    reference = bench.reference
-    header = {
-        **header,
-        "role": "construct",
-        "precision": params.precision,
-        "device": params.device,
-        "init_inputs": reference.layout.description.init_inputs,
-        "construction_seed": reference.construction_seed,
-    }
-    with os.fdopen(os.memfd_create("results"), "rb") as results:
-        runner = reference.processes.factory.spawn(
-            header, (library, results.fileno()), seconds=params.sandbox.run_seconds
-        )
-        try:
-            runner.receive()
-        finally:
-            runner.close(wait=True)
-        results.seek(0)
-        content = os.pread(library, header["library_bytes"], 0) + results.read()
-    with open(sealed_file(content), "rb") as library_and_results:
-        yield library_and_results.fileno()
 
 
 def _verify(candidate: TimedRunner, *, detailed: bool) -> None:
@@ -281,9 +192,10 @@ def _compare(
     device allows (`limit.Limit`), what the inputs were, and, if torch.compile was measured, its mode. Raises
     Rejected if an output is wrong or the times are not possible.
     """
-    candidate, spread = runners["candidate"], params.sandbox.process_spread
+    candidate, reference = runners["candidate"], bench.reference
+    spread = params.sandbox.process_spread
     speedups, medians = dict[str, Ratio](), dict[str, float]()
-    staged = StagedInputs(bench.reference, bench.reference.layout.calls)
+    staged = StagedInputs(reference, reference.layout.calls)
     evidence: dict[str, Any] = {"raw_seconds": {}}
 
     def time_beside(baselines: list[Timed], suffix: str = "") -> None:
@@ -318,11 +230,11 @@ def _compare(
             "written before the clock ran; let each call allocate its outputs, or write all of one that is "
             "used again.",
         )
-    limit = _checked_limit(bench, params, medians)
+    limit = _checked_limit(params, reference, medians)
     evidence["limit"] = asdict(limit)
     evidence["inputs"] = {
-        "drawn": bench.reference.inputs.draws,
-        "distributions": sorted({*bench.reference.distributions, *bench.reference.inputs.usable()}),
+        "drawn": reference.inputs.draws,
+        "distributions": sorted({*reference.distributions, *reference.inputs.usable()}),
         "different_calls": len(staged.fingerprints),
     }
     return (
@@ -332,7 +244,7 @@ def _compare(
     )
 
 
-def _checked_limit(bench: TaskBench, params: JudgeParams, medians: dict[str, float]) -> Limit:
+def _checked_limit(params: JudgeParams, reference: TaskReference, medians: dict[str, float]) -> Limit:
     """Return the least time of a call; raise Rejected if the candidate takes less than writing its outputs.
 
     `medians` has the median seconds per call of each runner, under names such as `candidate` and `eager`.
@@ -341,8 +253,8 @@ def _checked_limit(bench: TaskBench, params: JudgeParams, medians: dict[str, flo
     measured again before a candidate is refused, because other work can have made it look slow.
     """
     for _ in range(2):
-        with bench.scheduler.measuring():
-            limit = limit_of(bench.reference.layout, params.device, params.precision)
+        with reference.scheduler.measuring():
+            limit = limit_of(reference.layout, params.device, params.precision)
         if not medians["candidate"] < POSSIBLE * limit.output_seconds <= medians["eager"]:
             return limit
         forget_bandwidth()

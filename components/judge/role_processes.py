@@ -8,7 +8,7 @@ import contextlib
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
@@ -49,18 +49,31 @@ def task_errors() -> Iterator[None]:
 
 
 @dataclass
-class ProcessPerRole:
-    """Factory of a separate process for every role of a task, and of the memory of timed runners.
+class TaskProcesses:
+    """Base class of the factories of a task's processes, which `factory` starts.
 
-    A role is what a process does, for example `reference`, `eager` or `candidate`. A candidate's memory is
-    separate, because it could otherwise change the memory that other runners read. `factory` starts the
-    processes. The baselines of a task use the memory `shared` in common if device memory is scarce
-    (`Placement.shares_buffers`).
+    `shared` is memory that several timed runners use in turns, or None as long as there is none.
     """
 
     device: Device
     factory: RunnerFactory
-    shared: RunnerMemory | None = None
+    shared: RunnerMemory | None = field(default=None, init=False)
+
+    def close(self) -> None:
+        """Close the shared memory, after the runners that use it have ended."""
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
+
+
+@dataclass
+class ProcessPerRole(TaskProcesses):
+    """Factory of a separate process for every role of a task, and of the memory of timed runners.
+
+    A role is what a process does, for example `reference`, `eager` or `candidate`. A candidate's memory is
+    separate, because it could otherwise change the memory that other runners read. The baselines of a task
+    use the memory `shared` in common if device memory is scarce (`Placement.shares_buffers`).
+    """
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Start a process for the role `header["role"]`, and return it.
@@ -91,29 +104,20 @@ class ProcessPerRole:
         if memory is not self.shared:
             memory.close()
 
-    def close(self) -> None:
-        """Close the memory that baselines share, after their runners have ended."""
-        if self.shared is not None:
-            self.shared.close()
-            self.shared = None
-
 
 @dataclass
-class OneProcess:
+class OneProcess(TaskProcesses):
     """Single process, with a single set of buffers, that takes all roles of a task one after another.
 
-    `factory` starts it from a zygote of the kind `zygote`. It is used only for admissions, which check and
+    It is started from a zygote of the kind `zygote`. It is used only for admissions, which check and
     time a task and in which no candidate runs. One process saves most of the time of an admission, because a
     CUDA context does not have to be created for each role.
     """
 
-    device: Device
-    factory: RunnerFactory
     zygote: ZygoteKind
     # Share of the GPU's memory that the process may allocate.
     memory_share: float
     runner: Runner | None = None
-    shared: RunnerMemory | None = None
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Return the process, after starting it in the role `header["role"]` or switching it to this role.
@@ -135,11 +139,6 @@ class OneProcess:
 
     def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
         """Do nothing at the end of a role, because the next role uses the same process and memory."""
-
-    def close(self) -> None:
-        if self.shared is not None:
-            self.shared.close()
-            self.shared = None
 
 
 def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:

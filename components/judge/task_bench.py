@@ -32,27 +32,21 @@ def make_reference(
     """Return the inputs, parameters and reference outputs that judging candidates of a task needs.
 
     `code` is the task's source, `params` are the judge's settings, and `scheduler` reserves device memory. If
-    the task runs out of device memory, a second attempt first reserves all reservable device memory, so that
+    the task runs out of a GPU's memory, a second attempt first reserves all reservable device memory, so that
     no other task uses any. If `makes_data` is false, only the layout of the data is determined. Raises
     TaskError if the task's source fails, and TaskTooLarge if judging the task takes more memory than there
     is.
     """
     processes = ProcessPerRole(params.device, runner_factory)
-    for reserved in (0, scheduler.reservable_bytes):
-        try:
-            return TaskReference(
-                params,
-                scheduler,
-                code,
-                processes,
-                Sizing(),
-                describing_bytes=reserved,
-                makes_data=makes_data,
-            )
-        except TaskError as error:
-            if not error.out_of_memory or reserved == scheduler.reservable_bytes:
-                raise
-    raise AssertionError("the second attempt returns or raises")
+    make = functools.partial(
+        TaskReference, params, scheduler, code, processes, Sizing(), makes_data=makes_data
+    )
+    try:
+        return make()
+    except TaskError as error:
+        if not (error.out_of_memory and scheduler.is_exclusive):
+            raise
+    return make(describing_bytes=scheduler.reservable_bytes)
 
 
 class TaskBench:
@@ -114,7 +108,7 @@ class TaskBench:
         with self.scheduler.preparing():
             self.reference.drawing.close()
             self.reference.processes.close()
-            self.scheduler.release_cache()
+            torch.cuda.empty_cache()
         return self.float64_check.wrong_deferred_call()
 
     def close(self) -> None:

@@ -115,7 +115,7 @@ class TaskReference:
         self.resources.callback(self.processes.close)
         with self.scheduler.preparing():
             if shares_buffers:
-                self.scheduler.release_cache()
+                torch.cuda.empty_cache()
             self.parameters = self._allocate("parameters", layout.parameters.stride)
             self.input_buffer = self._allocate("inputs", layout.inputs.stride * layout.input_sets)
             self.output_buffer = self._allocate("outputs", layout.outputs.stride * correctness_sets)
@@ -170,7 +170,7 @@ class TaskReference:
                 self._fill_set(index, "given", parameters)
         if shares_buffers:
             with self.scheduler.preparing():
-                self.scheduler.release_cache()
+                torch.cuda.empty_cache()
 
     def _fill_set(self, index: int, distribution: str, parameters: int | None) -> bool:
         """Have the runner make input set `index` with the change `distribution`; return whether that works.

@@ -15,9 +15,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from components.core.errors import TaskError
 from components.judge.correctness import Mismatch
-from components.judge.input_mixing import InputMix, as_bits, fingerprint
+from components.judge.input_mixing import as_bits
+from components.judge.staged_inputs import StagedInputs
 from components.judge.task_reference import TaskReference
 from components.sandbox.inside import shared_memory
 from components.sandbox.inside.runner_protocol import RoleHeader
@@ -32,12 +32,6 @@ STOPPED_SECONDS = 0.01
 # Number of random byte positions at which the inputs of a timed round on cuda are checked for changes.
 SAMPLED_BYTES = 1 << 16
 
-# Largest number of attempts to draw inputs that no earlier call had.
-MAX_DRAWS = 8
-# Number of words of 8 bytes of a call's mixed inputs from which its fingerprint is computed. Those of two
-# mixtures differ in almost every word.
-SAMPLED_WORDS = 1 << 12
-
 # Smallest size in bytes of a result whose address is recorded, and the number of addresses that is never
 # suspicious; kernels that allocate their results use about ten.
 LARGE_RESULT_BYTES, FEW_ADDRESSES = 1 << 16, 16
@@ -50,63 +44,6 @@ Operation = Literal["check", "time"]
 def _secret_generator(device: torch.device) -> torch.Generator:
     """Return a random number generator with a secret seed, because torch's default one is predictable."""
     return torch.Generator(device).manual_seed(secrets.randbits(63))
-
-
-class StagedInputs:
-    """Inputs of a round of calls, made in memory that no runner can read and then copied to each runner.
-
-    The memory holds the inputs of `capacity` calls. Those of a call are a combination of input sets or drawn
-    anew, as its `InputMix` says. They are made in advance, because on cuda the clock runs while a runner gets
-    its inputs, and combining the sets takes as many kernel launches as a small task.
-    """
-
-    def __init__(self, reference: TaskReference, capacity: int):
-        self.reference = reference
-        self.stride = reference.layout.inputs.stride
-        self.memory = torch.zeros(self.stride * capacity, dtype=torch.uint8, device=reference.params.device)
-        self.mixes: list[InputMix] = []
-        # Fingerprints of the inputs of all timed calls.
-        self.fingerprints: set[int] = set()
-        self.views = [reference.layout.inputs.views(self.memory, number) for number in range(capacity)]
-
-    def hold(self, mixes: list[InputMix]) -> StagedInputs:
-        """Write the inputs that `mixes` describe into the memory, and return this object.
-
-        `mixes` has at most `capacity` entries. No runner of a candidate may compute meanwhile.
-        """
-        self.mixes = mixes
-        for mix, views in zip(mixes, self.views, strict=False):
-            self.reference.write_inputs(mix, views)
-        return self
-
-    def hold_fresh(self, calls: int, number: int) -> StagedInputs:
-        """Write inputs that no earlier call had for `calls` calls of round `number`, and return this object.
-
-        Raises TaskError if the task's `get_inputs` draws the same inputs again and again.
-        """
-        self.hold(self.reference.inputs.fresh(calls, number))
-        for index, views in enumerate(self.views[:calls]):
-            for _ in range(MAX_DRAWS):
-                memory = self.memory[index * self.stride :][: self.stride]
-                drawn = self.mixes[index].seed is not None
-                found = fingerprint(memory, None if drawn else SAMPLED_WORDS)
-                if found not in self.fingerprints:
-                    break
-                self.mixes[index] = self.reference.inputs.fresh(1)[0]
-                self.reference.write_inputs(self.mixes[index], views)
-            else:
-                raise TaskError(
-                    f"get_inputs() returned equal inputs {MAX_DRAWS} times in a row under different seeds; "
-                    "let it draw random values, and fix no seed, so that a kept answer can be told from a "
-                    "kernel"
-                )
-            self.fingerprints.add(found)
-        return self
-
-    @property
-    def inputs(self) -> torch.Tensor:
-        """Inputs of the round as a tensor of bytes."""
-        return self.memory[: self.stride * len(self.mixes)]
 
 
 class TimedRunner:
@@ -167,13 +104,8 @@ class TimedRunner:
             self.runner = processes.start(header, descriptors, seconds=seconds)
             with self.scheduler.background_work(self.runner):
                 self.runner.receive()
-            self._freeze()
+            self.runner.stop()  # between rounds, so that its threads cannot slow down other runners
             cleanup.pop_all()
-
-    def _freeze(self) -> None:
-        """Stop the runner between its rounds, so that its threads cannot slow down other runners."""
-        if self.runner is not None:
-            self.runner.stop()
 
     def _resume(self, runner: Runner) -> None:
         """Resume the runner for a round; raise RunnerError if it has computed since the judge stopped it."""
@@ -182,23 +114,17 @@ class TimedRunner:
             raise RunnerError("protocol", f"it computed for {seconds:.3f} s while it was stopped")
         runner.resume()
 
-    def warm_up(self, seconds: float) -> None:
-        """Make one untimed call, in which torch.compile compiles, and ignore its result.
+    def work_untimed(self, operation: Literal["warm", "save"], seconds: float) -> None:
+        """Have the runner do untimed work, within `seconds` of wall time.
 
-        `seconds` limits the wall time of the call.
+        With `warm` it makes one call, in which torch.compile compiles, and ignores the result. With `save`
+        torch.compile writes what it compiled to its archive file.
         """
-        self._untimed("warm", seconds)
-
-    def save_artefacts(self, seconds: float) -> None:
-        """Have torch.compile write what it compiled to its archive file, within `seconds` of wall time."""
-        self._untimed("save", seconds)
-
-    def _untimed(self, operation: Literal["warm", "save"], seconds: float) -> None:
         assert self.runner is not None
         self.runner.deadline = time.monotonic() + seconds
         with self.scheduler.background_work(self.runner):
             self.runner.request({"op": operation, "sets": 0})
-        self._freeze()
+        self.runner.stop()
 
     def verify(self, operation: Operation, *, loose: bool = False) -> Mismatch | None:
         """Return why an output for a correctness set is wrong, or None if all outputs are right.
@@ -264,7 +190,7 @@ class TimedRunner:
         if self.layout.placement.shares_buffers:
             self.runner.resume()
             self.runner.request({"op": "release"})
-            self._freeze()
+            self.runner.stop()
         return seconds / calls, self.memory.results[: self.layout.outputs.stride * calls]
 
     def _host_round(self, runner: Runner, operation: Operation, calls: int, staged: torch.Tensor) -> float:
@@ -307,7 +233,7 @@ class TimedRunner:
                 np.copyto(targets[index + 1], sources[index + 1])
             runner.acknowledge()
         runner.receive()
-        self._freeze()
+        runner.stop()
         seconds = runner.stopped_cpu_seconds - start
         self.inputs_changed = self._inputs_differ(inputs, staged)
         return seconds
@@ -338,7 +264,7 @@ class TimedRunner:
         results.copy_(outputs.raw()[: results.numel()])
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        self._freeze()
+        runner.stop()
         runner.set_cores(self.scheduler.other_cores)
         sample_differs = self.role == "candidate" and not torch.equal(sample, sample_after)
         self.inputs_changed = differ or sample_differs
@@ -375,7 +301,7 @@ class TimedRunner:
             runner.acknowledge()
         runner.receive()
         seconds = time.perf_counter() - start
-        self._freeze()
+        runner.stop()
         runner.set_cores(self.scheduler.other_cores)
         self.memory.results[: stride * calls].copy_(results)
         # The runner copies the tensors of a call, and not the bytes between them.

@@ -141,7 +141,6 @@ def bubblewrap(
     temporary_bytes: int,
     keep_capabilities: bool,
     writable: Mapping[str, Path] = MappingProxyType({}),
-    caches: Mapping[str, Path] = MappingProxyType({}),
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return a bwrap command with its options, without `--` and the command to run inside.
@@ -152,8 +151,7 @@ def bubblewrap(
 
     `keep_capabilities` is for a zygote, the trusted process that forks runners (inside/zygote.py). It needs
     capabilities to isolate its children from itself, and these drop all capabilities before they run
-    untrusted code. With it, `caches` are further writable host folders by their path inside, /workspace is
-    another folder of `temporary_bytes`, and /tmp is read-only. Without it, `caches` are not used.
+    untrusted code. With it, /workspace is another folder of `temporary_bytes`, and /tmp is read-only.
     """
     size = ("--size", str(temporary_bytes))
     command = [
@@ -175,10 +173,8 @@ def bubblewrap(
     for name, value in {**sandbox_environment(device), **variables}.items():
         command += ["--setenv", name, value]
     if keep_capabilities:
-        # Every runner mounts a private /workspace over this one. No other folder except the caches is
-        # writable, so that a runner cannot leave files for other runners.
-        for target, folder in caches.items():
-            command += ["--bind", str(folder), target]
+        # Every runner mounts a private /workspace over this one. No other folder except those in `writable`
+        # is writable, so that a runner cannot leave files for other runners.
         command += [*size, "--tmpfs", "/workspace", "--remount-ro", "/tmp"]
     return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
 

@@ -254,7 +254,7 @@ class RunnerFactory:
                 paths=paths,
                 temporary_bytes=TEMPORARY_BYTES,
                 keep_capabilities=True,
-                caches=caches,
+                writable=caches,
             )
         else:
             paths, interpreter, command = isolation.HOST_PATHS, [sys.executable, "-I"], []

@@ -5,7 +5,6 @@ laptop, in a paused virtual machine or in a stopped process. A waiting function 
 returns much later than requested, the machine was suspended meanwhile, so the delay is not counted.
 """
 
-import array
 import contextlib
 import ctypes
 import errno
@@ -84,8 +83,7 @@ for _function in (_libc.process_vm_readv, _libc.process_vm_writev):
 
 def send(connection: socket.socket, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
     """Send one JSON message together with file descriptors; raise OSError if the other side has closed."""
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    connection.sendmsg([json.dumps(message).encode()], rights)
+    socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
 
 
 def charged_seconds(elapsed: float, requested: float) -> float:

@@ -125,14 +125,15 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
     @app.get("/v1/tasks")
     def tasks(token: Caller) -> list[TaskSummary]:
         """List the tasks that can be named by their task_id."""
-        return [TaskSummary.of(task) for task in service.tasks.values()]
+        return [TaskSummary.model_validate(task, from_attributes=True) for task in service.tasks.values()]
 
     @app.get("/v1/tasks/{task_id}", responses=RESPONSES)
     def task(task_id: str, token: Caller) -> TaskView:
         """Return a task with its source and the message that asks a language model for a kernel."""
         found = service.listed_task(task_id)
+        summary = TaskSummary.model_validate(found, from_attributes=True)
         prompt = task_message(found.code, service.params.device)
-        return TaskView(**TaskSummary.of(found).model_dump(), code=found.code, prompt=prompt)
+        return TaskView(**summary.model_dump(), code=found.code, prompt=prompt)
 
     @app.get("/v1/settings")
     def settings(token: Caller) -> dict[str, Any]:
@@ -172,15 +173,15 @@ def _add_error_handlers(app: FastAPI) -> None:
     def answer(status: int, text: str, headers: dict[str, str] | None = None) -> JSONResponse:
         return JSONResponse({"error": text}, status, headers)
 
-    async def refused(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, ServiceError)
+    @app.exception_handler(ServiceError)
+    async def refused(request: Request, error: ServiceError) -> JSONResponse:
         headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
         if error.retry_after is not None:
             headers["Retry-After"] = str(math.ceil(error.retry_after))
         return answer(error.status, str(error), headers)
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
             return answer(422, f"body: not valid JSON ({first['ctx']['error']}).")
@@ -189,17 +190,13 @@ def _add_error_handlers(app: FastAPI) -> None:
         more = f" ({len(error.errors()) - 1} more)" if len(error.errors()) > 1 else ""
         return answer(422, readable(f"{place[:200]}: {text[:300]}{more}.", 600))
 
-    async def http(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
         return answer(error.status_code, str(error.detail), dict(error.headers or {}))
 
+    @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
         return answer(500, "the service failed; its log says why.")
-
-    app.add_exception_handler(ServiceError, refused)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, failed)
 
 
 class BodyLimit:

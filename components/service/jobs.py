@@ -34,7 +34,7 @@ from components.judge.pool.local_pool import (
     verdict_key,
 )
 from components.judge.pool.service_client import JUDGE_FAILED, TASK_FAILED
-from components.judge.verdict import Admission, Verdict, protocol_digest
+from components.judge.verdict import Admission, Verdict, protocol_digest, with_standard_labels
 from components.service.job_store import JobStore, State, StoredJob
 from components.service.judges import WarmJudges
 from components.service.requests import (
@@ -340,57 +340,61 @@ class JobService:
         path = journal_path(self.verdicts, job.id)
         if path.exists():  # written before the process was killed
             return "done", "", 200, ""
-
-        with self.judges.on_behalf_of(job.token):
+        with self.judges.scheduler.on_behalf_of(job.token):
             if job.kind == "admission":
                 request = AdmissionBody.model_validate_json(job.body)
-                params = request.settings(self.params)
-                admission = admit_with_retries(
-                    params,
-                    lambda: self.judges.admit(
-                        params, request.code, headroom=request.headroom, memory_only=request.memory_only
-                    ),
-                )
+                params = with_standard_labels(request.settings(self.params))
+                with self.judges.using(params) as judge:
+                    admission = admit_with_retries(
+                        params,
+                        lambda: judge.admit(
+                            request.code,
+                            request.eager_seconds,
+                            headroom=request.headroom,
+                            memory_only=request.memory_only,
+                        ),
+                    )
                 if admission.reason == "infrastructure":
-                    error = f"the judge failed: {admission.evidence.get('detail', '')}"
-                    return "failed", error, JUDGE_FAILED, "judge"
+                    return (
+                        "failed",
+                        f"the judge failed: {admission.evidence['detail']}",
+                        JUDGE_FAILED,
+                        "judge",
+                    )
                 write_json(path, asdict(admission))
-                return "done", "", 200, ""
-            body = JudgementBody.model_validate_json(job.body)
-            with self.judges.using(body.settings(self.params)) as judge:
-                verdict = judge_with_retries(
-                    self.params,
-                    lambda: judge.verdict(
-                        KernelTask(code=body.code),
-                        dict(Candidate.of(body.files).files),
-                        compare_compile=body.compare_compile,
-                        against=body.against,
-                        report=functools.partial(self.progress.__setitem__, job.id),
-                    ),
-                )
-        if verdict.status == "infrastructure":
-            status = TASK_FAILED if verdict.reason in TASK_FAULTS else JUDGE_FAILED
-            return "failed", verdict.log, status, verdict.reason
-        write_json(path, verdict.model_dump())
+            else:
+                body = JudgementBody.model_validate_json(job.body)
+                with self.judges.using(body.settings(self.params)) as judge:
+                    verdict = judge_with_retries(
+                        self.params,
+                        lambda: judge.verdict(
+                            KernelTask(code=body.code),
+                            body.files,
+                            compare_compile=body.compare_compile,
+                            against=body.against,
+                            report=functools.partial(self.progress.__setitem__, job.id),
+                        ),
+                    )
+                if verdict.status == "infrastructure":
+                    cause = TASK_FAILED if verdict.reason in TASK_FAULTS else JUDGE_FAILED
+                    return "failed", verdict.log, cause, verdict.reason
+                write_json(path, verdict.model_dump())
         return "done", "", 200, ""
 
-    def delete_old(self, moment: float) -> int:
-        """Delete the jobs that ended before `moment` with their verdicts, and return how many.
+    def delete_old(self, moment: float) -> None:
+        """Delete the jobs that ended before `moment` with their verdicts.
 
         `moment` is in seconds of Unix time. The jobs are deleted in small numbers at a time, between which
         requests are accepted. A verdict is deleted after its job, so that no job is left without its verdict
         if the process is killed between the two.
         """
-        deleted = 0
         while not self.closing:
             with self.condition:  # no request may find a verdict that is being deleted
                 jobs = self.store.delete_ended(moment)
                 for job in jobs:
                     journal_path(self.verdicts, job).unlink(missing_ok=True)
-            deleted += len(jobs)
             if not jobs:
-                break
-        return deleted
+                return
 
     def stop(self) -> None:
         """Set `closing`, so that no further job begins and every request that waits for a job returns."""

@@ -15,7 +15,7 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.judge import Judge
-from components.judge.verdict import Admission, protocol_digest, with_standard_labels
+from components.judge.verdict import protocol_digest
 from components.sandbox.runner_factory import RunnerFactory
 
 LOG = logging.getLogger(__name__)
@@ -116,24 +116,6 @@ class WarmJudges:
                     judge.close()
             except Exception:  # the others are closed nevertheless
                 LOG.exception("a judge that was not used could not be closed")
-
-    def admit(self, params: Params, code: str, *, headroom: bool, memory_only: bool) -> Admission:
-        """Return the admission of the task with source `code`, which says whether it can be judged.
-
-        With `headroom`, the task must also compile and leave device memory for other tasks, and its time
-        under torch.compile is measured too. A task whose eager time is not in the window `data.eager_seconds`
-        of `params` is refused. With `memory_only`, the task only has to run and the memory to suffice.
-        """
-        params = with_standard_labels(params)
-        with self.using(params) as judge:
-            return judge.admit(code, params.data.eager_seconds, headroom=headroom, memory_only=memory_only)
-
-    def on_behalf_of(self, caller: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which this thread's measurements count as those of `caller`.
-
-        Callers that wait at the same time measure in turn (`DeviceScheduler.on_behalf_of`).
-        """
-        return self.scheduler.on_behalf_of(caller)
 
     def _constructed(self) -> list[Judge]:
         with self.lock:

@@ -153,7 +153,6 @@ def _short(job: dict[str, Any]) -> Answer:
     if verdict is None:
         following = f"wait(job={job['id']})" if job["state"] in ("queued", "running") else ""
         return Answer(job=job["id"], state=job["state"], next=following)
-    ratios = {name: ratio for name, ratio in verdict["speedup"].items() if ratio is not None}
     return Answer(
         job=job["id"],
         state=job["state"],
@@ -162,7 +161,8 @@ def _short(job: dict[str, Any]) -> Answer:
         milestone=verdict["milestone"],
         speedup={
             name: f"{ratio['estimate']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
-            for name, ratio in ratios.items()
+            for name, ratio in verdict["speedup"].items()
+            if ratio is not None
         },
         log=verdict["log"],
         measurements=job["measurements"],

@@ -7,7 +7,6 @@ from pydantic.json_schema import SkipJsonSchema
 
 from components.core.params import Params
 from components.core.records import FrozenModel, Precision
-from components.core.task import KernelTask
 from components.judge.pool.service_client import MOST_MEASUREMENTS
 from components.judge.verdict import Admission, Labels, Verdict
 from components.service.job_store import Kind, State
@@ -132,11 +131,6 @@ class AdmissionBody(Body):
         False, description="measure nothing, and check only that it runs and can be judged in the memory"
     )
 
-    def settings(self, params: Params) -> Params:
-        params = super().settings(params)
-        data = params.data.model_copy(update={"eager_seconds": self.eager_seconds})
-        return params.model_copy(update={"data": data})
-
 
 class JobView(FrozenModel):
     """State of a job, and its result if it is done."""
@@ -171,10 +165,6 @@ class TaskSummary(FrozenModel):
     name: str
     level: int | None
     ops: tuple[str, ...]
-
-    @classmethod
-    def of(cls, task: KernelTask) -> "TaskSummary":
-        return cls(task_id=task.task_id, name=task.name, level=task.level, ops=task.ops)
 
 
 class TaskView(TaskSummary):

@@ -3,7 +3,6 @@
 A token is 256 random bits, so that its digest needs neither salt nor a slow hash function.
 """
 
-import json
 import secrets
 import threading
 from datetime import UTC, datetime, timedelta
@@ -60,7 +59,7 @@ def read_tokens(path: Path) -> list[Token]:
 
 
 def write_tokens(path: Path, tokens: list[Token]) -> None:
-    write_json(path, [json.loads(token.model_dump_json()) for token in tokens])
+    write_json(path, RECORDS.dump_python(tokens, mode="json"))
 
 
 def create_token(path: Path, token: Token, days: float | None) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from components.core.config import resolve
 from components.core.task import KernelTask
 from components.judge.judge import Judge
-from components.judge.timed_runner import StagedInputs
+from components.judge.staged_inputs import StagedInputs
 from components.synthesis.compose import compose_tasks
 
 TASKS, REPEATS = 12, 3

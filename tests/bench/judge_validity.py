@@ -27,7 +27,8 @@ from components.core.task import KernelTask
 from components.judge.baselines import NOOP
 from components.judge.judge import Judge
 from components.judge.measurement import Timed, median_seconds, speedup, timed_rounds
-from components.judge.timed_runner import StagedInputs, TimedRunner
+from components.judge.staged_inputs import StagedInputs
+from components.judge.timed_runner import TimedRunner
 from components.judge.verdict import MARGIN, Ratio
 from components.sandbox.build import EXTENSION_SUFFIX
 from components.sandbox.inside.runner_protocol import RoleHeader

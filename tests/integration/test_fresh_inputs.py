@@ -15,7 +15,7 @@ from components.core.task import KernelTask
 from components.judge.input_mixing import InputBank, InputMix, fingerprint
 from components.judge.input_structure import input_structures
 from components.judge.judge import Judge
-from components.judge.timed_runner import StagedInputs
+from components.judge.staged_inputs import StagedInputs
 from components.sandbox.inside.input_distributions import INPUT_DISTRIBUTIONS
 
 pytestmark = pytest.mark.usefixtures("no_compile_baseline")

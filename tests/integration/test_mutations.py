@@ -17,8 +17,8 @@ from components.judge import (
     float64_check,
     input_mixing,
     measurement,
+    staged_inputs,
     task_layout,
-    timed_runner,
 )
 from components.judge.float64_check import Float64Check
 from components.judge.input_mixing import InputBank, InputMix
@@ -33,19 +33,6 @@ from components.sandbox.runner_process import Runner, RunnerError
 
 pytestmark = pytest.mark.usefixtures("no_compile_baseline")
 SANDBOX = runner_factory.INSIDE_FOLDER
-INSIDE = (
-    "zygote.py",
-    "runner.py",
-    "constructor_mode.py",
-    "delivery.py",
-    "reference.py",
-    "runner_support.py",
-    "inductor.py",
-    "inline_extension.py",
-    "float64_mode.py",
-    "input_distributions.py",
-    "shared_memory.py",
-)
 
 
 def verdict(judge: Judge, name: str) -> Verdict:
@@ -59,7 +46,7 @@ def test_same_inputs_in_every_round(cold_judge: Judge, monkeypatch: pytest.Monke
         return list(itertools.islice(itertools.cycle(self.correctness_sets()), calls))
 
     monkeypatch.setattr(InputBank, "fresh", known)
-    monkeypatch.setattr(timed_runner, "fingerprint", lambda *_: secrets.randbits(64))
+    monkeypatch.setattr(staged_inputs, "fingerprint", lambda *_: secrets.randbits(64))
     assert verdict(cold_judge, "pointer_cache").status == "correct"
 
 
@@ -190,7 +177,7 @@ def seconds_between_rounds(judge: Judge) -> float:
 def test_no_stop_between_rounds(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its rounds a candidate stands still, whatever its threads would do to the baselines."""
     assert seconds_between_rounds(cold_judge) < 0.002
-    monkeypatch.setattr(TimedRunner, "_freeze", lambda self: None)
+    monkeypatch.setattr(Runner, "stop", lambda self: None)
     with pytest.raises(RunnerError, match="while it was stopped"):
         seconds_between_rounds(cold_judge)
 
@@ -224,8 +211,8 @@ def mutated(
     nurseries: list[RunnerFactory] = []
 
     def make(file: str, old: str, new: str) -> Judge:
-        for inside in INSIDE:
-            shutil.copy(SANDBOX / inside, tmp_path)
+        for inside in SANDBOX.glob("*.py"):
+            shutil.copy(inside, tmp_path)
         text = (tmp_path / file).read_text()
         assert text.count(old) == 1, f"{file} has changed: {old}"
         (tmp_path / file).write_text(text.replace(old, new))

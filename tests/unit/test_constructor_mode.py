@@ -3,6 +3,7 @@
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from components.sandbox import inside
 
 sys.path.insert(0, str(Path(inside.__file__).parent))
-from constructor_mode import ConstructorMode, UnknownResult, load_results, save_results
+from constructor_mode import ConstructorMode, UnknownResult
 
 NAMES = (
     "aten::mul.Tensor",
@@ -30,16 +31,17 @@ def construct() -> list[torch.Tensor | float]:
     return [weight, table, *weight.max(1), weight[0, 0].item()]
 
 
-def recorded() -> io.BytesIO:
+def recorded() -> list[Any]:
     with ConstructorMode(NAMES, None) as mode:
         construct()
-    save_results(mode, file := io.BytesIO())
+    torch.save(mode.results, file := io.BytesIO())
     file.seek(0)
-    return file
+    results: list[Any] = torch.load(file, weights_only=True)
+    return results
 
 
 def test_recorded_results_replace_computing() -> None:
-    with ConstructorMode(NAMES, load_results(recorded())):
+    with ConstructorMode(NAMES, recorded()):
         replayed = construct()
     for given, expected in zip(replayed, construct(), strict=True):
         assert torch.equal(torch.as_tensor(given), torch.as_tensor(expected))
@@ -48,7 +50,7 @@ def test_recorded_results_replace_computing() -> None:
 def test_an_unknown_result_is_not_computed() -> None:
     with ConstructorMode(NAMES, []), pytest.raises(UnknownResult, match=r"aten::mul\.Tensor"):
         construct()
-    results = load_results(recorded())[1:]
+    results = recorded()[1:]
     with ConstructorMode(NAMES, results), pytest.raises(UnknownResult):
         construct()
 

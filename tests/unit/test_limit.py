@@ -67,13 +67,13 @@ def test_a_call_takes_no_less_than_writing_its_outputs(
 
     monkeypatch.setattr(measurement, "limit_of", limit)
     scheduler = SimpleNamespace(measuring=contextlib.nullcontext)
-    bench = cast(Any, SimpleNamespace(scheduler=scheduler, reference=SimpleNamespace(layout=None)))
+    reference = cast(Any, SimpleNamespace(scheduler=scheduler, layout=None))
     medians = {"candidate": candidate * 1e-6, "eager": eager * 1e-6}
     expected = (
         pytest.raises(Rejected, match=r"at least 100\.00 us") if is_refused else contextlib.nullcontext()
     )
     with expected as caught:
-        assert _checked_limit(bench, resolve("ci").params, medians).seconds == 0.0025
+        assert _checked_limit(resolve("ci").params, reference, medians).seconds == 0.0025
     assert len(measured) == (2 if is_refused else 1), "a device that looked slow is measured again"
     if caught is not None:
         assert (caught.value.status, caught.value.reason) == ("wrong_output", "impossible_time")

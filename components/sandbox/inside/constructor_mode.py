@@ -9,7 +9,7 @@ results.
 """
 
 from collections.abc import Collection, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,8 +30,8 @@ FILLS_WITH_FLOATS = frozenset(["normal.float_float", "normal.float_float_out", "
 def may_construct(name: str) -> bool:
     """Return whether a constructor may call the operator `name`, such as "normal.float_float".
 
-    The result is False for operators that every call may use (`runner.ALLOWED_OPERATORS`), although a
-    constructor may call these too.
+    The result is False for operators that every call may use (`operator_blocking.ALLOWED_OPERATORS`),
+    although a constructor may call these too.
     """
     return name.split(".")[0] in CONSTRUCTION_OPERATORS or name in FILLS_WITH_FLOATS
 
@@ -96,17 +96,3 @@ def copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
-
-
-def save_results(mode: ConstructorMode, file: BinaryIO) -> None:
-    """Write the results that `mode` has recorded to `file`."""
-    torch.save(mode.results, file)
-
-
-def load_results(file: BinaryIO) -> list[Any]:
-    """Return the results that `save_results` has written: the operator's name and its values for each call.
-
-    A candidate may have changed the bytes, so only tensors and plain values are accepted.
-    """
-    results: list[Any] = torch.load(file, weights_only=True)
-    return results

@@ -147,12 +147,12 @@ def _replace_functions(load: Callable[[Extension, bool], Any]) -> None:
         return function
 
     module = types.ModuleType("torch.utils.cpp_extension")
-    made: dict[str, Any] = {
-        "load_inline": replacement(inline_extension),
-        "load": replacement(file_extension),
-    }
-    made |= {"CUDA_HOME": "/usr/local/cuda" if torch.version.cuda else None, "ROCM_HOME": None}
-    vars(module).update(made)
+    vars(module).update(
+        load_inline=replacement(inline_extension),
+        load=replacement(file_extension),
+        CUDA_HOME="/usr/local/cuda" if torch.version.cuda else None,
+        ROCM_HOME=None,
+    )
     sys.modules[module.__name__] = module
     vars(torch.utils)["cpp_extension"] = module
 

@@ -276,9 +276,9 @@ class ReferenceModel:
         """
         device = self.shared.device
         return [
-            value.to(device, torch.float64, copy=True)
-            if in_float64 and is_float_tensor(value)
-            else value.to(device, copy=True)
+            value.to(
+                device, torch.float64 if in_float64 and value.is_floating_point() else value.dtype, copy=True
+            )
             if isinstance(value, torch.Tensor)
             else value
             for value in values
@@ -356,7 +356,3 @@ def _shuffled(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether torch or Python could not allocate memory on the host or on a GPU."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def is_float_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()

@@ -4,20 +4,11 @@ This file runs only inside the sandbox; the judge never imports it. zygote.py im
 fork, so that all runners share one import of torch. The roles (runner_protocol.py) `candidate`, `eager`,
 `compile` and `noop` are measured with the same loop. The roles `describe` and `reference` are implemented in
 reference.py, and the role `record` in inline_extension.py.
-
-With sandbox.rules `kernel-only`, a candidate must use its own kernels instead of torch's compute operators,
-so these operators are blocked in its process (`block_operators`). The operators' kernels are replaced in
-torch's dispatcher before any of the candidate's code runs, for all threads and until the process ends, so
-neither a kernel that the candidate looks up nor a CUDA graph that it captures contains them. A dispatch mode
-could block the same calls, but a candidate can see whether a mode is set, and a mode that is always set costs
-time in every call. If a candidate's constructor calls compute operators, it gets results that were recorded
-in another process (constructor_mode.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib
@@ -26,7 +17,6 @@ import itertools
 import json
 import os
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,25 +28,12 @@ import inline_extension
 import reference
 import torch
 from delivery import Call, WrongForm, make_delivery
+from operator_blocking import ForbiddenOperator, block_operators, compute_names, compute_operators
 from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs, restored
 
 if TYPE_CHECKING:
     from components.sandbox.inside.runner_protocol import RoleHeader
 
-# Operators that stay allowed: allocations, views and copies. The last four are allowed because zeros and
-# clone call them, and because delivery.py delivers results with them.
-ALLOWED_OPERATORS = frozenset(
-    """
-    empty empty_strided empty_like new_empty new_empty_strided zeros zeros_like new_zeros view _unsafe_view
-    reshape alias detach as_strided slice select unsqueeze squeeze expand permute transpose t contiguous
-    clone split unbind narrow lift_fresh _reshape_alias is_pinned copy_ fill_ zero_ _foreach_copy_""".split()
-)
-# Attributes of torch._C whose functions compute without the dispatcher: Static Runtime, the fuser of
-# TorchScript, oneDNN Graph, and executors of exported programs.
-ENGINES = (
-    *("StaticModule", "_jit_to_static_module", "_fuse_to_static_module", "_te"),
-    *("_jit_set_llga_enabled", "_nativert", "_aoti"),
-)
 # Maximum length of an order of the judge, in bytes.
 ORDER_BYTES = 1 << 14
 # Maximum number of characters of a traceback that are sent to the judge.
@@ -104,8 +81,7 @@ def warm_up(kind: str, device: str, warm_folder: str = "") -> None:
     cuda or with "plain".
     """
     torch.set_num_threads(1)
-    for key in ("CPU", "CUDA"):
-        compute_operators(key)
+    compute_operators(device)
     linear = eval_mode(torch.nn.Linear(1, 1), "cpu")
     linear.load_state_dict(torch.nn.Linear(1, 1).state_dict())
     if kind == "compile" and device == "cpu":
@@ -231,7 +207,8 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
         if header["rules"] == "kernel-only":
             size = header["library_bytes"]
             libraries, recorded = libraries[:size], libraries[size:]
-            results = constructor_mode.load_results(io.BytesIO(recorded)) if recorded else []
+            # A candidate may have changed the bytes, so only tensors and plain values are accepted.
+            results = torch.load(io.BytesIO(recorded), weights_only=True) if recorded else []
             mode = constructor_mode.ConstructorMode(compute_names(shared.device), results)
             refuse_construction = block_operators(shared.device)
         with mode:
@@ -285,75 +262,6 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
     gc.enable()
 
 
-class ForbiddenOperator(Exception):
-    """Error raised if a candidate calls an operator of torch that computes."""
-
-
-def _refuse(name: str, *_: Any, **__: Any) -> None:
-    raise ForbiddenOperator(f"torch_compute:{name}")
-
-
-@functools.cache
-def compute_operators(key: str) -> list[tuple[str, str]]:
-    """Return the namespace and name of every operator with a kernel for `key` that is not always allowed.
-
-    Always allowed are ALLOWED_OPERATORS. `key` is a dispatch key of torch, "CPU" or "CUDA"; kernels for all
-    devices (CompositeExplicitAutograd) count too. The result is cached. If this is called before runners are
-    forked, they inherit the cache and need no time for it.
-    """
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [(full, *full.split("::", 1)) for full in torch._C._dispatch_get_all_op_names()]
-    return [
-        (space, name)
-        for full, space, name in names
-        if name.split(".")[0] not in ALLOWED_OPERATORS
-        and (has_kernel(full, key) or has_kernel(full, "CompositeExplicitAutograd"))
-    ]
-
-
-def compute_names(device: str) -> frozenset[str]:
-    """Return the full names of the operators on cpu and `device` that no constructor may call: `aten::mm`."""
-    keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
-    return frozenset(
-        f"{space}::{name}"
-        for key in keys
-        for space, name in compute_operators(key)
-        if not constructor_mode.may_construct(name)
-    )
-
-
-def block_operators(device: str) -> Callable[[], None]:
-    """Make every compute operator raise ForbiddenOperator, except those that a constructor may call.
-
-    Compute operators are all operators of torch but those that allocate, view or copy. The exceptions are the
-    operators of `constructor_mode.may_construct`. Also remove the functions ENGINES of torch, which compute
-    without operators. Return a function that blocks the exceptions too. Call this before the candidate's code
-    runs, and the returned function after the candidate's module is made. The returned function does not look
-    up names of this module, so a candidate that replaces them changes nothing. A reference to each library
-    object is leaked on purpose, because the original kernels would be restored if the object were garbage
-    collected.
-    """
-    keys = ("CPU", "CUDA") if device == "cuda" else ("CPU",)
-    library, partial, refuse = torch._C._dispatch_library, functools.partial, _refuse
-    leak, as_object = ctypes.pythonapi.Py_IncRef, ctypes.py_object
-
-    def block(operators: list[tuple[str, str, str]]) -> None:
-        libraries: dict[tuple[str, str], Any] = {}
-        for key, space, name in operators:
-            if (key, space) not in libraries:
-                libraries[key, space] = library("IMPL", space, key, __file__, 0)
-                leak(as_object(libraries[key, space]))
-            libraries[key, space].impl(name, key, partial(refuse, f"{space}.{name}"))
-
-    operators = [(key, *names) for key in keys for names in compute_operators(key)]
-    constructors = [operator for operator in operators if constructor_mode.may_construct(operator[2])]
-    block([operator for operator in operators if not constructor_mode.may_construct(operator[2])])
-    for engine in ENGINES:
-        vars(torch._C).pop(engine, None)
-        sys.modules.pop(f"torch._C.{engine}", None)
-    return partial(block, constructors)
-
-
 def record_constructor(header: RoleHeader, library: int, results: int) -> None:
     """Construct the candidate in this process, where torch may compute, and write torch's results to a file.
 
@@ -364,7 +272,7 @@ def record_constructor(header: RoleHeader, library: int, results: int) -> None:
     with mode:
         construct_candidate(header, os.pread(library, header["library_bytes"], 0))
     with os.fdopen(os.dup(results), "wb") as file:
-        constructor_mode.save_results(mode, file)
+        torch.save(mode.results, file)
 
 
 def construct_candidate(header: RoleHeader, libraries: bytes) -> torch.nn.Module:

@@ -21,7 +21,6 @@ A zygote of the kind `compile` also loads what torch.compile needs. A zygote of 
 torch. Its single runner is isolated in the same way and reports its uid and PID (preflight.py).
 """
 
-import array
 import contextlib
 import ctypes
 import functools
@@ -47,8 +46,8 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 22, 24, 38
 CAPABILITIES, CAPABILITY_VERSION = 64, 0x20080522
 NOBODY = 65534
-# Maximum length of a message of the judge.
-MESSAGE_BYTES = 1 << 20
+# Maximum length of a message of the judge, and maximum number of descriptors that come with it.
+MESSAGE_BYTES, MAX_DESCRIPTORS = 1 << 20, 64
 # Maximum number of files in a runner's /workspace. Each file takes about a kilobyte of kernel memory, which
 # no other limit includes.
 INODES = 1 << 16
@@ -86,12 +85,8 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
 
     Returns ({}, []) if the judge has closed the connection.
     """
-    data, ancillary, _, _ = connection.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(64 * 4))
-    descriptors = array.array("i")
-    for _, kind, payload in ancillary:
-        if kind == socket.SCM_RIGHTS:
-            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
-    return (json.loads(data) if data else {}), list(descriptors)
+    data, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, MAX_DESCRIPTORS)
+    return (json.loads(data) if data else {}), descriptors
 
 
 def close_descriptors_except(keep: set[int]) -> None:
