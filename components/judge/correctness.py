@@ -345,7 +345,9 @@ class _Part:
         self.scale = max_abs(values.reshape(1, -1)).item() if values.numel() else 0.0
         largest, self.reach = torch.finfo(single.dtype).max, 0.0
         if single.dtype in HALF_DTYPES:
-            self.reach = max_abs(expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)[None]).item()
+            self.reach = self.scale
+            if not all_finite:
+                self.reach = max_abs(expected.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)[None]).item()
             self.scale = min(max(self.scale, self.reach), largest)
             all_finite &= self.scale < largest / 2
         # Rounded values if the errors must be computed in float64, element by element; None otherwise.

@@ -115,7 +115,7 @@ class TimedRunner:
         runner.resume()
 
     def work_untimed(self, operation: Literal["warm", "save"], seconds: float) -> None:
-        """Have the runner do untimed work, within `seconds` of wall time.
+        """Have the runner carry out an operation that is not timed, within `seconds` of wall time.
 
         With `warm` it makes one call, in which torch.compile compiles, and ignores the result. With `save`
         torch.compile writes what it compiled to its archive file.

@@ -45,7 +45,7 @@ class OperationCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, with which torch neither imports torch._dynamo nor disables it here."""
+        """Return False, because torch otherwise imports Dynamo for two seconds in each process."""
         return False
 
     def __torch_dispatch__(
@@ -108,6 +108,7 @@ def describe(code: str, device: str) -> dict[str, Any]:
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds = min(seconds, time.perf_counter() - start)
+        # The constructor is that of torch's mode, which is not annotated.
         counter = OperationCounter()  # type: ignore[no-untyped-call]
         with contextlib.suppress(Exception), counter:  # of a module that the counter cannot follow
             model(*arguments)
