@@ -31,6 +31,8 @@ SHARING_ROUND_SHARE = 0.125
 # Largest size in bytes of the inputs and outputs of a call on cuda whose inputs are given call by call. They
 # are copied through host memory, so more bytes would take longer than the calls of most tasks.
 MAX_DELIVERED_BYTES = 1 << 20
+# About how long it takes to give a runner the inputs of such a call and to take its outputs, in seconds.
+DELIVERY_SECONDS = 5e-5
 # Largest size in bytes of all correctness sets, which are the input sets with reference outputs. A large task
 # has fewer correctness sets, but at least `Sizing.min_correctness_sets`.
 MAX_REFERENCE_BYTES = 24 << 30
@@ -252,9 +254,16 @@ class TaskLayout:
             [(shape, EXACT_DTYPES.get(dtype, dtype)) for shape, dtype in description.outputs]
         )
         call_bytes = inputs.stride + outputs.stride
-        lasting = -(-int(sandbox.round_seconds * 1e9) // max(1, int(description.seconds * 1e9)))
+        by_call = (
+            sandbox.input_delivery == "call"
+            and device == "cuda"
+            and not placement.shares_buffers
+            and call_bytes <= MAX_DELIVERED_BYTES
+        )
+        seconds = description.seconds + DELIVERY_SECONDS * by_call
+        lasting = -(-int(sandbox.round_seconds * 1e9) // max(1, int(seconds * 1e9)))
         calls = max(sandbox.sets_per_round, min(MAX_CALLS[device], lasting))
-        calls = max(2, int(sizing.round_share * calls))
+        calls = max(1 if device == "cuda" else 2, int(sizing.round_share * calls))
         share = sizing.round_share * (SHARING_ROUND_SHARE if placement.shares_buffers else 1.0)
         fitting = max(1, int(share * MAX_ROUND_BYTES[device]) // call_bytes)
         correctness_sets = max(
@@ -277,10 +286,7 @@ class TaskLayout:
             parameters=TensorLayout.of([(shape, dtype) for _, shape, dtype in description.state]),
             calls=min(calls, fitting),
             capacity=min(max(calls, correctness_sets), fitting),
-            by_call=sandbox.input_delivery == "call"
-            and device == "cuda"
-            and not placement.shares_buffers
-            and call_bytes <= MAX_DELIVERED_BYTES,
+            by_call=by_call,
             distributions=list(
                 itertools.islice(itertools.cycle(input_distributions(sandbox)), correctness_sets)
             ),

@@ -31,6 +31,8 @@ BASELINE_LIMITS = 10
 STOPPED_SECONDS = 0.01
 # Number of random byte positions at which the inputs of a timed round on cuda are checked for changes.
 SAMPLED_BYTES = 1 << 16
+# Largest number of seconds for which the judge waits for one call without sleeping.
+SPIN_SECONDS = 0.01
 
 # Smallest size in bytes of a result whose address is recorded, and the number of addresses that is never
 # suspicious; kernels that allocate their results use about ten.
@@ -294,6 +296,7 @@ class TimedRunner:
         np.copyto(next_inputs, sources[0])
         runner.send({"op": operation, "sets": calls})
         for index in range(calls):
+            runner.spin(SPIN_SECONDS)
             runner.receive(b"C")
             np.copyto(targets[index], last_outputs)
             if index + 1 < calls:

@@ -181,6 +181,16 @@ class Runner:
             return data[1:]
         raise RunnerError(ERROR_LETTERS.get(letter, "protocol"), data[1:].decode(errors="replace"))
 
+    def spin(self, seconds: float) -> None:
+        """Wait for a message without sleeping, at most for `seconds`.
+
+        A process that sleeps is woken some microseconds late, and by a different number each time.
+        """
+        poll, until = select.poll(), time.monotonic() + seconds
+        poll.register(self.connection, select.POLLIN)
+        while not poll.poll(0) and time.monotonic() < until:
+            pass
+
     def receive_addresses(self, count: int) -> list[int]:
         """Return the addresses of the `count` outputs of a call in the runner's memory.
 

@@ -1,8 +1,8 @@
 """What one call can gain on a GPU by answering for all calls of a round, and what prevents it costs.
 
-    python tests/device/first_call.py [--repeats 20] [--modes round,call] [--skip-turns]
+    python tests/device/first_call.py [--repeats 20] [--modes round,call,single] [--skip-turns]
 
-For each way of giving inputs (`sandbox.input_delivery`) the exploits `batch` and `batch_weights` are judged
+For each way of giving inputs (`MODES`) the exploits `batch` and `batch_weights` are judged
 beside honest work of the same kind, then a kernel beside itself and beside 10 % more work on the small task,
 whose interval and time show the price. At last the script measures what a round trip between two processes
 costs if the first one uses the device in it, which decides whether a judge could copy inputs and outputs of
@@ -38,6 +38,15 @@ CASES: dict[str, tuple[KernelTask, str, str]] = {
     "launches, 64 KB a call": (SMALL, "small", "batch"),
     "launches, 8 MB a call": (corpus.CUDA_TASK, "plain", "batch"),
     "reading 64 MB of weights": (corpus.task("honest_cuda", "gemv"), "gemv", "batch_weights"),
+}
+# Parameters by the name of a way to give inputs; `single` has one call in each of many rounds.
+MODES = {
+    "round": ("sandbox.input_delivery=round",),
+    "call": ("sandbox.input_delivery=call",),
+    "single": (
+        *("sandbox.input_delivery=round", "sandbox.sets_per_round=1", "sandbox.round_seconds=1e-6"),
+        *("sandbox.rounds=48", "sandbox.most_rounds=384"),
+    ),
 }
 TURNS = 300
 SIZES = (1 << 13, 1 << 17, 1 << 20, 1 << 23)
@@ -139,14 +148,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=20, help="comparisons of each kind for the price")
-    parser.add_argument("--modes", default="round,call", help="values of sandbox.input_delivery")
+    parser.add_argument("--modes", default=",".join(MODES), help="names of ways to give inputs")
     parser.add_argument("--skip-turns", action="store_true", help="leave out the round trips")
     chosen = parser.parse_args()
     for mode in chosen.modes.split(","):
-        print(f"sandbox.input_delivery={mode}", flush=True)
+        print(mode, flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            sets = ("device=cuda", f"sandbox.input_delivery={mode}")
-            judge = Judge(resolve("smoke", sets).params, Path(folder))
+            judge = Judge(resolve("smoke", ("device=cuda", *MODES[mode])).params, Path(folder))
             try:
                 gains(judge)
                 price(judge, chosen.repeats)

@@ -9,8 +9,10 @@ import contextlib
 import math
 import os
 import secrets
+import select
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 # Modes of torch.compile that use CUDA graphs.
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
+# Largest number of seconds for which a process waits for the judge between two calls without sleeping.
+SPIN_SECONDS = 0.01
 # Type of a loaded model: takes the arguments of one call and returns the outputs.
 Call = Callable[..., Any]
 # Type of a function that returns the tensors of an output, or raises WrongForm if their form is wrong.
@@ -156,12 +160,17 @@ def random_call(arguments: list[tuple[Any, ...]]) -> int:
     return secrets.randbelow(max(1, len(arguments)))
 
 
-def report_computed(connection: socket.socket) -> None:
+def report_computed(connection: socket.socket, spin_seconds: float = 0.0) -> None:
     """Tell the judge that results are computed, and wait until it allows the process to continue.
 
-    If the judge closes the connection instead, the process ends.
+    The process does not sleep in the first `spin_seconds`, because it would be woken late. If the judge
+    closes the connection instead, the process ends.
     """
     connection.send(b"C")
+    poll, until = select.poll(), time.monotonic() + spin_seconds
+    poll.register(connection, select.POLLIN)
+    while not poll.poll(0) and time.monotonic() < until:
+        pass
     if not connection.recv(1):
         os._exit(0)
 
@@ -299,4 +308,4 @@ class CallDelivery:
         for target, leaf in zip(self.last_outputs, leaves, strict=True):
             target.copy_(leaf, non_blocking=True)
         torch.cuda.synchronize()
-        report_computed(self.connection)
+        report_computed(self.connection, SPIN_SECONDS)
