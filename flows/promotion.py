@@ -16,8 +16,8 @@ from components.core.files import (
     read_json,
     write_json,
 )
-from components.evaluation.metrics import load_evaluation
 from components.evaluation.report import load_report_data, write_report
+from components.evaluation.results import load_evaluation
 from components.registry import gate_runner, models
 from components.registry.gates import REFUSALS, Compared, Decision
 from components.registry.promotion import Promotion

@@ -7,9 +7,8 @@ from typing import Any
 from components.agent.policies import checkpoint_policy
 from components.core.files import MANIFEST, digest_file, digest_json, digest_tree
 from components.evaluation.evaluate import evaluate
-from components.evaluation.metrics import RESULTS, Evaluation, Summary, TaskResult, load_evaluation
+from components.evaluation.results import RESULTS, Evaluation, Summary, TaskResult, load_evaluation
 from components.evaluation.suites import load_suite
-from components.judge.pool.local_pool import LocalPool
 from components.judge.verdict import workload_line
 from components.policy import first_policy
 from components.policy.checkpoint import verify_checkpoint
@@ -213,7 +212,7 @@ def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: s
             epoch=folder.name,
             progress=RenamedProgress(context.progress, title),
             seed=params.seed,
-            admit=context.pool.admit if isinstance(context.pool, LocalPool) else None,
+            admit=context.pool.admit,
         )
         results = folder / RESULTS
         return EvaluationRecord(

@@ -30,7 +30,7 @@ from prefect.states import Crashed
 from components.core.errors import UserError
 from components.core.files import digest_file, read_json, verify_files, write_json
 from components.core.records import FrozenModel
-from components.judge.pool.local_pool import JudgePool
+from components.judge.pool.local_pool import LocalPool
 from components.registry.tracking import MlflowRun
 from flows.home_gc import note_use
 from flows.run_context import PipelineRun
@@ -171,7 +171,7 @@ class Context:
         self,
         run: PipelineRun,
         progress: PageProgress,
-        pool: JudgePool,
+        pool: LocalPool,
         tracking: MlflowRun,
         dataset: DatasetRecord,
     ):

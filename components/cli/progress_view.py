@@ -73,7 +73,7 @@ def plain_table(columns: Iterable[str], rows: Iterable[Iterable[str]], *, show_h
 def evaluation_table(overall: Any, console: Console) -> None:
     """Print the figures of one evaluation as a table.
 
-    `overall` is a components.evaluation.metrics.Summary.
+    `overall` is a components.evaluation.results.Summary.
     """
     console.print(
         plain_table(("tasks", *FIGURES[1:]), [figures_row(str(overall.tasks), overall.model_dump())])

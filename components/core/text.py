@@ -68,7 +68,7 @@ def figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
     """Return the cells of one evaluation in a table with the columns FIGURES, of which `name` is the first.
 
     The others are the pass rate and, against eager and torch.compile, the shares of faster tasks and the mean
-    speed-ups. `found` has the fields of a components.evaluation.metrics.Summary.
+    speed-ups. `found` has the fields of a components.evaluation.results.Summary.
     """
     rate, mean = found["faster_rate"], found["geomean"]
     cells = [format_number(cell, "{:.0%}") for cell in (found["pass_rate"], rate["eager"], rate["compile"])]

@@ -21,12 +21,12 @@ from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel
 from components.evaluation.intervals import Estimate
-from components.evaluation.metrics import (
+from components.evaluation.metrics import changes
+from components.evaluation.results import (
     BASELINES,
     RESULTS,
     Evaluation,
     TaskResult,
-    changes,
     load_evaluation,
     require_equal_labels,
 )

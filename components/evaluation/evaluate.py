@@ -30,16 +30,15 @@ from components.core.errors import InfrastructureError, StageFailed, UserError
 from components.core.files import digest_json, read_json, write_json
 from components.core.progress import Progress
 from components.core.task import KernelTask
-from components.evaluation.metrics import (
+from components.evaluation.metrics import by_level, summarise
+from components.evaluation.results import (
     RESULTS,
     Attempt,
     Evaluation,
     Measurement,
     NotMeasurable,
     TaskResult,
-    by_level,
     load_evaluation,
-    summarise,
 )
 from components.judge.pool.local_pool import TASK_FAULTS, Candidate, Job, JudgePool
 from components.judge.pool.measurable import MENDS, left_out, refused_tasks

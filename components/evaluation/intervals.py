@@ -37,14 +37,16 @@ class Estimate(Interval):
 
 
 def bootstrap_counts(tasks: int) -> Array:
-    """Return how often each of `tasks` tasks occurs in each bootstrap sample, with shape [RESAMPLES, tasks].
+    """Return how often each of `tasks` tasks occurs in the whole set, and in each bootstrap sample of it.
 
-    The samples are equal in every call.
+    The shape is [1 + RESAMPLES, tasks]. The first row, that of the whole set, is 1 everywhere. The samples
+    are equal in every call.
     """
     if tasks == 0:
-        return np.zeros((RESAMPLES, 0))
+        return np.zeros((1 + RESAMPLES, 0))
     shares = np.full(tasks, 1 / tasks)
-    return np.random.default_rng(0).multinomial(tasks, shares, size=RESAMPLES).astype(float)
+    samples = np.random.default_rng(0).multinomial(tasks, shares, size=RESAMPLES)
+    return np.vstack([np.ones(tasks), samples])
 
 
 def quotients(figure: tuple[Array, Array], counts: Array) -> Array:

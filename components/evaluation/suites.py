@@ -40,9 +40,7 @@ def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
     not a task.
     """
     suite, levels = params.evaluation.suite, params.evaluation.levels
-    dtype = params.evaluation.dtype
-    tasks = _tasks(params, suite, dataset)
-    tasks = [cast_task(task, dtype) for task in tasks]
+    tasks = [cast_task(task, params.evaluation.dtype) for task in _tasks(params, suite, dataset)]
     if not levels:
         return tasks
     chosen = [task for task in tasks if task.level in levels]

@@ -4,19 +4,20 @@ The tables are Table 1 of the CUDA Agent paper together with the figures of this
 degenerate tasks, the environment, and the cost.
 """
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import Field
 
 from components.core.files import read_json
 from components.core.records import FrozenModel
 from components.evaluation.intervals import Interval
-from components.evaluation.metrics import SHARES, Evaluation, Summary, TaskResult, summarise
+from components.evaluation.metrics import SHARES, summarise
+from components.evaluation.results import Evaluation, Summary, TaskResult
 
 FIGURES = ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile")
 NOTE = "reported, not measured here"
@@ -84,8 +85,8 @@ def figure_of(summary: Summary, name: str) -> float | None:
 
     The result is None if the figure is, that is, if there is no task on which it is defined.
     """
-    value = functools.reduce(getattr, name.split("."), summary)
-    return None if value is None else float(cast(float, value))
+    value = attrgetter(name)(summary)
+    return None if value is None else float(value)
 
 
 def table_one(before: Evaluation | None, after: Evaluation) -> list[Row]:

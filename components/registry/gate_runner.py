@@ -13,7 +13,7 @@ from components.core.params import GateThresholds, Params
 from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
-from components.evaluation.metrics import RESULTS, Evaluation, load_evaluation
+from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 from components.judge.pool.local_pool import JudgePool
 from components.judge.verdict import Labels
 from components.registry import gates, models

@@ -21,7 +21,8 @@ from typing import Literal
 from components.core.params import GateThresholds
 from components.core.records import FrozenModel
 from components.evaluation.intervals import COVERAGE
-from components.evaluation.metrics import Summary, TaskResult, changes
+from components.evaluation.metrics import changes
+from components.evaluation.results import Summary, TaskResult
 
 # Figures in which a version is compared with the policy that its run began with. Pass rate and mean reward
 # are over all attempts.

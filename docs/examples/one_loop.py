@@ -39,7 +39,8 @@ from components.bootstrap.tokenizer import encode_conversations, train_tokenizer
 from components.core.config import resolve
 from components.core.params import Params
 from components.core.task import KernelTask
-from components.evaluation.metrics import TaskResult, summarise
+from components.evaluation.metrics import summarise
+from components.evaluation.results import TaskResult
 from components.judge.judge import Judge
 from components.judge.verdict import Verdict, milestone
 from components.policy.checkpoint import load_model, load_tokenizer

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from components.core.records import FrozenModel
 from components.evaluation.intervals import Array, Interval, bootstrap_counts, percentile_interval, quotients
-from components.evaluation.metrics import Evaluation, Measurement, TaskResult
+from components.evaluation.results import Evaluation, Measurement, TaskResult
 
 # Name of the row of the best fixed schedule in tables.
 BEST_FIXED = "best fixed schedule"
@@ -162,7 +162,7 @@ def captured_share(pairs: Sequence[tuple[float, float]]) -> tuple[float | None, 
     """
     columns = np.array(pairs, dtype=float).reshape(-1, 2).T
     share = float(quotients((columns[0], columns[1]), np.ones((1, len(pairs))))[0])
-    samples = quotients((columns[0], columns[1]), bootstrap_counts(len(pairs)))
+    samples = quotients((columns[0], columns[1]), bootstrap_counts(len(pairs))[1:])
     return None if math.isnan(share) else share, percentile_interval(samples)
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from seed_differences import POOLED, pooled_text
 
 from components.core.files import read_json
-from components.evaluation.metrics import RESULTS, Evaluation, load_evaluation
+from components.evaluation.results import RESULTS, Evaluation, load_evaluation
 
 ATTAINABLE = "attainable"
 # The full run, by the name of its last evaluation, and all its evaluations.

@@ -27,7 +27,8 @@ from components.core.config import PROJECT, resolve
 from components.core.files import read_json, write_json
 from components.core.progress import LineProgress
 from components.core.task import read_tasks
-from components.evaluation.metrics import Evaluation, changes, load_evaluation
+from components.evaluation.metrics import changes
+from components.evaluation.results import Evaluation, load_evaluation
 from components.judge.pool.open_pool import open_pool
 
 REFUSED = 4

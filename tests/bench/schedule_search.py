@@ -35,7 +35,7 @@ from components.core.progress import Progress
 from components.core.records import Device
 from components.core.task import KernelTask
 from components.evaluation.evaluate import add_cost, claim
-from components.evaluation.metrics import RESULTS, Measurement
+from components.evaluation.results import RESULTS, Measurement
 from components.judge.pool.local_pool import Candidate, Job, JudgePool
 from components.judge.verdict import Verdict
 

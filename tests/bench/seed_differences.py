@@ -11,7 +11,7 @@ import numpy as np
 from captured_share import final_answer, first_answer
 
 from components.evaluation.intervals import RESAMPLES, Array, percentile_interval
-from components.evaluation.metrics import Evaluation, TaskResult
+from components.evaluation.results import Evaluation, TaskResult
 
 # The value of a figure for one task and its weight, or None where it is not known. The last argument is the
 # attainable log speed-up of the task.

@@ -19,8 +19,8 @@ from components.core.errors import InfrastructureError, StageFailed, UserError
 from components.core.files import digest_tree
 from components.core.progress import Quiet
 from components.evaluation.evaluate import evaluate
-from components.evaluation.metrics import Evaluation, Measurement, load_evaluation
 from components.evaluation.report import write_evaluation_report
+from components.evaluation.results import Evaluation, Measurement, load_evaluation
 from components.judge.pool.local_pool import Job
 from components.judge.verdict import Admission, Ratio, Speedup, Verdict
 from components.registry.gates import integrity

@@ -26,7 +26,8 @@ from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_file, write_json
 from components.core.params import Params
 from components.core.progress import Quiet
-from components.evaluation.metrics import TaskResult, summarise
+from components.evaluation.metrics import summarise
+from components.evaluation.results import TaskResult
 from components.judge.pool.local_pool import Candidate, Job
 from components.judge.verdict import Verdict
 from components.registry import gate_runner, gates, models

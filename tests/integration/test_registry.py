@@ -20,7 +20,8 @@ from components.bootstrap.cold_start import new_model
 from components.core.errors import UserError
 from components.core.files import verify_files
 from components.core.params import GateThresholds, Registry
-from components.evaluation.metrics import TaskResult, summarise
+from components.evaluation.metrics import summarise
+from components.evaluation.results import TaskResult
 from components.judge.verdict import Ratio, Speedup
 from components.policy.checkpoint import save_checkpoint
 from components.registry import gates, models

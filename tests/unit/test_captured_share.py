@@ -22,7 +22,8 @@ from captured_share import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.evaluation.metrics import Attempt, Evaluation, Measurement, TaskResult, summarise
+from components.evaluation.metrics import summarise
+from components.evaluation.results import Attempt, Evaluation, Measurement, TaskResult
 from components.judge.verdict import Ratio, Speedup
 
 LOG2 = math.log(2)

@@ -10,7 +10,8 @@ import pytest
 from components.core.errors import UserError
 from components.core.files import write_json
 from components.evaluation.compare import Side, compare, open_side, paired_tests
-from components.evaluation.metrics import Evaluation, TaskResult, summarise
+from components.evaluation.metrics import summarise
+from components.evaluation.results import Evaluation, TaskResult
 from components.judge.verdict import Labels, Ratio, Speedup
 
 

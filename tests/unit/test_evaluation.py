@@ -14,7 +14,8 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.core.records import TaskDtype
 from components.core.task import KernelTask, cast_task, dtype_of, write_tasks
-from components.evaluation.metrics import Attempt, TaskResult, by_level, changes, summarise
+from components.evaluation.metrics import by_level, changes, summarise
+from components.evaluation.results import Attempt, TaskResult
 from components.evaluation.suites import load_suite
 from components.judge.verdict import Ratio, Speedup, Verdict, milestone
 

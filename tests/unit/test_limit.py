@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 
 from components.core.config import resolve
-from components.evaluation.metrics import TaskResult, summarise
+from components.evaluation.metrics import summarise
+from components.evaluation.results import TaskResult
 from components.judge import limit as limits
 from components.judge import measurement
 from components.judge.limit import Limit, limit_of

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from components.evaluation.metrics import FAST_P, TaskResult, summarise
+from components.evaluation.metrics import FAST_P, summarise
+from components.evaluation.results import TaskResult
 
 P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
 STATUSES = [

@@ -11,8 +11,9 @@ import pytest
 
 from components.core.errors import UserError
 from components.core.files import write_json
-from components.evaluation.metrics import Attempt, Evaluation, Measurement, TaskResult, by_level, summarise
+from components.evaluation.metrics import by_level, summarise
 from components.evaluation.report import load_report_data, write_report
+from components.evaluation.results import Attempt, Evaluation, Measurement, TaskResult
 from components.judge.verdict import Ratio, Seconds, Speedup, Status, Verdict, milestone
 
 EVIL = (

@@ -14,7 +14,8 @@ from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.task import KernelTask, load_task, read_tasks, write_tasks
 from components.core.workloads import MAX_WORKLOADS, workloads_of
-from components.evaluation.metrics import TaskResult, summarise
+from components.evaluation.metrics import summarise
+from components.evaluation.results import TaskResult
 from components.judge.admission import admit_workloads
 from components.judge.judge import verdict_over_workloads
 from components.judge.pool.local_pool import Candidate, Job, verdict_key
