@@ -325,6 +325,13 @@ def is_gguf(source: str | Path) -> bool:
     return Path(source).suffix.lower() == ".gguf"
 
 
+def load_arguments(source: Path) -> dict[str, Any]:
+    """Return the keyword arguments of transformers' `from_pretrained` that name a folder or a GGUF file."""
+    if is_gguf(source):
+        return {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    return {"pretrained_model_name_or_path": source}
+
+
 def check_policy_source(params: Params) -> None:
     """Raise UserError unless policy.source names a policy from which a run can start.
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from components.core.config import check_policy_source, is_gguf
+from components.core.config import check_policy_source, is_gguf, load_arguments
 from components.core.errors import UserError
 from components.core.params import Adapter, Params
 
@@ -56,18 +57,28 @@ class ModelShapes:
         """
         if not adapter.rank:
             return 0
-        chosen = {
-            target: [name for name in self.linears if f".{name}".endswith(f".{target}")]
-            for target in adapter.targets
-        }
-        if unknown := [target for target, names in chosen.items() if not names]:
-            known = sorted({name.rpartition(".")[2] for name in self.linears})
-            raise UserError(
-                f"policy.adapter.targets: {self.name} has no linear layer {unknown[0]} that can have an "
-                f"adapter; give some of {', '.join(known)}, or [] for all."
-            )
-        names = {name for found in chosen.values() for name in found} or set(self.linears)
-        return adapter.rank * sum(self.linears[name] for name in names)
+        return adapter.rank * sum(
+            self.linears[layer] for layer in adapted_layers(list(self.linears), adapter, self.name)
+        )
+
+
+def adapted_layers(layers: Sequence[str], adapter: Adapter, model: str) -> list[str]:
+    """Return those of `layers` that get an adapter: the ones in `adapter.targets`, or all if that is empty.
+
+    `layers` are the dotted names of the linear layers that can have one. A target is such a name or the end
+    of some. Raises UserError, which names the `model`, if a target is none of the layers.
+    """
+    chosen = {
+        target: [layer for layer in layers if f".{layer}".endswith(f".{target}")]
+        for target in adapter.targets
+    }
+    if unknown := [target for target, found in chosen.items() if not found]:
+        known = sorted({layer.rpartition(".")[2] for layer in layers})
+        raise UserError(
+            f"policy.adapter.targets: {model} has no linear layer {unknown[0]} that can have an adapter; "
+            f"give some of {', '.join(known)}, or [] for all."
+        )
+    return sorted({layer for found in chosen.values() for layer in found}) or list(layers)
 
 
 def policy_shapes(params: Params) -> ModelShapes:
@@ -95,10 +106,7 @@ def policy_shapes(params: Params) -> ModelShapes:
         )
         return shapes_of(config, "the policy from scratch")
     try:
-        if is_gguf(source):
-            file = Path(source)
-            return shapes_of(AutoConfig.from_pretrained(file.parent, gguf_file=file.name), source)
-        return shapes_of(AutoConfig.from_pretrained(source), source)
+        return shapes_of(AutoConfig.from_pretrained(**load_arguments(Path(source))), source)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise UserError(
             f"{source if is_gguf(source) else f'{source}/config.json'}: transformers cannot make this model "

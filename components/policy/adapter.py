@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from components.core.errors import UserError
+from components.planning.model_shapes import adapted_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,23 +39,9 @@ def add_adapter(model: PreTrainedModel, settings: Adapter) -> None:
         return
     from peft import LoraConfig
 
-    layers = _linear_layers(model)
-    for target in settings.targets:
-        if not any(_matches(layer, target) for layer in layers):
-            raise UserError(
-                f"policy.adapter.targets: {model.name_or_path or type(model).__name__} has no linear layer "
-                f"{target} that can have an adapter; give some of "
-                f"{', '.join(sorted({layer.rpartition('.')[2] for layer in layers}))}, or [] for all."
-            )
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=[
-            layer
-            for layer in layers
-            if not settings.targets or any(_matches(layer, target) for target in settings.targets)
-        ],
-    )
+    name = model.name_or_path or type(model).__name__
+    layers = adapted_layers(_linear_layers(model), settings, name)
+    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=layers)
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would also change the random state of GPUs.
         torch.default_generator.manual_seed(0)
@@ -76,11 +62,6 @@ def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.enable_adapters()
-
-
-def _matches(layer: str, target: str) -> bool:
-    """Return whether `target` is the dotted name `layer` or consists of the last parts of that name."""
-    return f".{layer}".endswith(f".{target}")
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:

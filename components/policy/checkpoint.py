@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from components.core.config import is_gguf
+from components.core.config import load_arguments
 from components.core.errors import UserError
 from components.core.files import (
     MANIFEST,
@@ -219,13 +219,6 @@ def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
             f"{folder}: its {what} cannot be loaded ({type(error).__name__}: {message}); "
             "give a whole Hugging Face folder, or a GGUF file that transformers can read."
         ) from error
-
-
-def load_arguments(source: Path) -> dict[str, Any]:
-    """Return the keyword arguments of transformers' `from_pretrained` that name a folder or a GGUF file."""
-    if is_gguf(source):
-        return {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-    return {"pretrained_model_name_or_path": source}
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

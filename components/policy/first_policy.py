@@ -1,7 +1,5 @@
 """First policies from other projects: Hugging Face folders and GGUF files, which become checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import shutil
@@ -10,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from components.core.config import is_gguf
+from components.core.config import is_gguf, load_arguments
 from components.core.errors import UserError
 from components.core.files import (
     MANIFEST,
@@ -93,8 +91,7 @@ def _convert(source: Path, folder: Path) -> None:
 
     with explain_load_errors(source, "model"):
         model, loading = AutoModelForCausalLM.from_pretrained(
-            source.parent,
-            gguf_file=source.name,
+            **load_arguments(source),
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
             output_loading_info=True,
