@@ -60,22 +60,15 @@ def row_gae(batch: EarnedRows, values: Tensor, gamma: float, lam: float) -> tupl
 def _advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
     """Return the generalised advantage estimates [n] of n successive steps, from rewards [n] and values [n].
 
-    The steps are the tokens of one row that the policy sampled; the value after the last one is 0. The sums
-    are computed in float64, and the result has the dtype of `values`.
+    The steps are the tokens of one row that the policy sampled; the value after the last one is 0. They are
+    computed in float64, as a recursive filter from the last step to the first, A_i = delta_i + gamma lam
+    A_(i+1). The result has the dtype of `values`.
     """
     following = torch.zeros_like(values, dtype=torch.float64)
     following[:-1] = values[1:]
     deltas = rewards.double() + gamma * following - values.double()
-    return _discounted_sums(deltas, gamma * lam).to(values.dtype)
-
-
-def _discounted_sums(x: Tensor, discount: float) -> Tensor:
-    """Return y [n] with y_i = sum over k >= 0 of discount^k x_(i+k), for `x` [n] in float64.
-
-    They satisfy y_i = x_i + discount * y_(i+1), a recursive filter from the last element to the first.
-    """
-    sums = lfilter([1.0], [1.0, -discount], x.flip(0).numpy())
-    return torch.from_numpy(sums).flip(0)
+    sums = lfilter([1.0], [1.0, -gamma * lam], deltas.flip(0).numpy())
+    return torch.from_numpy(sums).flip(0).to(values.dtype)
 
 
 def discounted_rewards(batch: EarnedRows, gamma: float) -> Tensor:

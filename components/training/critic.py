@@ -120,7 +120,7 @@ def run(stage: Stage) -> StageResult:
     ]
     if measured and not end.progress:
         best, epoch = max(measured)
-        state.saved.load(before=epoch + 2)
+        state.load(before=epoch + 2)
         if best < settings.min_explained_variance:
             raise StageFailed(
                 f"{stage.name}: the critic's held-out explained variance {best:.3f} is below "

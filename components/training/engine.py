@@ -146,17 +146,6 @@ class DeepSpeedEngine:
                 model=module, optimizer=optimizer, config=config, mpu=sequence_groups(module, engine)
             )
 
-    def forward(self, packed: Packed) -> tuple[Tensor, ...]:
-        """Return the network's outputs for the n tokens of `packed` that the policy sampled, each [n].
-
-        An actor returns log-probabilities and entropies (nats), and a critic values; they have no gradients.
-        Under ZeRO 3 or sequence parallelism every rank must call this equally often.
-        """
-        self.engine.eval()
-        with torch.no_grad():
-            outputs: tuple[Tensor, ...] = self.engine(packed)
-        return outputs
-
     def step(
         self,
         microbatches: Sequence[Microbatch],
@@ -223,17 +212,15 @@ class DeepSpeedEngine:
         ]
         return float(torch.stack(gradients).norm()) if gradients else math.nan
 
-    @contextlib.contextmanager
-    def gathered(self, module: nn.Module, *, recurse: bool = True) -> Iterator[None]:
+    def gathered(self, module: nn.Module, *, recurse: bool = True) -> contextlib.AbstractContextManager[None]:
         """Return a context in which this process has the parameters of `module` complete, also under ZeRO 3.
 
         Every rank must enter it. If `recurse` is False, the parameters of submodules are left out.
         """
-        if self.settings.zero_stage < 3:
-            yield
-            return
-        with self.deepspeed.zero.GatheredParameters(list(module.parameters(recurse))):
-            yield
+        context: contextlib.AbstractContextManager[None] = self.deepspeed.zero.GatheredParameters(
+            list(module.parameters(recurse)), enabled=self.settings.zero_stage == 3
+        )
+        return context
 
     def save(self, folder: Path) -> None:
         """Write parameters, optimizer state and random state below `folder`; every rank must call this."""
@@ -262,7 +249,7 @@ class FrozenNetwork:
         self.world, self.settings = join_world(device, engine), engine
         self.is_moved = engine.reference_offload and engine.zero_stage < 3
         self.module = module.requires_grad_(False)
-        self.network: Any = module
+        self.engine: Any = module
         if engine.compile:
             compile_network(module)
         if engine.zero_stage == 3:
@@ -273,13 +260,13 @@ class FrozenNetwork:
             _move(module, self.world.device)
             groups, deepspeed = sequence_groups(module, engine), import_deepspeed(device)
             with discarded_prints():
-                self.network, *_ = deepspeed.initialize(model=module, config=config, mpu=groups)
+                self.engine, *_ = deepspeed.initialize(model=module, config=config, mpu=groups)
         elif not self.is_moved:
             _move(module, self.world.device)
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Return a context in which the parameters are on the device; `forward` may be called only there."""
+        """Return a context in which the parameters are on the device; `evaluate` may be called only there."""
         if self.is_moved:
             _move(self.module, self.world.device)
         try:
@@ -287,17 +274,6 @@ class FrozenNetwork:
         finally:
             if self.is_moved:
                 _move(self.module, torch.device("cpu"))
-
-    def forward(self, packed: Packed) -> tuple[Tensor, ...]:
-        """Return log-probabilities and entropies (nats), both [n] and without gradients.
-
-        They are those of the n tokens of `packed` that the policy sampled. Under ZeRO 3 or sequence
-        parallelism every rank must call this equally often.
-        """
-        self.network.eval()
-        with torch.no_grad():
-            outputs: tuple[Tensor, ...] = self.network(packed)
-        return outputs
 
 
 def compile_network(module: nn.Module) -> None:
@@ -388,13 +364,17 @@ def evaluate(engine: DeepSpeedEngine | FrozenNetwork, batch: Batch) -> tuple[Ten
     """Return the outputs of the network of `engine` on the whole batch, each float32 [own tokens], on cpu.
 
     Own tokens are those that the policy sampled. An actor has the outputs log-probability and entropy (nats),
-    a critic the value. Every rank must call this, computes some micro-batches and gets the complete outputs.
+    a critic the value; they have no gradients. Every rank must call this, computes some micro-batches and
+    gets the complete outputs.
     """
     results: list[Tensor] = []
     world, limit = engine.world, engine.settings.tokens_per_microbatch
+    engine.engine.eval()
     for microbatch in plan(batch.lengths, range(len(batch.ids)), limit, world.group, world.groups):
         packed = pack(batch, microbatch.rows, world.part, world.sequence_parallel, world.device)
-        for position, output in enumerate(engine.forward(packed)):
+        with torch.no_grad():
+            outputs = engine.engine(packed)
+        for position, output in enumerate(outputs):
             if position == len(results):
                 results.append(stream(batch.tokens))
             if microbatch.counted:

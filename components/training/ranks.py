@@ -56,6 +56,10 @@ class World:
                 part.copy_(moved)
         return tensor
 
+    def any(self, condition: bool) -> bool:
+        """Return whether the condition holds on any rank; every rank must call this."""
+        return bool(self.sum(torch.tensor(float(condition))) > 0)
+
     def barrier(self) -> None:
         distributed.barrier()
 

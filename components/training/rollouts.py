@@ -7,7 +7,6 @@ is repeated after a kill does not sample them again.
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -274,7 +273,7 @@ class TrainedPolicy:
         sampler that uses the trained weights themselves computes nothing from the return until the next
         `publish`.
         """
-        folder, figures = step_folder(self.stage.out, step), Figures()
+        folder, figures = self.stage.out / "trajectories" / f"step-{step:04d}", Figures()
         if self.queue is not None and not folder.is_dir():
             stage, dropped, started = self.stage, self.queue.dropped, time.monotonic()
 
@@ -325,11 +324,3 @@ def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:
     )
     remaining = [task for task in tasks if task.task_id not in refused]
     return remaining, left_out(refused, len({task.task_id for task in tasks}))
-
-
-def step_folder(out: Path, step: int) -> Path:
-    """Return the folder of the trajectories of a step from 0, `out`/trajectories/step-NNNN.
-
-    `out` is the stage's folder.
-    """
-    return out / "trajectories" / f"step-{step:04d}"

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -123,16 +122,13 @@ class StateStore:
 
 
 @dataclass(frozen=True)
-class TrainState:
-    """A stage in training, with its stored states (`saved`) and its metrics.
+class TrainState(StateStore):
+    """A stage in training, with its stored states and its metrics.
 
     `start` is the number of steps that were done when this process began. `rolls_back` is whether the stage
     ends with earlier weights, instead of failing, when its policy has collapsed.
     """
 
-    stage: Stage
-    world: World
-    saved: StateStore
     start: int
     metrics: MetricsFile
     rolls_back: bool
@@ -153,12 +149,12 @@ def resume(
     state.
     """
     world = next(iter(engines.values())).world
-    saved = StateStore(stage, engines, world, kept_states)
-    start = saved.load()
+    store = StateStore(stage, engines, world, kept_states)
+    start = store.load()
     if rolls_back and start == 0:
-        saved.save(0)
+        store.save(0)
     metrics = MetricsFile(stage.out, start=start, writes=world.rank == 0)
-    return TrainState(stage, world, saved, start, metrics, rolls_back)
+    return TrainState(**vars(store), start=start, metrics=metrics, rolls_back=rolls_back)
 
 
 class Terminated(StageFailed):
@@ -171,17 +167,17 @@ class Terminated(StageFailed):
 
 
 @contextmanager
-def sigterm_deferred() -> Iterator[Callable[[World], bool]]:
+def sigterm_deferred() -> Iterator[list[int]]:
     """Return a context in which SIGTERM only sets a flag, so that the running step can end and be saved.
 
-    The yielded function returns whether any rank received SIGTERM; every rank must call it. Python handles
-    signals only in the main thread; in any other thread the context changes nothing.
+    The flag is the yielded list, which is empty until this rank receives the signal. Python handles signals
+    only in the main thread; in any other thread the context changes nothing.
     """
     received: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     previous = signal.signal(signal.SIGTERM, lambda number, _: received.append(number)) if is_main else None
     try:
-        yield lambda world: bool(world.sum(torch.tensor(float(bool(received)))) > 0)
+        yield received
     finally:
         if is_main:
             signal.signal(signal.SIGTERM, previous or signal.SIG_DFL)
@@ -244,11 +240,11 @@ def fit(
     step is finished, its state is saved, and Terminated is raised.
     """
     stage, saved_at = state.stage, time.monotonic()
-    with sigterm_deferred() as sigterm_received:
+    with sigterm_deferred() as received:
         for step in range(state.start, steps):
             if _is_out_of_time(state):
-                if step > state.start and state.saved.newest() != step:
-                    state.saved.save(step)
+                if step > state.start and state.newest() != step:
+                    state.save(step)
                 return FitEnd(progress=(step, steps))
             record, reason = StepRecord(), ""
             try:
@@ -257,21 +253,21 @@ def fit(
                 if not state.rolls_back:
                     raise
                 # This step shows that the weights of the previous update may be bad: load an older state.
-                state.saved.load(before=max(1, step))
+                state.load(before=max(1, step))
                 reason = f"{error} in update {step + 1}; the last good weights were kept"
             state.metrics.write(step, record.figures | {"seconds": time.monotonic() - record.started})
             if reason:
                 return FitEnd(reason)
             figures = {name: record.figures[name] for name in shown}
             stage.progress.update(stage.name, step + 1, steps, **figures)
-            stopping = sigterm_received(state.world)
+            stopping = state.world.any(bool(received))
             if isinstance(save_every, int):
                 is_due = (step + 1) % save_every == 0
             else:
                 seconds = 60 * int(save_every.removesuffix("min"))
-                is_due = _on_any_rank(state, time.monotonic() - saved_at >= seconds)
+                is_due = state.world.any(time.monotonic() - saved_at >= seconds)
             if stopping or is_due or step + 1 == steps:
-                state.saved.save(step + 1)
+                state.save(step + 1)
                 saved_at = time.monotonic()
             if stopping:
                 raise Terminated(
@@ -289,12 +285,7 @@ def _is_out_of_time(state: TrainState) -> bool:
     if state.stage.deadline is None:
         return False
     expected = max((record["seconds"] or 0.0 for record in state.metrics.records[-EXPECTED_FROM:]), default=0)
-    return _on_any_rank(state, time.time() + expected > state.stage.deadline)
-
-
-def _on_any_rank(state: TrainState, condition: bool) -> bool:
-    """Return whether the condition holds on any rank; every rank must call this."""
-    return bool(state.world.sum(torch.tensor(float(condition))) > 0)
+    return state.world.any(time.time() + expected > state.stage.deadline)
 
 
 def finish(
