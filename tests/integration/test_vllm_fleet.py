@@ -154,7 +154,7 @@ def test_an_examination_ends_no_pause_and_no_sleep() -> None:
         sampler(fleet).push(weight_buckets(tiny_policy(seed=3), 10_000), version="v1")
         examined.paused, examined.asleep = "keep", True
         examined.workers[0].asleep = True
-        fleet.wait(fleet._examine(fleet.replicas[0], time.monotonic()))
+        fleet.all(fleet.replicas[:1], lambda replica: fleet._examine(replica, time.monotonic()))
         assert examined.paused == "keep" and examined.asleep and fleet.replicas[0].is_usable()
         examined.paused, examined.asleep = "", False
 
@@ -188,7 +188,7 @@ def test_a_server_that_is_doubted_during_a_push_is_not_used_with_its_old_weights
         one.push(weight_buckets(tiny_policy(seed=8), 10_000), version="v1")
         missed.doubt(True)
         one.push(weight_buckets(tiny_policy(seed=9), 10_000), version="v2")
-        fleet.wait(fleet._examine(missed, time.monotonic()))
+        fleet.all([missed], lambda replica: fleet._examine(replica, time.monotonic()))
         assert not missed.doubted and not missed.is_usable()
         one.push(weight_buckets(tiny_policy(seed=9), 10_000), version="v3")
         assert missed.is_usable()

@@ -59,10 +59,6 @@ class Fleet:
         other servers are used. It is used after the first push of weights in which it takes part. Raises
         UserError if no server answers, or if a server runs a version of vLLM that is too old.
         """
-        if not urls:
-            raise UserError(
-                "policy.servers: is empty; give the addresses of vLLM servers, such as [http://127.0.0.1:8000]."
-            )
         self.context, self.patience, self.loyal = context, patience, loyal
         self.retries = self.moves = 0
         # Sessions that have been assigned to a server.
@@ -95,11 +91,7 @@ class Fleet:
         async def every() -> list[T]:
             return await asyncio.gather(*(call(replica) for replica in replicas))
 
-        return self.wait(every())
-
-    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine, which runs in the thread of the fleet."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        return asyncio.run_coroutine_threadsafe(every(), self.loop).result()
 
     async def complete(self, request: Request, session: str) -> Completion:
         """Return the completion of a request, which is sent to the server of `session`.

@@ -97,20 +97,17 @@ class VllmSampler:
         is a checkpoint with the same weights. Running completions are treated as `policy.push_pause` says.
         Raises UserError if a worker does not have the new weights, or if no server answers.
         """
-        self.wake_up()
+        if self.asleep:
+            self.weights.set_asleep(False)
+            self.asleep = False
         self.weights.push(buckets, version=version, folder=folder, pause=self.settings.push_pause)
         self.version = version
 
     def sleep(self) -> None:
-        """Release vLLM's GPU memory until the next `wake_up` or `push`, if `policy.sleep` is set."""
+        """Release vLLM's GPU memory until the next `push`, if `policy.sleep` is set."""
         if self.settings.sleep and not self.asleep:
             self.weights.set_asleep(True)
             self.asleep = True
-
-    def wake_up(self) -> None:
-        if self.asleep:
-            self.weights.set_asleep(False)
-            self.asleep = False
 
 
 def open_vllm_sampler(

@@ -5,8 +5,6 @@ are asked over HTTP to receive a bucket while the trainer sends it. The group is
 formed anew when a server joined, left or was restarted.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
