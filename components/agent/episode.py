@@ -62,10 +62,6 @@ def judge_failures(failures: Sequence[tuple[str, str]]) -> str:
     return "; ".join(f"{number} {reason}: {logs[reason][:300]}" for reason, number in counts.most_common())
 
 
-def _ignore(*_: object) -> None:
-    return
-
-
 @dataclass(frozen=True)
 class RolloutRequest:
     """Tasks, judge pool and limits of one rollout.
@@ -99,8 +95,8 @@ class RolloutRequest:
     shorten_history: bool = False
     first: int = 0
     reward: Reward = milestone
-    on_progress: Callable[[int, int], None] = _ignore
-    on_verdict: Callable[[Candidate, Verdict], None] = _ignore
+    on_progress: Callable[[int, int], None] = lambda *_: None
+    on_verdict: Callable[[Candidate, Verdict], None] = lambda *_: None
     stopped: threading.Event = field(default_factory=threading.Event)
     sampling: BusyMeter = field(default_factory=BusyMeter)
     judging: BusyMeter = field(default_factory=BusyMeter)
@@ -120,9 +116,6 @@ class RolloutRequest:
     def turn_seed(self, index: int, turn: int) -> int:
         """Return the seed of turn number `turn` in the trajectory of `tasks[index]`; both count from 0."""
         return ((self.seed * 1_000_003 + self.first + index) * 1_000_003 + turn) % 2**63
-
-    def is_out_of_time(self) -> bool:
-        return self.deadline is not None and time.monotonic() > self.deadline
 
 
 def first_prompt(params: Params, code: str, *, in_turns: bool) -> str:
@@ -178,7 +171,7 @@ class Episode(abc.ABC):
         """Sample turns until the episode ends, judge the final files and return the trajectory."""
         with contextlib.closing(self.tools):
             while not self.finish_reason:
-                if self.request.is_out_of_time():
+                if self.request.deadline is not None and time.monotonic() > self.request.deadline:
                     self.finish_reason = "time"
                 else:
                     await self.take_turn()

@@ -110,25 +110,12 @@ def open_sampler(
     return sampler
 
 
-def _require_model(folder: Path, given: str) -> None:
-    """Raise UserError, whose message begins with `given`, if there is no model in `folder`."""
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{given}: no model in this folder, config.json is missing; give a checkpoint, a Hugging Face "
-            "folder, or a GGUF file (for --policy also champion or an http address)."
-        )
-
-
 def checkpoint_policy(folder: Path, params: Params) -> Policy:
-    """Return the policy in `folder`, to be sampled with `params` unchanged.
+    """Return the policy of the checkpoint `folder`, to be sampled with `params` unchanged.
 
-    Raises UserError if the folder holds no model, or if it has a manifest (manifest.json) with another digest
-    of one of its files.
+    Raises UserError if the folder has no manifest (manifest.json), or a file with another digest than there.
     """
-    _require_model(folder, f"{folder}")
-    has_manifest = (folder / MANIFEST).is_file()
-    digest = verify_checkpoint(folder).digest if has_manifest else digest_json(digest_tree(folder))
-    return _folder_policy(folder, params, digest)
+    return _folder_policy(folder, params, verify_checkpoint(folder).digest)
 
 
 def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Policy:
@@ -142,7 +129,11 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Polic
     """
     if is_gguf(folder) and folder.is_file():
         folder = adopted(folder, Path(params.home).expanduser() / "adopted")
-    _require_model(folder, f"--policy {folder}")
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"--policy {folder}: no model in this folder, config.json is missing; give a checkpoint, a "
+            "Hugging Face folder, or a GGUF file (for --policy also champion or an http address)."
+        )
     trained, digest = {}, ""
     if (folder / MANIFEST).is_file():
         manifest = verify_checkpoint(folder, params.device)

@@ -26,7 +26,7 @@ from components.evaluation.evaluate import evaluate
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        ({}, r"config\.json is missing"),
+        ({}, r"manifest\.json is missing"),
         ({"config.json": "{}", "manifest.json": '{"files": {}}'}, r"manifest\.json"),
     ],
     ids=["no_model", "no_manifest"],

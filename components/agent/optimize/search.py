@@ -6,9 +6,7 @@ runners, is reported. The reported speed-up is thus not biased upwards by the ch
 """
 
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
 
 from components.agent.episode import RolloutRequest
 from components.agent.policies import Policy
@@ -19,8 +17,8 @@ from components.core.errors import UserError
 from components.core.files import digest_json
 from components.core.progress import Progress
 from components.core.task import KernelTask
-from components.judge.pool.local_pool import Candidate, Job, JudgePool
-from components.judge.verdict import UNSURE, Admission, Verdict
+from components.judge.pool.local_pool import Candidate, Job, JudgePool, LocalPool
+from components.judge.verdict import UNSURE, Verdict
 
 # Largest number of kernels that are measured a second time.
 FINALISTS = 3
@@ -49,15 +47,6 @@ UNJUDGEABLE = {
 }
 
 
-class AdmittingPool(JudgePool, Protocol):
-    """Interface of a judge pool that can also admit tasks, such as `LocalPool`.
-
-    `admit` takes the source of a task, and checks that the judge can tell wrong kernels from right ones.
-    """
-
-    def admit(self, code: str) -> Future[Admission]: ...
-
-
 @dataclass(frozen=True)
 class Outcome:
     """Result of an optimisation, which is a search for a kernel that makes the module of `task` faster.
@@ -84,7 +73,7 @@ class Outcome:
         return sum(len(trajectory.turns) for trajectory in self.trajectories)
 
 
-def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[KernelTask, list[str]]:
+def admitted_task(task: KernelTask, origin: str, pool: LocalPool) -> tuple[KernelTask, list[str]]:
     """Check that the judge can judge a user's task, and return the task and sentences for the user.
 
     The returned task has what the check recorded, such as shapes and times, in `evidence`. `origin` names the
@@ -132,7 +121,7 @@ def admitted_task(task: KernelTask, origin: str, pool: AdmittingPool) -> tuple[K
 def find_kernel(
     policy: Policy,
     task: KernelTask,
-    pool: AdmittingPool,
+    pool: LocalPool,
     *,
     attempts: int = 0,
     turns: int = 0,
