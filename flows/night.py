@@ -158,9 +158,8 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
         if record.get("profile") == run.profile and "tail_seconds" in record
     ]
     budget = hours * 3600
-    reserve: float
     if earlier:
-        reserve = MARGIN * max(before.seconds, earlier[0])
+        reserve = MARGIN * max(before.seconds, float(earlier[0]))
     else:
         reserve = max(MARGIN * 2 * before.seconds, FIRST_SHARE * budget)
     return night.started + budget - reserve - SPARE_SECONDS

@@ -308,7 +308,7 @@ def publish(
         tracking.table(name, table(results.tasks))
         manifest[name] = digest_json(results.model_dump(mode="json", exclude={"policy"}))
     for name in ("report.html", "report.json"):
-        tracking.artifact(run.folder / name)
+        tracking.client.log_artifact(tracking.run_id, str(run.folder / name))
     write_json(run.folder / MANIFEST, manifest)
 
     record["artifacts"] = store_artifacts(run, policy, context.dataset_folder)

@@ -142,7 +142,10 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     request = requests.get(first.base_key)
     run = PipelineRun(resolved, Rerun(**request)) if request else first
     if not rerun_from:
-        return _newest_night(run, resolved)
+        # The time budget of each run before the last one ended in a stage, which the next run continues.
+        while left_unfinished(run.folder):
+            run = PipelineRun(resolved, run.rerun, run.run_id)
+        return run
     if rerun_from not in STAGES:
         raise UserError(f"--from {rerun_from}: no such stage; give one of {', '.join(STAGES)}.")
     if rerun_from in get_args(TrainingStage) and rerun_from not in run.params.night.stages:
@@ -163,17 +166,6 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     prepare_home(first.home)
     write_json(file, requests | {first.base_key: asdict(rerun)})
     return PipelineRun(resolved, rerun)
-
-
-def _newest_night(run: PipelineRun, resolved: Resolved) -> PipelineRun:
-    """Return `run`, or the first later run with its parameters `resolved` that left no stage unfinished.
-
-    The time budget of the runs before it ended in a stage, which the next one continues. A run that has not
-    begun counts as one that left nothing unfinished.
-    """
-    while left_unfinished(run.folder):
-        run = PipelineRun(resolved, run.rerun, run.run_id)
-    return run
 
 
 def left_unfinished(folder: Path) -> dict[str, Any] | None:

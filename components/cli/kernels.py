@@ -1,7 +1,5 @@
 """The commands `cuda-agent judge` and `cuda-agent optimize`: judge one kernel, or search for a faster one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

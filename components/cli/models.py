@@ -48,7 +48,10 @@ def models_list(options: CommonOptions) -> Output:
     from components.registry import models
 
     promotion, _ = open_promotion(options)
-    versions = models.versions(promotion.client, promotion.model)
+    versions = [
+        models.describe(promotion.client, promotion.model, number)
+        for number in models.numbers(promotion.client, promotion.model)
+    ]
     rows = [
         (
             version["version"],

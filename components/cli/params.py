@@ -1,7 +1,5 @@
 """The commands `cuda-agent params` and `cuda-agent plan`: the parameters of a profile, and its memory."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from functools import reduce

@@ -1,7 +1,5 @@
 """The command `cuda-agent run`, which runs the pipeline in this process."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

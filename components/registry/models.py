@@ -173,11 +173,6 @@ def numbers(client: MlflowClient, model: str) -> list[str]:
     return sorted((str(version.version) for version in found), key=int, reverse=True)
 
 
-def versions(client: MlflowClient, model: str) -> list[dict[str, Any]]:
-    """Return all versions, the newest first, as JSON records: their gates, decision, aliases and tags."""
-    return [describe(client, model, number) for number in numbers(client, model)]
-
-
 def location(client: MlflowClient, model: str, version: str) -> str:
     """Return the path of a version's checkpoint if it is a local folder, and its URI otherwise."""
     uri = client.get_model_version_download_uri(model, version)

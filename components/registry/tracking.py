@@ -247,9 +247,6 @@ class MlflowRun:
     def tags(self, tags: Mapping[str, str]) -> None:
         self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
-    def artifact(self, path: Path) -> None:
-        self.client.log_artifact(self.run_id, str(path))
-
     def end(self, status: Literal["FINISHED", "FAILED"]) -> None:
         """Set the final status of the run, and stop logging the load of the machine."""
         if self.load is not None:
