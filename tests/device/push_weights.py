@@ -9,12 +9,18 @@ has exactly the new ones. A push by disk includes the writing of the checkpoint.
 
     first s   seconds of the first push, in which NCCL connects the processes
     push s    seconds of a later push, mean of three
+
+While a push lasts longer than a minute, the stacks of all threads are printed every minute. If a push fails,
+the end of the server's log is.
 """
 
 import argparse
+import faulthandler
 import os
 import shutil
+import signal
 import socket
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -79,11 +85,13 @@ def measure(transfer: str, url: str, model: PreTrainedModel, folder: Path) -> li
                 parameter.mul_(-1.25)
         torch.cuda.synchronize()
         started = time.monotonic()
+        faulthandler.dump_traceback_later(60, repeat=True)
         if transfer == "disk":
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             write_model(folder, model)
         sampler.push(weight_buckets(model, BUCKET_BYTES), version=str(number), folder=folder)
+        faulthandler.cancel_dump_traceback_later()
         seconds.append(time.monotonic() - started)
     return seconds
 
@@ -95,6 +103,8 @@ def main() -> None:
     parser.add_argument("--vllm", default="vllm", help="vllm executable of the environment of vLLM")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     arguments = parser.parse_args()
+    # So that the servers are stopped too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(f"{'size':<8}{'GB':>8}  {'transfer':<10}{'first s':>10}{'push s':>10}", flush=True)
     for size in arguments.sizes:
         with tempfile.TemporaryDirectory() as temporary, socket.socket() as probe:
@@ -117,7 +127,11 @@ def main() -> None:
             gigabytes = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
             with running(fleet, print):
                 for transfer in ("disk", "nccl"):
-                    first, *later = measure(transfer, fleet[0].url, model, Path(temporary) / "published")
+                    try:
+                        first, *later = measure(transfer, fleet[0].url, model, Path(temporary) / "published")
+                    except BaseException:
+                        print(fleet[0].log.read_text()[-8000:], flush=True)
+                        raise
                     row = f"{size:<8}{gigabytes:>8.2f}  {transfer:<10}"
                     print(f"{row}{first:>10.2f}{sum(later) / len(later):>10.2f}", flush=True)
             del model
