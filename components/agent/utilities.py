@@ -24,7 +24,7 @@ from components.core.errors import InfrastructureError, UserError
 from components.core.files import atomic_write
 from components.judge.candidate import read_workspace
 from components.judge.pool.open_pool import judge_workdir
-from components.judge.verdict import Verdict, workload_line
+from components.judge.verdict import Verdict, rates_line, workload_line
 from components.sandbox.build import Builder
 from components.sandbox.preflight import check_isolation
 
@@ -59,9 +59,10 @@ def utility_output(utility: Utility, verdict: Verdict) -> tuple[str, int]:
 
 
 def _times(verdict: Verdict) -> str:
-    """Return two lines: the times of baselines and candidate, and the speed-ups with the milestone.
+    """Return the times of baselines and candidate, the speed-ups with the milestone, and the attained rates.
 
-    If the task names workloads, these are means, and a line for each workload follows.
+    Each has a line. If the task names workloads, times and speed-ups are means, and instead of the rates
+    (`rates_line`) a line for each workload follows.
 
     The milestone of a correct candidate is 1, or 2 if it is faster than eager mode, or 3 if it is also faster
     than torch.compile. The first line has the format that the workspace of the CUDA Agent paper prints.
@@ -72,7 +73,9 @@ def _times(verdict: Verdict) -> str:
         f"Torch Baseline: {_microseconds(seconds.eager)}, Torch Compile: {_microseconds(seconds.compile)}, "
         f"CUDA Extension: {_microseconds(seconds.candidate)}\n"
         f"Speed-up: {', '.join(ratios)}. Milestone: {verdict.milestone} of 3."
-        + "".join(f"\n{workload_line(one)}" for one in verdict.workloads)
+        + "".join(
+            f"\n{line}" for line in (rates_line(verdict), *map(workload_line, verdict.workloads)) if line
+        )
     )
 
 

@@ -174,11 +174,16 @@ def simulate_outcome(kernel: str, right: bool, device: Device, rng: random.Rando
         if milestone > 1
         else ("not measured", "")
     )
+    bandwidth = {"cpu": rng.uniform(8, 40), "cuda": rng.uniform(2000, 4500)}[device]
+    attained = (
+        bandwidth * {1: rng.uniform(0.02, 0.4), 2: rng.uniform(0.2, 0.7), 3: rng.uniform(0.3, 0.9)}[milestone]
+    )
     observation = (
         f"{written}\n[PASS] verify success\n"
         f"Torch Baseline: {microseconds * against_eager:.1f} us, Torch Compile: {compile_time}, "
         f"CUDA Extension: {microseconds:.1f} us\n"
-        f"Speed-up: {against_eager:.2f}x eager{compile_ratio}. Milestone: {milestone} of 3."
+        f"Speed-up: {against_eager:.2f}x eager{compile_ratio}. Milestone: {milestone} of 3.\n"
+        f"Memory: {attained:.1f} of {bandwidth:.1f} GB/s."
     )
     return Outcome(observation, milestone, against_eager)
 

@@ -65,7 +65,7 @@ def judge(
     defaults = () if precise or is_remote else QUICK
     resolved = options.resolve_for_judging(*overrides, defaults=defaults, device=device)
     from components.judge.pool.open_pool import judge_workdir
-    from components.judge.verdict import Labels
+    from components.judge.verdict import Labels, rates_line
 
     verdict = judge_workdir(
         resolved.params, workdir, task, home_of(resolved) / "judge", print_line, against=against
@@ -81,7 +81,8 @@ def judge(
             print_line(f"  {ratio.estimate:.3f}x {baseline} {interval}")
     limit, seconds = verdict.seconds.limit, verdict.seconds.candidate
     if limit and seconds:
-        print_line(f"  {limit / seconds:.0%} of what the device allows, {limit * 1e6:.1f} us a call")
+        allowed = f"{limit / seconds:.0%} of what the device allows, {limit * 1e6:.1f} us a call"
+        print_line(f"  {allowed}. {rates_line(verdict)}".rstrip())
     if verdict.log:
         print_line(verdict.log)
     failed = verdict.status == "infrastructure"

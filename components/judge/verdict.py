@@ -182,6 +182,25 @@ def workload_line(figures: WorkloadFigures) -> str:
     return f"{figures.call}: {', '.join(ratios)}"
 
 
+def rates_line(verdict: Verdict) -> str:
+    """Return the rates that the candidate attains, as text, beside those that the device was measured at.
+
+    The text is, for example, `Memory: 8.5 of 20.8 GB/s.` for moving each input, parameter and output once in
+    the candidate's time. A task with matrix products or convolutions also has the rate of their operations:
+    `Products: 31.0 of 82.3 GFLOP/s.` (`limit.Limit`). The text is empty if no single call was measured.
+    """
+    limit, seconds = verdict.evidence.get("limit"), verdict.seconds.candidate
+    if not limit or not seconds:
+        return ""
+    rates = [("Memory", limit["bytes"], limit["bandwidth"], "GB/s")]
+    if limit["operations"]:
+        rates.append(("Products", limit["operations"], limit["operations_per_second"], "GFLOP/s"))
+    return " ".join(
+        f"{name}: {amount / seconds / 1e9:.1f} of {rate / 1e9:.1f} {unit}."
+        for name, amount, rate, unit in rates
+    )
+
+
 def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
     """Return the reward of a verdict, which is -1, 1, 2 or 3.
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.judge.candidate import read_candidate
+from components.judge.verdict import Verdict, rates_line
 
 # Longest call of a tool, and time between two progress notifications, in seconds.
 CALL_SECONDS, PROGRESS_SECONDS = 45.0, 5.0
@@ -47,6 +48,7 @@ class Answer(BaseModel):
     speedup: dict[str, str] = Field(
         default_factory=dict, description="times as fast as each baseline, with 95 % interval"
     )
+    rates: str = Field(default="", description="attained rates beside those that the device was measured at")
     log: str = ""
     measurements: int = Field(default=1, description="how often this candidate was measured for you")
     next: str = Field(default="", description="what to call next")
@@ -164,6 +166,7 @@ def _short(job: dict[str, Any]) -> Answer:
             for name, ratio in verdict["speedup"].items()
             if ratio is not None
         },
+        rates=rates_line(Verdict.model_validate(verdict)),
         log=verdict["log"],
         measurements=job["measurements"],
         next=""

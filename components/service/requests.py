@@ -30,6 +30,7 @@ PUBLIC_EVIDENCE = (
     "compile_mode",
     "compile_seconds",
     "compile_cached",
+    "limit",
     "labels",
 )
 

@@ -252,7 +252,7 @@ def test_observations_name_the_file_and_the_milestone() -> None:
                 assert lines[0] == f"Written kernels/forward.{SUFFIX['cuda']}."
                 if len(lines) == 1:
                     continue
-                seen.add(lines[1].split(":")[0] if "PASS" not in lines[1] else lines[-1].split(" ", 5)[-1])
+                seen.add(lines[1].split(":")[0] if "PASS" not in lines[1] else lines[-2].split(" ", 5)[-1])
     assert {"Build failed", "[FAIL] wrong_output", "Milestone: 3 of 3."} <= {
         text.split("compile. ")[-1] for text in seen
     }

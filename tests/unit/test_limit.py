@@ -1,12 +1,17 @@
 """The limit of a task's time, what of it a solution attains, and times that cannot be."""
 
 import contextlib
+import dataclasses
 import json
+import random
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from components.agent.utilities import utility_output
+from components.bootstrap.demonstrations import simulate_outcome
 from components.core.config import resolve
 from components.evaluation.metrics import summarise
 from components.evaluation.results import TaskResult
@@ -14,7 +19,7 @@ from components.judge import limit as limits
 from components.judge import measurement
 from components.judge.limit import Limit, limit_of
 from components.judge.measurement import _checked_limit
-from components.judge.verdict import Rejected, Seconds
+from components.judge.verdict import Rejected, Seconds, Verdict, rates_line
 
 
 def layout(dtype: str = "float32", operations: int = 0) -> Any:
@@ -124,3 +129,23 @@ def test_means_are_over_the_tasks_that_have_a_score() -> None:
     older = json.loads(found.model_dump_json())
     del older["attained"], older["limit_score"]
     assert type(found).model_validate(older).limit_score is None, "records without limits can be read"
+
+
+def test_the_rates_that_a_kernel_attains_are_beside_those_of_the_device() -> None:
+    limit = dataclasses.asdict(Limit(2_500_000, 0, 2e10, 0.0, 1e-4))
+    verdict = Verdict(status="correct", seconds=Seconds(candidate=2.5e-4), evidence={"limit": limit})
+    assert rates_line(verdict) == "Memory: 10.0 of 20.0 GB/s."
+    assert utility_output("profiling", verdict)[0].splitlines()[-1] == "Memory: 10.0 of 20.0 GB/s."
+    products = limit | {"operations": 10_000_000, "operations_per_second": 8e10}
+    assert rates_line(verdict.model_copy(update={"evidence": {"limit": products}})) == (
+        "Memory: 10.0 of 20.0 GB/s. Products: 40.0 of 80.0 GFLOP/s."
+    )
+    assert rates_line(verdict.model_copy(update={"evidence": {}})) == ""
+    assert rates_line(Verdict(status="timed_out", evidence={"limit": limit})) == ""
+
+
+def test_a_demonstration_has_the_rates_in_the_words_of_the_utilities() -> None:
+    rng = random.Random(0)
+    observations = [simulate_outcome("", True, "cpu", rng).observation for _ in range(50)]
+    found = [re.search(r"of 3\.\nMemory: ([\d.]+) of ([\d.]+) GB/s\.$", text) for text in observations]
+    assert all(match and 0 < float(match[1]) < float(match[2]) for match in found)
