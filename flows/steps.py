@@ -42,8 +42,8 @@ class DatasetRecord(FrozenModel):
     """The record of a data set that a run built or reused.
 
     `version` is the digest of its tasks. `folder` is relative to the home (the folder of all runs), `figures`
-    is the content of metrics.json, and `seconds` is how long the task took. `cached` is true if nothing was
-    built.
+    is the content of metrics.json, and `seconds` is how long it took to build or find it. `cached` is true if
+    nothing was built.
     """
 
     version: str

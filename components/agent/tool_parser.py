@@ -113,10 +113,11 @@ def parse_calls(text: str, *, in_thought: bool = False) -> list[Request]:
 
 
 def _calls_between_tags(text: str) -> list[Request]:
-    """Return the calls that have the form to which the first tag or token of a call in the text belongs.
+    """Return all calls in the text that are written in the syntax of its first call.
 
-    The result is empty if the text has no such tag or token. If it has one but no call can be found, the
-    result is one request with an error.
+    The first tag or token that begins a call, such as `<tool_call>`, decides which syntax that is. The result
+    is empty if the text has no such tag or token. If it has one but no call can be found, the result is one
+    request with an error.
     """
     if (found := START.search(text)) is None:
         return []

@@ -404,11 +404,12 @@ def _cpu_pass(nest: Nest, schedule: CpuNestSchedule) -> list[str]:
 def _cuda_pass(
     nest: Nest, schedule: CudaNestSchedule, name: str, source: str, target: str, types: dict[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Return the lines of the CUDA kernel `name` that computes a nest, and those that launch it.
+    """Return the lines of the CUDA kernel `name` that computes a loop nest, and those that launch it.
 
-    `source` and `target` are the variables of the tensors `a` and `o`, and `types` has the types of the
-    kernel's arguments. A group is computed by a block if it is long and its elements are near each other, and
-    any other one by a thread.
+    `source` and `target` are the C++ variables of the nest's input and output, which are `a` and `o` in the
+    kernel, and `types` has the C++ types of the kernel's other arguments by name. The elements that are
+    reduced to one output are read by a block if they are many and near each other in memory, and otherwise by
+    one thread.
     """
     if schedule.products == "cublas" and nest.rows == PRODUCT_ROWS:
         return [], _cublas_call(nest, source, target)

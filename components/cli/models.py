@@ -174,7 +174,10 @@ def models_refuse(options: CommonOptions, version: Version, reason: Reason = "")
 @models_app.command("rollback")
 @with_common_options()
 def models_rollback(options: CommonOptions, reason: Reason = "") -> Output:
-    """Make the previous champion the champion again. The current champion becomes the previous one."""
+    """Make the previous champion the champion again. The current champion becomes the previous one.
+
+    It is an error if there is no previous champion.
+    """
     promotion, _ = open_promotion(options)
     return _entry_output(promotion, promotion.rollback(reason=reason))
 

@@ -37,10 +37,10 @@ class Terminated(SystemExit):
 
 
 def handle_signals() -> None:
-    """Make SIGTERM raise Terminated, and send SIGTERM and SIGINT again where their exception is ignored.
+    """Make SIGTERM raise Terminated, and send SIGTERM and SIGINT again where Python drops their exception.
 
-    Terminated has the exit code 143. It is not raised where a lock is being taken or released
-    (`outside_of_locks`).
+    Python drops an exception that is raised in `__del__` for instance. Terminated has the exit code 143.
+    While a lock is being taken or released, it is not raised but deferred (`outside_of_locks`).
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:

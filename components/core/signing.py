@@ -91,9 +91,10 @@ class Signer:
         return name
 
     def names(self) -> dict[str, tuple[str, Ed25519PublicKey]]:
-        """Return the name and the key of each trusted key, by fingerprint; without the file, an empty dict.
+        """Return the name and the key on each line of the file `trusted`, by the key's fingerprint.
 
-        Raises UserError if the file cannot be read, or if a line is no Ed25519 key.
+        The result is empty if there is no such file. Raises UserError if the file cannot be read, or if a
+        line is no Ed25519 key.
         """
         try:
             lines = self.trusted.read_text().splitlines() if self.trusted.exists() else []

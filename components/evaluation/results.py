@@ -164,7 +164,7 @@ class Pair(FrozenModel):
 
 
 class Counts(FrozenModel):
-    """Numbers of tasks, one for each of the baselines eager PyTorch and torch.compile."""
+    """Numbers of tasks whose speed-up was measured, over eager PyTorch and over torch.compile."""
 
     eager: int
     compile: int

@@ -133,7 +133,7 @@ def wrong_blocks(
 
 
 def _largest(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value in the last dimension."""
+    """Return the largest absolute value in the last dimension, which the result does not have."""
     return torch.maximum(blocks.amax(-1), blocks.amin(-1).neg_())
 
 

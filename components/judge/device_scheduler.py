@@ -208,11 +208,11 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def limiting(self, seconds: float) -> Iterator[None]:
-        """Limit the work that `charged` charges to this thread inside the context to `seconds` in total.
+        """Limit the time that this thread spends in contexts of `charged` to `seconds` in total.
 
-        The seconds are wall time. A runner that is charged and exceeds them fails with a RunnerError of the
-        kind `timed_out`. A separate limit for each round would not be enough, because other callers wait for
-        the device during all rounds.
+        The seconds are wall time, and the wait for the device is not among them. A runner that works when
+        they are used up fails with a RunnerError of the kind `timed_out`. A separate limit for each round
+        would not be enough, because other callers wait for the device during all rounds.
         """
         before, self.left.seconds = self.left.seconds, seconds
         try:

@@ -254,10 +254,11 @@ class Judge:
         """Return whether the task with source `code` can be judged, with the figures that were measured.
 
         `eager_seconds` has the smallest and the largest time in seconds that one eager call may take. With
-        `headroom`, the task must also compile and leave device memory for other tasks, and its time under
-        torch.compile is measured too. With `memory_only`, nothing is measured, `eager_seconds` and `headroom`
-        are ignored, and the task is admitted if its source runs and the memory suffices to judge its
-        candidates. A task that names workloads is admitted if each of them is (`admission.admit_workloads`).
+        `headroom`, the headroom is measured too, which is the time of torch.compile divided by the least time
+        that the device allows; the task must then also compile and leave device memory for other tasks. With
+        `memory_only`, nothing is measured, `eager_seconds` and `headroom` are ignored, and the task is
+        admitted if its source runs and the memory suffices to judge its candidates. A task that names
+        workloads is admitted if each of them is (`admission.admit_workloads`).
         """
         # An admission shows that a task is sound, whatever the rules of the candidates.
         params = with_standard_labels(self.params)

@@ -142,6 +142,10 @@ class OneProcess(TaskProcesses):
 
 
 def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:
-    """Have a runner leave its role and take the role `header["role"]`, with new file descriptors."""
+    """Tell a runner to end its role (what it executes) and to begin `header["role"]`, with new descriptors.
+
+    The function does not wait. Whether the runner has begun, its next message says. Raises RunnerError if the
+    runner has ended.
+    """
     runner.send({"op": "leave"})
     runner.send(header, descriptors)

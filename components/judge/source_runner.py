@@ -113,8 +113,9 @@ class SourceRunner:
         """Return the float64 outputs for the inputs that are in the runner's memory (`inputs`).
 
         There is one tensor for each output, in its shape. The next call of this method overwrites the result.
-        The method may be called only if `computes` is set. Raises TaskError if the task's source takes too
-        long, and InfrastructureError if it fails otherwise.
+        The method may be called only if `computes` is set, that is, if the runner was started to compute
+        them. Raises TaskError if the task's source takes too long, and InfrastructureError if the runner
+        fails in another way.
         """
         self._request({"op": "exact"})
         return self.data.layout.expected.tensors(self.buffers["expected"], 0)

@@ -248,7 +248,8 @@ class _RowLayer(DynamicLayer):
     """The keys and values of one layer of a model, each of shape [rows, heads, tokens, head_dim].
 
     Memory is allocated for more rows and tokens than a forward pass uses. The rows in use, which are the
-    first ones, are those of the present forward pass, including its empty ones. `width` is the number of
+    first ones, are those of the present forward pass, also those that only fill its batch up and hold no
+    sequence. `width` is the number of
     tokens in each of them that the pass uses, and `positions` [rows in use] has the positions of their next
     tokens.
     """

@@ -52,12 +52,12 @@ ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
 class RunnerError(Exception):
     """Error raised if a runner fails.
 
-    `kind` says how: the runner crashed, exceeded its time ("timed_out") or memory ("out_of_memory"), sent a
-    message that was not expected ("protocol") or reported an exception ("error"). The kind "wrong" means an
-    output that cannot be read or whose tensors have other shapes, dtypes or devices than the reference
-    output. The kind "forbidden" means a call of a blocked operator of torch. The kind "unknown_result" means
-    that a constructor called an operator whose result has not been recorded (inside/constructor_mode.py).
-    `text` is the detail, such as a traceback.
+    `kind` says how: the runner ended ("crashed"), exceeded its time ("timed_out") or memory
+    ("out_of_memory"), sent a message that was not expected ("protocol") or reported an exception ("error").
+    The kind "wrong" means an output that cannot be read or whose tensors have other shapes, dtypes or devices
+    than the reference output. The kind "forbidden" means a call of a blocked operator of torch. The kind
+    "unknown_result" means that a constructor called an operator whose result has not been recorded
+    (inside/constructor_mode.py). `text` is the detail, such as a traceback.
     """
 
     def __init__(self, kind: RunnerErrorKind, text: str = ""):

@@ -94,8 +94,8 @@ def _public() -> Iterator[tuple[str, Any]]:
 def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], str]:
     """Return the templates of calls of the operator `thing` that run, and the reason if none does.
 
-    `name` is the operator's public name, such as F.gelu. Each template has the ranks of input tensors for
-    which it runs. The reason is empty if there is a template.
+    `name` is the operator's public name, such as F.gelu. Each template has the numbers of dimensions of
+    input tensors for which it runs (`ranks`). The reason is empty if there is a template.
     """
     for reason, pattern in EXCLUDED.items():
         if re.fullmatch(pattern, name.rpartition(".")[2]):
@@ -225,7 +225,7 @@ def _trace(template: OperatorTemplate) -> str:
 def _find_defect(template: OperatorTemplate) -> str:
     """Return the reason why a template cannot be used in tasks, or an empty string.
 
-    The template is tried on inputs of the first of its ranks.
+    The template is tried on inputs with the first of the numbers of dimensions in `template.ranks`.
     """
     shape = SMALL[template.ranks[0]]
     if output_layout(template, shape, torch.empty(shape, device="meta").stride()) is None:

@@ -144,7 +144,7 @@ def run(stage: Stage) -> StageResult:
             "value_loss": state.metrics.mean("value_loss", slice(-1, None)),
         },
         end=end,
-        stopped=""
+        remark=""
         if measured
         else "all held-out rewards are equal, so the explained variance is undefined and was not required",
         extra={VALUE_HEAD: value_head},

@@ -247,7 +247,7 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
         rewards=(metrics.mean("reward", first), metrics.mean("reward", last)),
         figures={name: metrics.mean(name, last) for name in SUMMARY} | {"steps": float(len(metrics.records))},
         end=end,
-        stopped="; ".join(filter(None, remarks)),
+        remark="; ".join(filter(None, remarks)),
     )
 
 

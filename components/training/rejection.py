@@ -96,7 +96,7 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
         | {f"after_{name}": value for name, value in after.items()}
         | {"steps": float(len(batches)), "loss": state.metrics.mean("loss", slice(-1, None))},
         end=end,
-        stopped="; ".join(filter(None, (policy.left_out, "" if batches else few_kept))),
+        remark="; ".join(filter(None, (policy.left_out, "" if batches else few_kept))),
     )
 
 

@@ -297,12 +297,12 @@ def finish(
     figures: Figures,
     rewards: tuple[float | None, float | None] = (None, None),
     end: FitEnd,
-    stopped: str = "",
+    remark: str = "",
     extra: Mapping[str, dict[str, Tensor]] = MappingProxyType({}),
 ) -> StageResult:
     """Write the checkpoint of `model` and then stage.json; every rank calls this and gets the result.
 
-    `end` is what `fit` returned, and `stopped` a remark on a stage that ran to its end, "" if there is none.
+    `end` is what `fit` returned, and `remark` is to be shown beside a stage that ran to its end, or "".
     If the deadline ended the stage, its weights so far and unfinished.json are written instead, and
     trajectories that no step has taken are kept for the next run. `started` is the time.monotonic() at which
     this process began the stage. The seconds of steps that earlier processes ran are added to the result.
@@ -339,7 +339,7 @@ def finish(
             reward_after=rewards[1],
             seconds=earlier_seconds + time.monotonic() - started,
             figures=figures,
-            stopped=end.reason or stopped,
+            stopped=end.reason or remark,
             progress=end.progress,
         )
         write_json(file, result.model_dump())

@@ -46,7 +46,7 @@ def is_trainable(trajectory: Trajectory) -> bool:
 class _Finished:
     """A trajectory that waits to be taken by a training step.
 
-    `oldest` is the number of steps that the oldest weights that sampled a token of it had been trained.
+    `oldest` is the number of training steps of the oldest weights that sampled one of its tokens.
     `failure` has the reason and the log of the judge's failure on it, and is None if the judge did not fail.
     """
 

@@ -81,7 +81,7 @@ def admitted_task(task: KernelTask, origin: str, pool: LocalPool) -> tuple[Kerne
     with which a task is accepted whatever its duration is. A task with an input or a parameter that has no
     effect on the output is accepted, and a sentence says so. Raises UserError if the judge fails, if the
     module does not run or takes too much memory to be judged, or if the judge could not distinguish a wrong
-    kernel from a correct one for another reason.
+    kernel from a correct one for a reason other than such an input.
     """
     admission = pool.check(task.code).result()
     if admission.admitted:

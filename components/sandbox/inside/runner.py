@@ -91,10 +91,11 @@ def warm_up(kind: str, device: str, warm_folder: str = "") -> None:
 
 
 def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int], receive: Receive) -> None:
-    """Take the roles that the judge names, one after another, until the judge closes the connection.
+    """Act in the roles that the judge names, one after another, until the judge closes the connection.
 
-    `header` is the message that names the first role, and `descriptors` came with it. `receive` reads the
-    next header with its descriptors.
+    A role says what a runner executes, such as `candidate`, `eager` or `describe`. If an order of a role
+    fails, the judge is told, and decides how to go on. `header` is the message that names the first role, and
+    `descriptors` came with it. `receive` reads the next header with its descriptors.
     """
     while header:
         if "role" in header:
