@@ -17,6 +17,7 @@ from components.cli.common import (
     print_line,
     with_common_options,
 )
+from components.core.errors import UserError
 
 # Parameters that are set unless `--precise` is given. Intervals are about twice as wide with them as with the
 # numbers of rounds in the base section of params.yaml.
@@ -45,6 +46,9 @@ def judge(
         Path | None,
         typer.Option("--against", help="another workspace or file, to compare with instead of torch.compile"),
     ] = None,
+    cold_cache: Annotated[
+        bool, typer.Option("--cold-cache", help="on a GPU: no input is in the L2 cache when calls begin")
+    ] = False,
     precise: Annotated[
         bool, typer.Option("--precise", help="measure in more rounds, for narrower intervals")
     ] = False,
@@ -58,12 +62,15 @@ def judge(
         "sandbox.rules": rules,
         "sandbox.weights": weights,
         "sandbox.tolerance": tolerance,
+        "sandbox.input_cache": "cold" if cold_cache else "",
     }
     overrides = [f"{name}={value}" for name, value in chosen.items() if value]
     # A service judges with its own number of rounds.
     is_remote = bool(options.resolve(*overrides, device=device).params.pool.service)
     defaults = () if precise or is_remote else QUICK
     resolved = options.resolve_for_judging(*overrides, defaults=defaults, device=device)
+    if cold_cache and resolved.params.device == "cpu":
+        raise UserError("--cold-cache: the device is cpu, and the option is for a GPU; add --device cuda.")
     from components.judge.pool.open_pool import judge_workdir
     from components.judge.verdict import Labels, rates_line
 

@@ -116,6 +116,10 @@ class Sandbox(FrozenModel):
         "on a GPU: all inputs of a timed round at once, or one call's after the outputs of the "
         "call before were taken, for tasks with small inputs and outputs"
     )
+    input_cache: Literal["warm", "cold"] = result(
+        "on a GPU: whether the inputs of a timed round may be in the L2 cache when its calls begin, or have "
+        "been displaced from it"
+    )
     correctness_sets: Annotated[int, Field(ge=6)] = result(
         "secret input sets for correctness, over the input distributions"
     )

@@ -5,7 +5,7 @@ A round is a series of timed calls, and a baseline is eager, torch.compile or an
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -15,9 +15,11 @@ import torch
 from components.core.errors import InfrastructureError, TaskError
 from components.core.params import JudgeParams
 from components.core.progress import Report
+from components.core.records import Device
 from components.judge.baselines import COMPILE, EAGER, NOOP, fastest_mode, start_early, start_modes
 from components.judge.candidate import BuiltCandidate
 from components.judge.candidate_runner import start_candidate
+from components.judge.gpu_state import gpu_state, was_slowed
 from components.judge.limit import Limit, forget_bandwidth, limit_of
 from components.judge.source_runner import TOO_LONG
 from components.judge.staged_inputs import StagedInputs
@@ -47,6 +49,8 @@ Measurement = tuple[Speedup, Seconds, dict[str, Any]]
 ROUNDS_SHARE = 0.1
 # Number of timed rounds that are enough for a speed-up of a task that is almost too slow to be measured.
 LEAST_ROUNDS = 3
+# Number of times that rounds are repeated in which the GPU was slowed down, by its temperature for instance.
+SLOWED_REPEATS = 1
 # Share of the time that writing the outputs takes below which a candidate's time is not believed.
 POSSIBLE = 0.9
 
@@ -189,8 +193,9 @@ def _compare(
     eager, the no-op (whose time is subtracted from all others) and, if there is one, the other candidate
     (`against`); torch.compile is added to it. Times are in seconds per call. The evidence (a record of what
     was measured, for the verdict) has the times of all rounds by runner, the least time of a call that the
-    device allows (`limit.Limit`), what the inputs were, and, if torch.compile was measured, its mode. Raises
-    Rejected if an output is wrong or the times are not possible.
+    device allows (`limit.Limit`), the state of the GPU before and after the rounds, what the inputs were,
+    and, if torch.compile was measured, its mode. Rounds in which the GPU was slowed down are repeated once.
+    Raises Rejected if an output is wrong or the times are not possible.
     """
     candidate, reference = runners["candidate"], bench.reference
     spread = params.sandbox.process_spread
@@ -203,7 +208,11 @@ def _compare(
         with bench.scheduler.measuring():
             # The wait for the device does not count toward the candidate's time limit.
             candidate.extend_deadline(time.monotonic() - began)
-            raw = timed_rounds(bench, runners, baselines, staged)
+            raw, states = steady_rounds(
+                lambda: timed_rounds(bench, runners, baselines, staged), params.device
+            )
+        if states:
+            evidence[f"gpu{suffix}"] = states
         speedups.update({name: speedup(raw, name, spread) for name in baselines})
         for name in ("candidate", *baselines):
             medians.setdefault(name, median_seconds(raw, name))
@@ -242,6 +251,21 @@ def _compare(
         Seconds.model_validate(medians | {"limit": limit.seconds}),
         evidence,
     )
+
+
+def steady_rounds(measure: Callable[[], RawSeconds], device: Device) -> tuple[RawSeconds, dict[str, Any]]:
+    """Return the result of `measure`, which makes timed rounds, and the states of the GPU before and after.
+
+    Rounds in which the GPU was slowed down are repeated up to `SLOWED_REPEATS` times. The states
+    (`gpu_state`) are those of the last repetition. There are none on cpu, or if NVML cannot tell them.
+    """
+    for _ in range(1 + SLOWED_REPEATS):
+        before = gpu_state() if device == "cuda" else {}
+        raw = measure()
+        after = gpu_state() if before else {}
+        if not was_slowed(before, after):
+            break
+    return raw, {"before": before, "after": after} if before else {}
 
 
 def _checked_limit(params: JudgeParams, reference: TaskReference, medians: dict[str, float]) -> Limit:

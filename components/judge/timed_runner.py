@@ -31,6 +31,8 @@ BASELINE_LIMITS = 10
 STOPPED_SECONDS = 0.01
 # Number of random byte positions at which the inputs of a timed round on cuda are checked for changes.
 SAMPLED_BYTES = 1 << 16
+# Bytes that the judge writes to displace inputs from the L2 cache, as a multiple of the cache's size.
+COLD_CACHES = 4
 # Largest number of seconds for which the judge waits for one call without sleeping.
 SPIN_SECONDS = 0.01
 
@@ -250,6 +252,9 @@ class TimedRunner:
         torch.cuda.synchronize()
         start = time.perf_counter()
         inputs.copy_(staged)
+        if self.reference.params.sandbox.input_cache == "cold":
+            cache_bytes = torch.cuda.get_device_properties(inputs.device).L2_cache_size
+            torch.zeros(COLD_CACHES * cache_bytes, dtype=torch.uint8, device=inputs.device)
         torch.cuda.synchronize()
         runner.send({"op": operation, "sets": calls})
         runner.receive(b"C")

@@ -50,25 +50,28 @@ Status = Literal[
 
 
 class Labels(FrozenModel):
-    """Rules under which a verdict was reached: `sandbox.rules`, `sandbox.weights` and `sandbox.tolerance`.
+    """Rules under which a verdict was reached, which are parameters of the section sandbox.
 
     `rules` is `kernel-only` if a candidate may compute only with its own kernels, and `any` if it may use
     torch too. `weights` is `state_dict` if candidates get parameters that the judge has drawn, and `seed` if
     they keep those of their constructor under the judge's seed. `tolerance` is `strict` for errors relative
-    to float64, and `kernelbench` if an output within KernelBench's tolerances is correct too. Verdicts with
+    to float64, and `kernelbench` if an output within KernelBench's tolerances is correct too. `input_cache`
+    is `cold` if a GPU's L2 cache holds no inputs when the calls of a timed round begin. Verdicts with
     different labels must not be compared. The defaults are the labels of training and promotion.
     """
 
     rules: Literal["kernel-only", "any"] = "kernel-only"
     weights: Literal["state_dict", "seed"] = "state_dict"
     tolerance: Literal["strict", "kernelbench"] = "strict"
+    input_cache: Literal["warm", "cold"] = "warm"
 
     @classmethod
     def of(cls, sandbox: Sandbox) -> Self:
-        return cls(rules=sandbox.rules, weights=sandbox.weights, tolerance=sandbox.tolerance)
+        return cls.model_validate({name: getattr(sandbox, name) for name in cls.model_fields})
 
     def __str__(self) -> str:
-        return f"rules {self.rules}, weights by {self.weights}, tolerance {self.tolerance}"
+        text = f"rules {self.rules}, weights by {self.weights}, tolerance {self.tolerance}"
+        return f"{text}, {self.input_cache} cache" if self.input_cache == "cold" else text
 
 
 def protocol_digest(params: JudgeParams) -> str:
@@ -83,7 +86,7 @@ def protocol_digest(params: JudgeParams) -> str:
 def with_standard_labels(params: AnyParams) -> AnyParams:
     """Return a copy of `params` with the rules of judging for training and promotion (`Labels`).
 
-    These are the parameters sandbox.rules, sandbox.weights and sandbox.tolerance.
+    These are the parameters of the section sandbox that are fields of `Labels`.
     """
     sandbox = params.sandbox.model_copy(update=Labels().model_dump())
     return params.model_copy(update={"sandbox": sandbox})

@@ -31,6 +31,8 @@ PUBLIC_EVIDENCE = (
     "compile_seconds",
     "compile_cached",
     "limit",
+    "gpu",
+    "gpu_2",
     "labels",
 )
 

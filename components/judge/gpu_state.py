@@ -1,0 +1,47 @@
+"""Clocks, temperature and throttling of the judge's GPU, as NVML reports them (nvidia-ml-py)."""
+
+import functools
+from typing import Any
+
+import pynvml
+import torch
+
+# What slows a GPU down for a reason outside of the kernels that run on it, by the bit of NVML.
+SLOWDOWNS = {
+    pynvml.nvmlClocksEventReasonHwSlowdown: "hardware slowdown",
+    pynvml.nvmlClocksEventReasonSwThermalSlowdown: "temperature",
+    pynvml.nvmlClocksEventReasonHwThermalSlowdown: "temperature (hardware)",
+    pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown: "power brake",
+}
+# The limit of power, which kernels that use the whole GPU reach on their own.
+REASONS = SLOWDOWNS | {pynvml.nvmlClocksEventReasonSwPowerCap: "power limit"}
+
+
+@functools.cache
+def _handle() -> Any:
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(0).uuid}")
+
+
+def gpu_state() -> dict[str, Any]:
+    """Return the state of this process's first GPU, or an empty dict if NVML cannot tell it.
+
+    `sm_mhz` and `memory_mhz` are the clocks in MHz, and `celsius` is the temperature. `lowered_by` has the
+    reasons, from `REASONS`, for which the clocks are lower than they could be.
+    """
+    try:
+        gpu = _handle()
+        bits = pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu)
+        return {
+            "sm_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
+            "memory_mhz": pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
+            "celsius": pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+            "lowered_by": [name for bit, name in REASONS.items() if bits & bit],
+        }
+    except pynvml.NVMLError:
+        return {}
+
+
+def was_slowed(*states: dict[str, Any]) -> bool:
+    """Return whether the GPU was slowed down in one of `states`, for a reason of `SLOWDOWNS`."""
+    return any(not set(SLOWDOWNS.values()).isdisjoint(state.get("lowered_by", ())) for state in states)
