@@ -1,10 +1,15 @@
 """Clocks, temperature and throttling of the judge's GPU, as NVML reports them (nvidia-ml-py)."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import pynvml
 import torch
+
+from components.core.records import Device
+
+Result = TypeVar("Result")
 
 # What slows a GPU down for a reason outside of the kernels that run on it, by the bit of NVML.
 SLOWDOWNS = {
@@ -15,6 +20,9 @@ SLOWDOWNS = {
 }
 # The limit of power, which kernels that use the whole GPU reach on their own.
 REASONS = SLOWDOWNS | {pynvml.nvmlClocksEventReasonSwPowerCap: "power limit"}
+
+# Number of times that a measurement is repeated in which the GPU was slowed down.
+REPEATS = 1
 
 
 @functools.cache
@@ -45,3 +53,18 @@ def gpu_state() -> dict[str, Any]:
 def was_slowed(*states: dict[str, Any]) -> bool:
     """Return whether the GPU was slowed down in one of `states`, for a reason of `SLOWDOWNS`."""
     return any(not set(SLOWDOWNS.values()).isdisjoint(state.get("lowered_by", ())) for state in states)
+
+
+def steady(measure: Callable[[], Result], device: Device) -> tuple[Result, dict[str, Any]]:
+    """Return the result of `measure`, and the states of the GPU (`gpu_state`) before and after it.
+
+    A measurement in which the GPU was slowed down is repeated up to `REPEATS` times, and the result is that
+    of the last one. There are no states on cpu, or if NVML cannot tell them.
+    """
+    for _ in range(1 + REPEATS):
+        before = gpu_state() if device == "cuda" else {}
+        result = measure()
+        after = gpu_state() if before else {}
+        if not was_slowed(before, after):
+            break
+    return result, {"before": before, "after": after} if before else {}

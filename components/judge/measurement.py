@@ -5,7 +5,7 @@ A round is a series of timed calls, and a baseline is eager, torch.compile or an
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -15,11 +15,10 @@ import torch
 from components.core.errors import InfrastructureError, TaskError
 from components.core.params import JudgeParams
 from components.core.progress import Report
-from components.core.records import Device
 from components.judge.baselines import COMPILE, EAGER, NOOP, fastest_mode, start_early, start_modes
 from components.judge.candidate import BuiltCandidate
 from components.judge.candidate_runner import start_candidate
-from components.judge.gpu_state import gpu_state, was_slowed
+from components.judge.gpu_state import steady
 from components.judge.limit import Limit, forget_bandwidth, limit_of
 from components.judge.source_runner import TOO_LONG
 from components.judge.staged_inputs import StagedInputs
@@ -49,8 +48,6 @@ Measurement = tuple[Speedup, Seconds, dict[str, Any]]
 ROUNDS_SHARE = 0.1
 # Number of timed rounds that are enough for a speed-up of a task that is almost too slow to be measured.
 LEAST_ROUNDS = 3
-# Number of times that rounds are repeated in which the GPU was slowed down, by its temperature for instance.
-SLOWED_REPEATS = 1
 # Share of the time that writing the outputs takes below which a candidate's time is not believed.
 POSSIBLE = 0.9
 
@@ -208,9 +205,7 @@ def _compare(
         with bench.scheduler.measuring():
             # The wait for the device does not count toward the candidate's time limit.
             candidate.extend_deadline(time.monotonic() - began)
-            raw, states = steady_rounds(
-                lambda: timed_rounds(bench, runners, baselines, staged), params.device
-            )
+            raw, states = steady(lambda: timed_rounds(bench, runners, baselines, staged), params.device)
         if states:
             evidence[f"gpu{suffix}"] = states
         speedups.update({name: speedup(raw, name, spread) for name in baselines})
@@ -251,21 +246,6 @@ def _compare(
         Seconds.model_validate(medians | {"limit": limit.seconds}),
         evidence,
     )
-
-
-def steady_rounds(measure: Callable[[], RawSeconds], device: Device) -> tuple[RawSeconds, dict[str, Any]]:
-    """Return the result of `measure`, which makes timed rounds, and the states of the GPU before and after.
-
-    Rounds in which the GPU was slowed down are repeated up to `SLOWED_REPEATS` times. The states
-    (`gpu_state`) are those of the last repetition. There are none on cpu, or if NVML cannot tell them.
-    """
-    for _ in range(1 + SLOWED_REPEATS):
-        before = gpu_state() if device == "cuda" else {}
-        raw = measure()
-        after = gpu_state() if before else {}
-        if not was_slowed(before, after):
-            break
-    return raw, {"before": before, "after": after} if before else {}
 
 
 def _checked_limit(params: JudgeParams, reference: TaskReference, medians: dict[str, float]) -> Limit:

@@ -6,9 +6,7 @@ import pynvml
 import pytest
 
 from components.judge import gpu_state as gpu_states
-from components.judge import measurement
-from components.judge.gpu_state import gpu_state, was_slowed
-from components.judge.measurement import SLOWED_REPEATS, RawSeconds, steady_rounds
+from components.judge.gpu_state import REPEATS, gpu_state, steady, was_slowed
 
 COOL: dict[str, Any] = {"sm_mhz": 1980, "memory_mhz": 2619, "celsius": 45, "lowered_by": []}
 HOT = COOL | {"sm_mhz": 1200, "celsius": 89, "lowered_by": ["temperature"]}
@@ -47,22 +45,22 @@ def rounds_with(
     monkeypatch: pytest.MonkeyPatch, states: list[dict[str, Any]], device: Any = "cuda"
 ) -> tuple[int, dict[str, Any]]:
     """Return how often the rounds were made while the GPU was in `states` in turn, and the evidence."""
-    made: list[RawSeconds] = []
+    made: list[int] = []
 
-    def measure() -> RawSeconds:
-        made.append({"candidate": [float(len(made))]})
+    def measure() -> int:
+        made.append(len(made) + 1)
         return made[-1]
 
-    monkeypatch.setattr(measurement, "gpu_state", lambda: states.pop(0))
-    raw, evidence = steady_rounds(measure, device)
-    assert raw is made[-1] and not states
-    return len(made), evidence
+    monkeypatch.setattr(gpu_states, "gpu_state", lambda: states.pop(0))
+    last, evidence = steady(measure, device)
+    assert last == made[-1] and not states
+    return last, evidence
 
 
 def test_rounds_of_a_gpu_that_was_slowed_down_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rounds_with(monkeypatch, [COOL, COOL]) == (1, {"before": COOL, "after": COOL})
     assert rounds_with(monkeypatch, [COOL, HOT, COOL, COOL]) == (2, {"before": COOL, "after": COOL})
-    lasting = [HOT] * 2 * (1 + SLOWED_REPEATS)
-    assert rounds_with(monkeypatch, lasting) == (1 + SLOWED_REPEATS, {"before": HOT, "after": HOT})
+    lasting = [HOT] * 2 * (1 + REPEATS)
+    assert rounds_with(monkeypatch, lasting) == (1 + REPEATS, {"before": HOT, "after": HOT})
     assert rounds_with(monkeypatch, [{}]) == (1, {})
     assert rounds_with(monkeypatch, [], "cpu") == (1, {})
