@@ -261,7 +261,7 @@ class ReferenceOutput:
             for start in self._starts
         )
 
-    def mismatch(self, output: torch.Tensor, *, multiple: float = 1.0, loose: bool = False) -> str | None:
+    def mismatch(self, output: torch.Tensor, *, multiple: float = 1.0, loose: float = 0.0) -> str | None:
         """Return the reason why `output` is wrong, or None if it is correct.
 
         `output` is the output of a candidate or a baseline. It has the shape and dtype of the reference
@@ -272,9 +272,10 @@ class ReferenceOutput:
         (`ROUNDING_MULTIPLE`), whose limit `multiple` does not change.
 
         Errors are differences from the float64 output. Their limits are multiplied by `multiple`, but are at
-        most the absolute tolerance, or the reference output's own error if that is larger. If `loose` is set,
-        errors up to the absolute tolerance, or up to their limit if that is larger, are allowed, and blocks
-        are not compared. This is used for baselines, because torch.compile may round differently.
+        most the absolute tolerance, or the reference output's own error if that is larger. If `loose` is not
+        0, errors up to `loose` times the absolute tolerance, or up to their limit if that is larger, are
+        allowed, and blocks are not compared. This is used for baselines, because torch.compile may round
+        differently.
 
         Where the reference output or the rounded float64 output is NaN or infinite, an element is correct if
         it is the same special value as in one of the two. If only one of the two is finite there, an element
@@ -301,7 +302,7 @@ class ReferenceOutput:
             return None
         largest, rms = _combined([self._part(start).errors(ours) for start, ours in pieces], flat.numel())
         if loose:
-            allowed = [max(limit, self.ceiling) for limit in self.limits]
+            allowed = [max(limit, loose * self.ceiling) for limit in self.limits]
         else:
             allowed = [
                 max(min(multiple * limit, self.ceiling), error if math.isfinite(error) else 0.0)
@@ -485,7 +486,7 @@ def first_mismatch(
     distribution: str,
     *,
     multiple: float = 1.0,
-    loose: bool = False,
+    loose: float = 0.0,
     repeats: bool = False,
 ) -> Mismatch | None:
     """Return why an output of one call is wrong, or None if all outputs are right.
@@ -493,9 +494,9 @@ def first_mismatch(
     `outputs` are the output tensors of the call, each with one dimension, and `references` has the reference
     output of each, in the same order. The reason ends with `distribution`, the name of the change that was
     made to the inputs, such as `scaled`, or `given` for none. The largest errors that
-    `ReferenceOutput.mismatch` allows are multiplied by `multiple`. `loose` allows errors up to the absolute
-    tolerance (`sandbox.absolute_tolerance` times the largest absolute value); it is meant for outputs of the
-    task's own source, such as those of its baselines.
+    `ReferenceOutput.mismatch` allows are multiplied by `multiple`. `loose`, if it is not 0, allows errors up
+    to this multiple of the absolute tolerance (`sandbox.absolute_tolerance` times the largest absolute
+    value); it is meant for outputs of the task's own source, such as those of its baselines.
 
     `repeats` says that the task's own source has computed `outputs` once more. With KernelBench's tolerances,
     which do not compare the reference output with float64, `outputs` must then equal the reference outputs up
@@ -515,7 +516,7 @@ def first_mismatch(
             # The task is not deterministic.
             return Mismatch(f"max_error:{distribution}", reference.describe_departures(shaped))
         if reference.exceeds_tolerance and (
-            loose or (reason is not None and reference.mismatch(shaped, loose=True) is None)
+            loose or (reason is not None and reference.mismatch(shaped, loose=1.0) is None)
         ):
             raise TaskError(
                 f"its result differs from its float64 result by {reference.errors[0]:.1e} on inputs of the"

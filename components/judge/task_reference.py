@@ -286,17 +286,17 @@ class TaskReference:
         mixes: list[InputMix],
         memory: torch.Tensor,
         *,
-        loose: bool = False,
+        loose: float = 0.0,
         repeats: bool = False,
     ) -> Mismatch | None:
         """Return why an output in `memory` is wrong, or None if all outputs are right.
 
         `memory` has the bytes of the outputs for the correctness sets that `mixes` names, one set after
         another. The reason is a code that ends with the name of the input distribution, such as
-        `max_error:given`. `loose` allows errors up to the absolute tolerance, and is meant for baselines.
-        `repeats` says that the task's own module has computed the outputs; with KernelBench's tolerances they
-        must then equal the reference outputs. Raises TaskError if the task's own output is too inexact to
-        tell.
+        `max_error:given`. `loose`, if it is not 0, allows errors up to this multiple of the absolute
+        tolerance, and is meant for baselines. `repeats` says that the task's own module has computed the
+        outputs; with KernelBench's tolerances they must then equal the reference outputs. Raises TaskError if
+        the task's own output is too inexact to tell.
         """
         for i, mix in enumerate(mixes):
             references = self._references(mix.first)

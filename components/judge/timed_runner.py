@@ -130,17 +130,17 @@ class TimedRunner:
             self.runner.request({"op": operation, "sets": 0})
         self.runner.stop()
 
-    def verify(self, operation: Operation, *, loose: bool = False) -> Mismatch | None:
+    def verify(self, operation: Operation, *, loose: float = 0.0) -> Mismatch | None:
         """Return why an output for a correctness set is wrong, or None if all outputs are right.
 
         A correctness set is an input set with reference outputs. The outputs are computed in rounds of the
         kind `operation`. With `check` the runner also checks the number, shapes, dtypes and device of each
         call's outputs, and that they do not overlap the inputs; with `time` it is called as in a timed round.
-        `loose` allows every error up to the absolute tolerance (`sandbox.absolute_tolerance` times the
-        largest absolute value of the reference output) and is for baselines; without it the limits of errors
-        are smaller, as for candidates. If the outputs are right but the candidate changed its inputs, the
-        reason is `inputs_changed`. Raises RunnerError if the runner fails or a check does, and TaskError if
-        the task's own output is too inexact to tell.
+        `loose`, if it is not 0, allows every error up to this multiple of the absolute tolerance
+        (`sandbox.absolute_tolerance` times the largest absolute value of the reference output) and is for
+        baselines; without it the limits of errors are smaller, as for candidates. If the outputs are right
+        but the candidate changed its inputs, the reason is `inputs_changed`. Raises RunnerError if the runner
+        fails or a check does, and TaskError if the task's own output is too inexact to tell.
         """
         mixes, capacity = self.reference.inputs.correctness_sets(), self.layout.capacity
         staged = StagedInputs(self.reference, capacity)

@@ -283,7 +283,9 @@ class MlflowRun:
         points = list(_curve(path, int(child.data.tags[LOGGED_STEPS]))) if path.is_file() else []
         if points:
             steps = RunTag(LOGGED_STEPS, str(max(point.step for point in points) + 1))
-            self.client.log_batch(child.info.run_id, points, tags=[steps])
+            # MLflow divides many points among several requests, and sends tags with the first one.
+            self.client.log_batch(child.info.run_id, points)
+            self.client.log_batch(child.info.run_id, tags=[steps])
 
     def _find(self, kind: str, stage: str = "") -> Run | None:
         """Return the oldest MLflow run with this run key, kind and stage, or None if there is none.

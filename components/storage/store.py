@@ -106,7 +106,7 @@ class FolderStore:
         is_written = not target.exists() and _copy(source, target, replace=False)
         if not is_written and digest_file(target) != sha256:
             raise key_taken(str(target))
-        if not self._recorded(key):
+        if is_written or not self._recorded(key):
             atomic_write(self._note(key), sha256)
         return str(target)
 
@@ -132,7 +132,7 @@ class FolderStore:
 
     def remove(self, key: str) -> None:
         path = self.root / check_key(key)
-        for gone in (path, self._note(key)):
+        for gone in (self._note(key), path):
             gone.unlink(missing_ok=True)
             for folder in gone.parents:
                 if folder == self.root or not folder.is_dir() or any(folder.iterdir()):

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.core.errors import StageFailed
-from components.core.files import read_json, sync_tree, write_json
+from components.core.files import read_json, remove_tree, sync_tree, write_json
 from components.core.task import dataset_version
 from components.policy.checkpoint import save_checkpoint, verify_checkpoint
 from components.training.engine import DeepSpeedEngine, NotFinite
@@ -95,13 +95,13 @@ class StateStore:
         self.world.barrier()
         if self.world.rank == 0:
             sync_tree(temporary)
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
             temporary.rename(folder)
             kept = {path for _, path in self.complete()[-self.kept :]}
             # States of other numbers of ranks are not read any more either.
             for old in folder.parent.glob("step-*"):
                 if old not in kept and int(old.name.split("-")[1]) <= steps:
-                    shutil.rmtree(old)
+                    _remove(old)
             for earlier in self.stage.earlier:
                 shutil.rmtree(earlier / "state", ignore_errors=True)
         self.world.barrier()
@@ -119,6 +119,15 @@ class StateStore:
         for name, engine in self.engines.items():
             engine.load(folder / name)
         return steps
+
+
+def _remove(state: Path) -> None:
+    """Remove the folder of a state, if it exists, so that no part of it is taken for a complete state."""
+    hidden = state.with_name(f".{state.name}.removed")
+    remove_tree(hidden)
+    if state.exists():
+        state.rename(hidden)
+        remove_tree(hidden)
 
 
 @dataclass(frozen=True)
@@ -151,7 +160,7 @@ def resume(
     world = next(iter(engines.values())).world
     store = StateStore(stage, engines, world, kept_states)
     start = store.load()
-    if rolls_back and start == 0:
+    if rolls_back and not store.complete():
         store.save(0)
     metrics = MetricsFile(stage.out, start=start, writes=world.rank == 0)
     return TrainState(**vars(store), start=start, metrics=metrics, rolls_back=rolls_back)

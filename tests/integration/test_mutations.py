@@ -54,7 +54,7 @@ def test_timed_outputs_unchecked(cold_judge: Judge, monkeypatch: pytest.MonkeyPa
     """The very outputs that were timed are checked, and once more after them."""
     verify, looks = TimedRunner.verify, iter([True])
 
-    def first_only(self: TimedRunner, operation: Operation, *, loose: bool = False) -> str | None:
+    def first_only(self: TimedRunner, operation: Operation, *, loose: float = 0.0) -> str | None:
         if self.role == "candidate" and not next(looks, False):
             return None
         return verify(self, operation, loose=loose)

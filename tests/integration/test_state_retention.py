@@ -57,3 +57,32 @@ def test_a_state_of_another_layout_is_not_loaded(tmp_path: Path) -> None:
 def test_what_is_neither_a_number_of_steps_nor_a_time_is_refused(bad: str) -> None:
     with pytest.raises(UserError, match=r"warmup\.checkpoint_every"):
         resolve("ci", (f"warmup.checkpoint_every={bad}",))
+
+
+def test_the_state_before_the_first_step_is_written_once(tmp_path: Path) -> None:
+    """A process that is killed while it writes a state again would leave a part of it."""
+    engine = engine_of(1)
+    made = stage(tmp_path, "warmup")
+    written: list[int] = []
+    double = SimpleNamespace(
+        world=engine.world,
+        save=lambda folder: written.append(folder.mkdir(parents=True)),
+        load=lambda _: None,
+    )
+    for _ in range(2):
+        assert training_loop.resume(made, {"actor": double}, rolls_back=True).start == 0
+        assert len(written) == 1 and states(made.out) == ["0000"]
+
+
+def test_the_state_that_a_new_one_replaces_is_never_there_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = stage(tmp_path, "warmup")
+    double = SimpleNamespace(world=engine_of(1).world, save=lambda folder: folder.mkdir(parents=True))
+    store = StateStore(made, {"actor": double}, double.world, 1)
+    store.save(1)
+    removed: list[str] = []
+    monkeypatch.setattr(training_loop, "remove_tree", lambda folder: removed.append(folder.name))
+    store.save(2)
+    assert [steps for steps, _ in store.complete()] == [2]
+    assert removed and all(name.startswith(".") for name in removed)

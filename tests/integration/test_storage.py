@@ -274,3 +274,26 @@ def test_an_unknown_address_is_refused(tmp_path: Path) -> None:
         open_store(StoreParams(url="ftp://somewhere", endpoint=""), tmp_path)
     with pytest.raises(UserError, match="no bucket"):
         open_store(StoreParams(url="s3://", endpoint=""), tmp_path)
+
+
+def test_a_removal_that_was_killed_leaves_the_object_or_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process ends when one of the two files of an object is gone."""
+    store = FolderStore(tmp_path / "store")
+    store.put("checkpoints/a/manifest.json", file(tmp_path, b"old"))
+    unlink = Path.unlink
+
+    def once(path: Path, **options: Any) -> None:
+        unlink(path, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", once)
+        store.remove("checkpoints/a/manifest.json")
+    store.get("checkpoints/a/manifest.json", tmp_path / "got")
+    assert (tmp_path / "got").read_bytes() == b"old"
+    store.remove("checkpoints/a/manifest.json")
+    store.put("checkpoints/a/manifest.json", file(tmp_path, b"new"))
+    store.get("checkpoints/a/manifest.json", tmp_path / "got")
+    assert (tmp_path / "got").read_bytes() == b"new"

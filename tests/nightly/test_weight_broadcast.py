@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from components.core.errors import UserError
 from components.policy.checkpoint import save_checkpoint
 from components.policy.sampler import complete_all
 from components.policy.vllm import weight_group
+from components.policy.vllm import worker as worker_module
 from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.sampler import VllmSampler
 from components.policy.weight_stream import weight_buckets
@@ -199,3 +201,40 @@ def test_a_stage_and_an_evaluation_broadcast_their_weights(tmp_path: Path) -> No
         save_checkpoint(tmp_path / "policy", policy, tokenizer, stage="agentic", parent=None, **empty)
         open_sampler(params(*chosen), tmp_path / "policy", tokenizer, version="digest")
         assert has_weights(server, 8)
+
+
+class Stuck(Worker):
+    """A worker that says that it has joined, and does not take part."""
+
+    def join_group(self, **_: Any) -> str:
+        return ""
+
+
+def test_a_group_whose_connection_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits in one call without a limit, as the group here does."""
+    monkeypatch.setattr(weight_group, "BROADCAST_SECONDS", 1.0)
+    never = threading.Event()
+    monkeypatch.setattr(weight_group, "BroadcastGroup", lambda *_: never.wait())
+    server = engine()
+    server.workers = [Stuck(server.model, rank, 2) for rank in range(2)]
+    with serving(server) as url, pytest.raises(UserError, match="this process has waited for them for 2 s"):
+        push(sampler(url), 8)
+    never.set()
+    assert not server.paused
+
+
+def test_a_worker_in_the_middle_of_an_update_is_known_by_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In vLLM its parameters are on the meta device then."""
+    worker = Worker(tiny_policy(seed=3), 0, 1)
+    worker.device = torch.device("cuda:1")
+    worker.model.held = {name: value.to("meta") for name, value in worker.model.held.items()}
+    made: list[torch.device] = []
+    monkeypatch.setattr(worker_module, "TCPStore", lambda *_, **__: None)
+    monkeypatch.setattr(
+        worker_module, "BroadcastGroup", lambda _name, _store, device, *_: made.append(device)
+    )
+    monkeypatch.setattr(worker_module, "device_name", str)
+    monkeypatch.setattr(worker_module, "nccl_version", lambda device: f"of {device.type}")
+    assert worker.join_group("name", "localhost", 1, "nccl", 1, 2, 1.0) == "" and made == [worker.device]
+    facts = worker.expect_weights()
+    assert (facts["device"], facts["nccl"]) == ("cuda:1", "of cuda")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from components.core.params import Params
+from components.judge.baselines import COMPILED_TOLERANCE
 from components.judge.correctness import FLOAT32_FLOOR, ReferenceOutput, smallest_limits
 from components.judge.float64_check import TIMED_MULTIPLE, departures, suspicious_calls
 from components.judge.input_mixing import InputBank, InputMix
@@ -350,3 +351,17 @@ def test_another_order_of_a_sum_is_right_where_much_cancels(ci_params: Params) -
         other = terms.flip(1).cumsum(1)[:, -1]
         reference = ReferenceOutput(single, exact, ci_params.sandbox, ci_params.precision)
         assert reference.mismatch(other, multiple=4.0) is None
+
+
+def test_a_baseline_may_add_in_another_order_but_not_be_wrong(ci_params: Params) -> None:
+    expected = torch.linspace(-1, 1, 4096, dtype=torch.float64)
+    exact = reference(expected.float(), expected, ci_params)
+
+    def verdicts(error: float) -> list[str | None]:
+        output = (expected + error).float()
+        return [exact.mismatch(output, loose=loose) for loose in (0.0, 1.0, COMPILED_TOLERANCE)]
+
+    assert verdicts(1e-7) == [None, None, None]
+    assert verdicts(5e-5) == ["max_error", None, None]
+    assert verdicts(2e-3) == ["max_error", "max_error", None]
+    assert verdicts(2e-2) == ["max_error", "max_error", "max_error"]

@@ -87,7 +87,7 @@ def test_comparing_an_output_takes_the_memory_of_parts(is_finite: bool, dtype: t
     exact, single, output = outputs(is_finite, dtype)
     with LargestUse() as use:
         reference = ReferenceOutput(single, exact, BASE.sandbox, BASE.precision, keep_parts=False)
-        for loose in (False, True):
+        for loose in (0.0, 1.0):
             reference.mismatch(output, loose=loose)
         reference.is_repeated_by(output)
         departures(output.view(1, -1), single.view(1, -1))

@@ -8,8 +8,9 @@ formed anew when a server joined, left or was restarted.
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -32,12 +33,16 @@ Answer = tuple[Replica, list[str]]
 
 
 class WeightGroup:
-    """The process group in which this process broadcasts weights; `members` are the servers in it."""
+    """The process group in which this process broadcasts weights.
+
+    `members` are the servers in it, and `name` is its name or that of the group that is being formed.
+    """
 
     def __init__(self, each: Callable[[Callable[[Replica], Awaitable[Answer]]], list[Answer]]):
         """Broadcast to the servers for which `each` makes a call (`FleetWeights._each`)."""
         self.each = each
         self.group: BroadcastGroup | None = None
+        self.name = ""
         self.members: list[Replica] = []
 
     def check(self, workers: Sequence[Mapping[str, Any]]) -> None:
@@ -104,7 +109,11 @@ class WeightGroup:
         name = f"{host}:{port}"
 
         def join() -> None:
-            self.group = BroadcastGroup(name, store, device, 0, size, BROADCAST_SECONDS)
+            group = BroadcastGroup(name, store, device, 0, size, BROADCAST_SECONDS)
+            if self.name == name:
+                self.group = group
+            else:  # it took too long
+                group.leave()
 
         group = {
             "name": name,
@@ -114,7 +123,7 @@ class WeightGroup:
             "size": size,
             "seconds": BROADCAST_SECONDS,
         }
-        self.members = list(targets)
+        self.name, self.members = name, list(targets)
         return self._together(targets, join, "join_group", lambda replica: group | {"first": first[replica]})
 
     def _together(
@@ -135,16 +144,21 @@ class WeightGroup:
             seconds = 3 * BROADCAST_SECONDS
             return replica, await replica.server.workers(method, arguments(replica), seconds)
 
+        # NCCL connects the ranks without a time limit, and cannot be interrupted meanwhile. So the servers'
+        # answers are awaited here, and the own part in a thread that does not keep this process alive.
+        done = Future[str]()
+        Thread(target=lambda: done.set_result(fault_of(own)), daemon=True, name="weights").start()
         try:
-            with ThreadPoolExecutor(1) as executor:
-                calls = executor.submit(self.each, call)
-                faults = [fault_of(own)]
-                answers = calls.result()
+            answers = self.each(call)
         except UserError:
             self._leave()
             raise
         remaining = [replica for replica, _ in answers]
-        faults += [fault for _, found in answers for fault in found]
+        faults = [fault for _, found in answers for fault in found]
+        try:
+            faults.append(done.result(2 * BROADCAST_SECONDS))
+        except TimeoutError:
+            faults.append(f"this process has waited for them for {2 * BROADCAST_SECONDS:.0f} s")
         if fault := next(filter(None, faults), ""):
             self._leave()
             if remaining == targets:
@@ -157,7 +171,7 @@ class WeightGroup:
     def _leave(self) -> None:
         if self.group is not None:
             self.group.leave()
-        self.group, self.members = None, []
+        self.group, self.name, self.members = None, "", []
 
 
 def _check_nccl(device: torch.device, workers: Sequence[Mapping[str, Any]]) -> None:

@@ -53,12 +53,12 @@ class Fingerprint:
                     yield name, tensor
 
             model.load_weights = lambda weights, *args, **kwargs: load(observed(weights), *args, **kwargs)
-        device = next(model.parameters()).device
         group = vars(self).get("group")
         return {
             "dtype": str(dtype).removeprefix("torch."),
-            "device": device_name(device),
-            "nccl": nccl_version(device),
+            # Between the start and the end of an update, vLLM has parameters on the meta device.
+            "device": device_name(self.device),
+            "nccl": nccl_version(self.device),
             "group": group.name if group else "",
         }
 
@@ -74,7 +74,7 @@ class Fingerprint:
         if vars(self).get("group"):
             self.group.leave()
         self.group = None
-        device = next(self.get_model().parameters()).device if backend == "nccl" else torch.device("cpu")
+        device = self.device if backend == "nccl" else torch.device("cpu")
 
         def join() -> None:
             store = TCPStore(host, port, timeout=timedelta(seconds=seconds))
