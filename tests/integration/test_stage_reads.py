@@ -17,7 +17,7 @@ from flows.stage_keys import READS
 # Read only to refuse bad parameters before a stage begins.
 CHECKED = {
     *("warmup.steps", "warmup.rollouts.tasks", "rejection.rollouts.tasks", "agentic.advantages"),
-    *("sandbox.rules", "sandbox.weights", "sandbox.tolerance", "reward"),
+    *("sandbox.rules", "sandbox.weights", "sandbox.tolerance", "sandbox.input_cache", "reward"),
     *("coldstart.demonstrations", "policy.source"),
 }
 
