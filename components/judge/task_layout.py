@@ -263,7 +263,7 @@ class TaskLayout:
         seconds = description.seconds + DELIVERY_SECONDS * by_call
         lasting = -(-int(sandbox.round_seconds * 1e9) // max(1, int(seconds * 1e9)))
         calls = max(sandbox.sets_per_round, min(MAX_CALLS[device], lasting))
-        calls = max(1 if device == "cuda" else 2, int(sizing.round_share * calls))
+        calls = max(min(2, sandbox.sets_per_round), int(sizing.round_share * calls))
         share = sizing.round_share * (SHARING_ROUND_SHARE if placement.shares_buffers else 1.0)
         fitting = max(1, int(share * MAX_ROUND_BYTES[device]) // call_bytes)
         correctness_sets = max(
