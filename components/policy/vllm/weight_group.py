@@ -147,7 +147,14 @@ class WeightGroup:
         # NCCL connects the ranks without a time limit, and cannot be interrupted meanwhile. So the servers'
         # answers are awaited here, and the own part in a thread that does not keep this process alive.
         done = Future[str]()
-        Thread(target=lambda: done.set_result(fault_of(own)), daemon=True, name="weights").start()
+
+        def run() -> None:
+            try:
+                done.set_result(fault_of(own))
+            except BaseException as error:
+                done.set_exception(error)
+
+        Thread(target=run, daemon=True, name="weights").start()
         try:
             answers = self.each(call)
         except UserError:
