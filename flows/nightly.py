@@ -145,18 +145,17 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
         champion = evaluate_champion(context, version)
         decision = decide(context, version, stages, policy, before, after, champion)
         promote(context, version, decision, champion)
+        record = run_record(context, stages, before, after, version, decision)
+        record["night"] = lineage
+        record["seconds"] = round(time.monotonic() - started, 3)
+        record["tail_seconds"] = round(time.monotonic() - trained, 3)
+        publish(context, record, stages, policy, {"cold_start": before, "evaluation": after})
     except BaseException:
         context.tracking.end("FAILED")
         raise
     finally:
         OWN_SERVERS.close()
         context.pool.close()
-
-    record = run_record(context, stages, before, after, version, decision)
-    record["night"] = lineage
-    record["seconds"] = round(time.monotonic() - started, 3)
-    record["tail_seconds"] = round(time.monotonic() - trained, 3)
-    publish(context, record, stages, policy, {"cold_start": before, "evaluation": after})
     run_page.show_result(record)
     return record
 
