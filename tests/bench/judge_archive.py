@@ -97,6 +97,10 @@ def row(entry: dict[str, Any], verdict: Verdict, labels: Labels) -> dict[str, An
     }
 
 
+def of_labels(rows: Sequence[dict[str, Any]], rules: str, tolerance: str) -> list[dict[str, Any]]:
+    return [r for r in rows if (r["labels"]["rules"], r["labels"]["tolerance"]) == (rules, tolerance)]
+
+
 def geomean(values: Sequence[float]) -> str:
     positive = [value for value in values if value > 0]
     return f"{math.exp(sum(map(math.log, positive)) / len(positive)):.2f}" if positive else "–"
@@ -115,8 +119,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the Markdown of a table of figures and one of reasons by label, and of one of kernels."""
     figures, reasons = [], []
     for rules, tolerance in COMBINATIONS:
-        labels = {"rules": rules, "tolerance": tolerance, "weights": "seed"}
-        group = [r for r in rows if r["labels"] == labels]
+        group = of_labels(rows, rules, tolerance)
         right = [r for r in group if r["status"] == "correct"]
         faster = [sum(bool(r[name]) and r[name]["low"] > 1 for r in right) for name in ("eager", "compile")]
         claimed = geomean([r["claimed"] or 0 for r in right])
@@ -156,13 +159,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 7))
     for (rules, tolerance), marker in zip(COMBINATIONS, "os^d", strict=True):
-        shown = [
-            r
-            for r in rows
-            if r["eager"]
-            and r["claimed"]
-            and (r["labels"]["rules"], r["labels"]["tolerance"]) == (rules, tolerance)
-        ]
+        shown = [r for r in of_labels(rows, rules, tolerance) if r["eager"] and r["claimed"]]
         estimates = [r["eager"]["estimate"] for r in shown]
         low, high = (
             [abs(r["eager"][end] - r["eager"]["estimate"]) for r in shown] for end in ("low", "high")
