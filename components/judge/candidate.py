@@ -19,7 +19,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from components.core.errors import UserError
 from components.core.files import digest_json
 from components.core.params import Sandbox
-from components.core.records import FrozenModel
+from components.core.records import Device, FrozenModel
 from components.core.text import parse_python
 from components.core.workloads import SYNTAX_ERRORS
 from components.judge.screen import (
@@ -28,6 +28,7 @@ from components.judge.screen import (
     screen_python,
     screen_symbols,
     uses_extensions,
+    uses_triton,
     without_unused_parts,
 )
 from components.judge.verdict import Rejected
@@ -39,7 +40,7 @@ from components.sandbox.inside.inline_extension import BuiltExtension, Extension
 MAX_FILE_BYTES = 1 << 20
 MAX_FILES = 200
 # Modules whose kernels are compiled by processes, which a candidate may not start, while it runs.
-COMPILED_AT_RUN_TIME = ("triton", "tilelang", "cutlass", "cupy", "numba")
+COMPILED_AT_RUN_TIME = ("tilelang", "cutlass", "cupy", "numba")
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$")]
 
 
@@ -114,15 +115,17 @@ class ScreenedCandidate:
     """The sources of a candidate that has passed the screening of files and of model_new.py.
 
     `files` maps the workspace paths (`model_new.py`, `kernels/NAME`) of all files to their texts, as they
-    were given. `model` is the text that runs in place of `files["model_new.py"]`. It has no byte order mark,
-    and with sandbox.rules=kernel-only the parts of a file with extensions that are not used, such as
-    `get_inputs`, are removed from it. `uses_extensions` is whether model_new.py imports
-    torch.utils.cpp_extension, from which it may request extensions.
+    were given. `model` is the text that runs in place of `files["model_new.py"]`. It has no byte order mark.
+    With sandbox.rules=kernel-only it also lacks what a file that imports torch.utils.cpp_extension or Triton
+    has without using it, such as `get_inputs`. `uses_extensions` is whether model_new.py imports
+    torch.utils.cpp_extension, from which it may request extensions, and `uses_triton` whether it imports
+    Triton.
     """
 
     files: dict[str, str]
     model: str
     uses_extensions: bool
+    uses_triton: bool
 
     @property
     def runner_files(self) -> dict[str, str]:
@@ -146,7 +149,9 @@ class BuiltCandidate:
     from torch.utils.cpp_extension, it is a concatenation of their libraries, and `extensions` has the offset
     and size of each in bytes. `extensions` is None if the candidate requests no extension. `failures` maps
     the name of each extension that does not compile to the compiler's messages; only candidates under
-    sandbox.rules=any have such extensions.
+    sandbox.rules=any have such extensions. `uses_triton` is whether model_new.py imports Triton, and
+    `triton_archive` has its compiled kernels (sandbox/inside/triton_cache.py), which are compiled anew for
+    each task and each of its workloads; it is empty before.
     """
 
     digest: str
@@ -154,16 +159,18 @@ class BuiltCandidate:
     library: bytes
     extensions: list[BuiltExtension] | None = None
     failures: dict[str, str] = field(default_factory=dict)
+    uses_triton: bool = False
+    triton_archive: bytes = b""
 
 
-def screen_candidate(files: dict[str, str], rules: Sandbox) -> ScreenedCandidate:
+def screen_candidate(files: dict[str, str], rules: Sandbox, device: Device) -> ScreenedCandidate:
     """Screen the sources of a candidate before any of them runs or is compiled, and return the sources.
 
-    `files` maps each workspace path to the text of the file, and `rules` are all parameters of the section
-    sandbox. With sandbox.rules=kernel-only the returned text of a model_new.py that uses extensions lacks the
-    parts that are not used. With sandbox.rules=any model_new.py may compute with torch; only the names and
-    sizes of files are screened, and whether model_new.py would start a compiler while it runs. Raises
-    Rejected if a file is refused, or if model_new.py is missing or not valid Python.
+    `files` maps each workspace path to the text of the file, `rules` are all parameters of the section
+    sandbox, and `device` is the one that the candidate is judged on. With sandbox.rules=any model_new.py may
+    compute with torch; only the names and sizes of files are screened, and whether model_new.py would start a
+    compiler while it runs. Triton is accepted on cuda only. Raises Rejected if a file is refused, or if
+    model_new.py is missing or not valid Python.
     """
     if (reason := screen_files(files)) is not None:
         raise Rejected(
@@ -178,11 +185,17 @@ def screen_candidate(files: dict[str, str], rules: Sandbox) -> ScreenedCandidate
     model, reason = files["model_new.py"].removeprefix("\ufeff"), None
     try:
         tree = parse_python(model)
-        has_extensions = uses_extensions(tree)
+        has_extensions, has_triton = uses_extensions(tree), uses_triton(tree)
+        if has_triton and device == "cpu":
+            raise Rejected(
+                "load_failed",
+                "unsupported:triton",
+                "kernels of Triton run on a GPU only; judge the candidate with --device cuda.",
+            )
         if rules.rules == "any":
             _refuse_run_time_compilers(tree)
         else:
-            model = ast.unparse(without_unused_parts(tree)) if has_extensions else model
+            model = ast.unparse(without_unused_parts(tree)) if has_extensions or has_triton else model
             reason = screen_python(model)
     except SYNTAX_ERRORS as error:
         fence = (
@@ -195,7 +208,7 @@ def screen_candidate(files: dict[str, str], rules: Sandbox) -> ScreenedCandidate
         if reason.startswith("import:"):
             text = f"model_new.py may import {', '.join(sorted(IMPORTS))} only; --rules any allows others."
         raise Rejected("forbidden", reason, text)
-    return ScreenedCandidate(files, model, has_extensions)
+    return ScreenedCandidate(files, model, has_extensions, has_triton)
 
 
 def build_candidate(
@@ -205,27 +218,29 @@ def build_candidate(
 
     `rules` are all parameters of the section sandbox. `requested` is the JSON list of the extensions that
     model_new.py requests, `[]` if there are none. A sandboxed process reported it, so it is untrusted. If the
-    list is not empty, kernels/ is not built. With sandbox.rules=any a candidate may have no library, and an
-    extension that does not compile is left out, because the file may catch the error that `load_inline` then
-    raises. Raises Rejected if the candidate does not compile or takes too long, or if an extension or an
-    imported symbol is refused.
+    list is not empty, kernels/ is not built. With sandbox.rules=any, or with Triton, a candidate may have no
+    library. With sandbox.rules=any an extension that does not compile is left out, because the file may catch
+    the error that `load_inline` then raises. Raises Rejected if the candidate does not compile or takes too
+    long, or if an extension or an imported symbol is refused.
     """
     is_screened = rules.rules == "kernel-only"
     digest = digest_json(sorted(candidate.files.items()))
     if extensions := _validated(requested):
         library, built, failures = _build_extensions(extensions, builder, is_screened=is_screened)
-        return BuiltCandidate(digest, candidate.runner_files, library, built, failures)
+        return BuiltCandidate(
+            digest, candidate.runner_files, library, built, failures, uses_triton=candidate.uses_triton
+        )
     only_model = {"model_new.py": candidate.model}  # only the screened file can be imported
     suffixes = SOURCE_SUFFIXES[builder.device]
-    if not is_screened and not any(name.endswith(suffixes) for name in candidate.files):
-        return BuiltCandidate(digest, only_model, b"")
-    return BuiltCandidate(
-        digest, only_model, _library(builder.build(candidate.files), builder, is_screened=is_screened)
-    )
+    library = b""
+    needs_library = is_screened and not candidate.uses_triton
+    if needs_library or any(name.endswith(suffixes) for name in candidate.files):
+        library = _library(builder.build(candidate.files), builder, is_screened=is_screened)
+    return BuiltCandidate(digest, only_model, library, uses_triton=candidate.uses_triton)
 
 
 def _refuse_run_time_compilers(tree: ast.Module) -> None:
-    """Raise Rejected if the file imports a module such as triton, or mentions torch.compile.
+    """Raise Rejected if the file imports a module such as numba, or mentions torch.compile.
 
     The modules are those of `COMPILED_AT_RUN_TIME`, whose kernels are compiled while the candidate runs.
     """

@@ -1,10 +1,12 @@
-"""Start of the timed runner of a candidate, and of the process in which torch may compute in its constructor.
+"""Start of the timed runner of a candidate, and of the processes that prepare it.
 
-A runner is a sandboxed process (sandbox/runner_process.py).
+A runner is a sandboxed process (sandbox/runner_process.py). Two further processes are not measured: one
+compiles the candidate's kernels of Triton, and one runs its constructor where torch may compute.
 """
 
 import functools
 import os
+from dataclasses import replace
 
 from components.core.params import JudgeParams
 from components.judge.candidate import BuiltCandidate
@@ -16,6 +18,9 @@ from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_factory import sealed_file
 from components.sandbox.runner_process import RunnerError
 
+# Largest size of what a process that prepares a candidate may leave for the timed one.
+MAX_PREPARED_BYTES = 128 << 20
+
 
 def start_candidate(
     params: JudgeParams, reference: TaskReference, built: BuiltCandidate, limits: int = 1
@@ -26,25 +31,21 @@ def start_candidate(
     exist for `limits` times `sandbox.run_seconds`. If the constructor needs results that torch may not
     compute in the timed process, the constructor is run in another process first (`_constructor_results`).
     """
-    header: RoleHeader = {
-        "role": "candidate",
-        "files": built.files,
-        "extensions": built.extensions,
-        "suffix": EXTENSION_SUFFIX,
-        "rules": params.sandbox.rules,
-        "library_bytes": len(built.library),
-    }
+    header = _header(params, built)
+    content = built.library + built.triton_archive
     seconds = limits * params.sandbox.run_seconds
     start = functools.partial(TimedRunner, reference, header, seconds=seconds)
     try:
-        with rejecting(LOAD_ERRORS), open(sealed_file(built.library), "rb") as library:
+        with rejecting(LOAD_ERRORS), open(sealed_file(content), "rb") as library:
             try:
                 return start(library.fileno())
             except RunnerError as error:
                 if error.kind != "unknown_result":
                     raise
-            results = _constructor_results(params, reference, header, library.fileno())
-            with open(sealed_file(built.library + results), "rb") as library_and_results:
+            construct: RoleHeader = {**header, "role": "construct"}
+            seconds = params.sandbox.run_seconds
+            results = _prepared(reference, construct, library.fileno(), seconds)
+            with open(sealed_file(content + results), "rb") as library_and_results:
                 return start(library_and_results.fileno())
     except Rejected as error:
         if not built.failures:
@@ -53,30 +54,66 @@ def start_candidate(
         raise Rejected("build_failed", "compiler", "\n".join([*built.failures.values(), then])) from error
 
 
-def _constructor_results(
-    params: JudgeParams, reference: TaskReference, header: RoleHeader, library: int
-) -> bytes:
-    """Return what torch computed in a candidate's constructor, in a process that does nothing else.
+def with_compiled_kernels(
+    params: JudgeParams, reference: TaskReference, built: BuiltCandidate
+) -> BuiltCandidate:
+    """Return `built` with an archive of its compiled kernels of Triton, or `built` itself without Triton.
 
-    The process writes the results to a file in memory (sandbox/inside/constructor_mode.py). `header` is the
-    message that gives the candidate's runner its role, and `library` the descriptor of a file with the
-    library. Raises RunnerError if the constructor fails.
+    A sandboxed process, which may start compilers, calls the candidate once with inputs of the task's
+    `get_inputs`, and what Triton has then written to its cache is the archive. `triton.autotune` chooses in
+    this call. The process ends before the candidate is measured. Raises Rejected if the call fails or takes
+    longer than `sandbox.build_seconds`.
+    """
+    if not built.uses_triton:
+        return built
+    header: RoleHeader = {**_header(params, built), "role": "compile_triton", "code": reference.code}
+    with rejecting(LOAD_ERRORS), open(sealed_file(built.library), "rb") as library:
+        archive = _prepared(reference, header, library.fileno(), params.sandbox.build_seconds)
+    return replace(built, triton_archive=archive)
+
+
+def _header(params: JudgeParams, built: BuiltCandidate) -> RoleHeader:
+    """Return the message that gives the timed runner of the candidate `built` its role."""
+    return {
+        "role": "candidate",
+        "files": built.files,
+        "extensions": built.extensions,
+        "suffix": EXTENSION_SUFFIX,
+        "rules": params.sandbox.rules,
+        "library_bytes": len(built.library),
+        "triton_bytes": len(built.triton_archive),
+        "zygote": "triton" if built.uses_triton else "plain",
+    }
+
+
+def _prepared(reference: TaskReference, header: RoleHeader, library: int, seconds: float) -> bytes:
+    """Return what a process in the role `header["role"]` leaves for the candidate's timed process.
+
+    The role is `construct` (what torch computed in the constructor) or `compile_triton`. The process writes
+    its result to a file in memory, and nothing of it is measured. `library` is the descriptor of a file that
+    begins with the candidate's library, and `seconds` limits the wall time. Raises RunnerError if the process
+    fails, and Rejected if the result is larger than MAX_PREPARED_BYTES.
     """
     header = {
         **header,
-        "role": "construct",
-        "precision": params.precision,
-        "device": params.device,
+        "precision": reference.params.precision,
+        "device": reference.params.device,
         "init_inputs": reference.layout.description.init_inputs,
         "construction_seed": reference.construction_seed,
     }
-    with os.fdopen(os.memfd_create("results"), "rb") as results:
-        runner = reference.processes.factory.spawn(
-            header, (library, results.fileno()), seconds=params.sandbox.run_seconds
-        )
+    with os.fdopen(os.memfd_create("prepared"), "rb") as file:
+        runner = reference.processes.factory.spawn(header, (library, file.fileno()), seconds=seconds)
         try:
-            runner.receive()
+            with reference.scheduler.background_work(runner):
+                runner.receive()
         finally:
             runner.close(wait=True)
-        results.seek(0)
-        return results.read()
+        if (size := os.fstat(file.fileno()).st_size) > MAX_PREPARED_BYTES:
+            raise Rejected(
+                "load_failed",
+                "too_large",
+                f"before its measurement the candidate leaves {size} bytes of compiled kernels or values of "
+                f"its constructor; at most {MAX_PREPARED_BYTES} are kept.",
+            )
+        file.seek(0)
+        return file.read()

@@ -23,6 +23,7 @@ from components.core.task import KernelTask
 from components.core.text import readable
 from components.judge.admission import admit, admit_workloads, named_workloads
 from components.judge.candidate import BuiltCandidate, build_candidate, screen_candidate
+from components.judge.candidate_runner import with_compiled_kernels
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.measurement import blaming_the_other, measure_candidate
 from components.judge.statistics import geometric_mean, mean_ratio
@@ -174,6 +175,10 @@ class Judge:
         """
         report("preparing inputs, reference outputs and baselines")
         with self.bench(task) as bench:
+            built = with_compiled_kernels(self.params, bench.reference, built)
+            if other is not None:
+                with blaming_the_other():
+                    other = with_compiled_kernels(self.params, bench.reference, other)
             speedups, seconds, evidence = measure_candidate(
                 self.params, bench, built, compare_compile, report, other, is_workload=is_workload
             )
@@ -194,7 +199,7 @@ class Judge:
         to find the extensions that the candidate requests.
         """
         sandbox = self.params.sandbox
-        candidate = screen_candidate(files, sandbox)
+        candidate = screen_candidate(files, sandbox, self.params.device)
         requested = (
             self._requested_extensions(task, candidate.runner_files) if candidate.uses_extensions else b"[]"
         )

@@ -11,6 +11,8 @@ import ast
 import re
 from collections import Counter, deque
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeGuard
 
 from components.core.text import parse_python
 from components.sandbox.inside.inline_extension import CONSTANTS, FUNCTIONS
@@ -26,6 +28,18 @@ IMPORTS = frozenset("torch torch.nn torch.nn.functional cuda_extension math typi
 EXTENSION_IMPORTS = frozenset(
     ["torch.utils", EXTENSION_MODULE, *(f"{EXTENSION_MODULE}.{name}" for name in (*FUNCTIONS, *CONSTANTS))]
 )
+# Further imports that are allowed in a candidate with kernels of Triton.
+TRITON_IMPORTS = frozenset(
+    """triton triton.language triton.language.math triton.language.extra triton.language.extra.libdevice
+    triton.language.extra.cuda triton.language.extra.cuda.libdevice""".split()
+)
+# Decorators of a kernel of Triton, and further functions of Triton that may be called outside a kernel.
+KERNEL_DECORATORS = frozenset(["triton.jit", "triton.autotune", "triton.heuristics"])
+TRITON_CALLS = KERNEL_DECORATORS | {"triton.Config", "triton.cdiv", "triton.next_power_of_2", "tl.constexpr"}
+# Attributes of a kernel of Triton that are its Python function, which could compute with torch, and names of
+# Triton's functions, which a file may not replace.
+KERNEL_FUNCTIONS = frozenset(["fn", "base_fn"])
+TRITON_NAMES = frozenset(name.partition(".")[2] for name in TRITON_CALLS)
 TORCH_CALLS = frozenset(
     "empty empty_like empty_strided zeros zeros_like Size device dtype no_grad inference_mode".split()
 )
@@ -91,6 +105,21 @@ def _dotted_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else "?"
 
 
+def uses_triton(tree: ast.AST) -> bool:
+    """Return whether a file imports Triton."""
+    return any(
+        name.partition(".")[0] == "triton"
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    )
+
+
 def uses_extensions(tree: ast.AST) -> bool:
     """Return whether a file imports torch.utils.cpp_extension."""
     for node in ast.walk(tree):
@@ -139,18 +168,39 @@ def without_unused_parts(tree: ast.Module) -> ast.Module:
     return ast.Module(kept, [])
 
 
-def _extension_names(tree: ast.AST) -> frozenset[str]:
-    """Return the names under which a file calls its own native functions.
+@dataclass(frozen=True)
+class OwnKernels:
+    """The names under which a file calls its own native functions and kernels.
 
-    They are the names that the file binds only to results of `load_inline` or `load`, or to cuda_extension
-    (the module of the functions in kernels/), and the namespaces `torch.ops.NAME` of the operators that C++
-    sources in its string constants register.
+    `extensions` are the names that the file binds only to results of `load_inline` or `load`, or to
+    cuda_extension (the module of the functions in kernels/), and the namespaces `torch.ops.NAME` of the
+    operators that C++ sources in its string constants register. `kernels` are the names that it binds only to
+    kernels of Triton, and `modules` are those of `triton` and `tl` that it binds only by imports of Triton.
     """
+
+    extensions: frozenset[str]
+    kernels: frozenset[str]
+    modules: frozenset[str]
+
+
+def is_kernel(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
+    """Return whether a node is a function with `@triton.jit`, and no other decorators than Triton's.
+
+    Triton compiles such a function, and raises an error if it is called in Python.
+    """
+    if not isinstance(node, ast.FunctionDef):
+        return False
+    names = [_dotted_name(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list]
+    return "triton.jit" in names and KERNEL_DECORATORS.issuperset(names)
+
+
+def _own_kernels(tree: ast.AST) -> OwnKernels:
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     registered = {
         f"torch.ops.{name}" for text in texts if isinstance(text, str) for name in OWN_OPERATORS.findall(text)
     }
     bound, extensions = Counter[str](), Counter[str]()
+    kernels, modules = Counter[str](), Counter[str]()
     for node in ast.walk(tree):
         match node:
             case ast.Assign(value=ast.Call() as call, targets=targets) if called_function(call):
@@ -162,8 +212,11 @@ def _extension_names(tree: ast.AST) -> frozenset[str]:
                 bound[name] += 1
             case ast.alias(name=name, asname=other):
                 bound[other or name.partition(".")[0]] += 1
+                if name in TRITON_IMPORTS or name == "language":
+                    modules[other or name.partition(".")[0]] += 1
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 bound[name] += 1
+                kernels[name] += is_kernel(node)
             case (
                 ast.ExceptHandler(name=str(name))
                 | ast.MatchAs(name=str(name))
@@ -172,16 +225,25 @@ def _extension_names(tree: ast.AST) -> frozenset[str]:
                 bound[name] += 1
             case ast.MatchMapping(rest=str(name)):
                 bound[name] += 1
-    return frozenset(name for name, count in extensions.items() if bound[name] == count) | registered
+    own, own_kernels, own_modules = (
+        frozenset(name for name, count in counts.items() if 0 < count == bound[name])
+        for counts in (extensions, kernels, modules)
+    )
+    return OwnKernels(own | registered, own_kernels, own_modules & {"triton", "tl"})
 
 
-def _call_reason(call: ast.Call, in_init: bool, extensions: frozenset[str]) -> str | None:
+def _call_reason(call: ast.Call, in_init: bool, own: OwnKernels) -> str | None:
+    if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Name):
+        name = call.func.value.id  # the launch of a kernel, KERNEL[grid](…)
+        return None if name in own.kernels and "triton" in own.modules else f"call:{name}[]"
     name = _dotted_name(call.func)
     head, _, last = name.rpartition(".")
     root = name.split(".")[0]
+    if root in own.modules and name in TRITON_CALLS:
+        return None
     if root in ("cuda_extension", "math", "super", "self") or name in BUILTINS:
         return None
-    if root in extensions or head in extensions:
+    if root in own.extensions or head in own.extensions:
         return None
     if called_function(call):
         return None
@@ -199,17 +261,21 @@ def _call_reason(call: ast.Call, in_init: bool, extensions: frozenset[str]) -> s
     return None if not head or last in TENSOR_METHODS else f"call:{name}"
 
 
-def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, bool]]:
+def _nodes(tree: ast.AST, own: OwnKernels) -> Iterator[tuple[ast.AST, bool]]:
     """Yield every node of a syntax tree, each with whether it is inside a function `__init__`.
 
-    The traversal is not recursive, so that deeply nested code cannot exhaust the stack.
+    The bodies of kernels of Triton are left out, because they are never executed in Python. The traversal is
+    not recursive, so that deeply nested code cannot exhaust the stack.
     """
     left = deque([(tree, False)])
     while left:
         node, in_init = left.popleft()
         in_init = in_init or (isinstance(node, ast.FunctionDef) and node.name == "__init__")
         yield node, in_init
-        left.extend((child, in_init) for child in ast.iter_child_nodes(node))
+        children = ast.iter_child_nodes(node)
+        if is_kernel(node) and "triton" in own.modules:
+            children = iter([*node.decorator_list, node.args, *([node.returns] if node.returns else [])])
+        left.extend((child, in_init) for child in children)
 
 
 def screen_python(code: str) -> str | None:
@@ -220,9 +286,11 @@ def screen_python(code: str) -> str | None:
     SyntaxError, ValueError, RecursionError or MemoryError if `code` cannot be parsed.
     """
     tree = parse_python(code)
-    imports = IMPORTS | EXTENSION_IMPORTS if uses_extensions(tree) else IMPORTS
-    extensions = _extension_names(tree)
-    for node, in_init in _nodes(tree):
+    has_triton = uses_triton(tree)
+    imports = IMPORTS | (EXTENSION_IMPORTS if uses_extensions(tree) else frozenset())
+    imports |= TRITON_IMPORTS if has_triton else frozenset()
+    own = _own_kernels(tree)
+    for node, in_init in _nodes(tree, own):
         if isinstance(node, ast.Import):
             for name in node.names:
                 if name.name not in imports:
@@ -237,13 +305,16 @@ def screen_python(code: str) -> str | None:
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             return "operator:matmul"
         elif isinstance(node, ast.Attribute) and (
-            node.attr in OUT_OF_TORCH or (node.attr.startswith("__") and node.attr != "__init__")
+            node.attr in OUT_OF_TORCH
+            or (node.attr.startswith("__") and node.attr != "__init__")
+            or (has_triton and node.attr in KERNEL_FUNCTIONS)
+            or (has_triton and node.attr in TRITON_NAMES and not isinstance(node.ctx, ast.Load))
         ):
             return f"attribute:{node.attr}"
         elif isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
             return f"name:{node.id}"
         elif isinstance(node, ast.Call):
-            reason = _call_reason(node, in_init, extensions)
+            reason = _call_reason(node, in_init, own)
             if reason is not None:
                 return reason
     return None

@@ -198,7 +198,7 @@ class RunnerFactory:
     def _confinement(self, role: Role, kind: ZygoteKind) -> Confinement:
         """Return the resource limits and system-call filter of a runner by its role and kind of zygote."""
         candidate = role in ("candidate", "record", "construct")
-        autotunes = kind == "compile" and self.device == "cuda"
+        autotunes = (kind == "compile" or role == "compile_triton") and self.device == "cuda"
         limits = {
             "RLIMIT_FSIZE": TEMPORARY_BYTES,
             "RLIMIT_NOFILE": 256,

@@ -197,7 +197,7 @@ def test_cuda_sources_are_refused_on_cpu(judge: Judge) -> None:
 
 def test_run_time_compilers_are_refused_in_one_sentence(any_rules: Judge) -> None:
     for line, name, sentence in (
-        ("import triton", "triton", "that the judge itself builds"),
+        ("import triton", "triton", "with --device cuda"),
         ("from numba import cuda", "numba", "that the judge itself builds"),
         ("f = torch.compile", "torch.compile", "may start no process"),
     ):

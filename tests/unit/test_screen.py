@@ -38,7 +38,7 @@ def test_constructors_within_constructors_are_walked_once() -> None:
         f"{' ' * 90}a\n" for _ in range(500)
     )
     tree = ast.parse(nested)
-    seen = list(screen._nodes(tree))
+    seen = list(screen._nodes(tree, screen._own_kernels(tree)))
     assert [node for node, _ in seen] == list(ast.walk(tree)) and [
         inside for node, inside in seen if isinstance(node, ast.Expr)
     ] == [True] * 500
@@ -85,3 +85,64 @@ def test_a_name_that_is_bound_to_an_extension_elsewhere_is_no_extension() -> Non
     assert screen.screen_python(code) == "call:torch.from_numpy"
     assert screen.screen_python(code.replace("torch.from_numpy(", "(")) == "call:x.numpy"
     assert screen.screen_python(code.partition("def unused")[0] + f"m = {extension}\nm.run(1)\n") is None
+
+
+TRITON = """
+import torch
+import torch.nn as nn
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+
+@triton.autotune(
+    configs=[triton.Config({"BLOCK": b}, num_warps=w) for b in (128, 256) for w in (4, 8)], key=["n"]
+)
+@triton.jit
+def softplus_kernel(x, y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, mask=at < n)
+    tl.store(y + at, libdevice.log1p(tl.exp(value)).to(tl.float32), mask=at < n)
+
+
+class ModelNew(nn.Module):
+    def forward(self, x):
+        y = torch.empty_like(x)
+        n = x.numel()
+        softplus_kernel[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](x, y, n)
+        return y
+"""
+
+
+def test_a_file_with_kernels_of_triton_is_accepted() -> None:
+    assert screen.screen_python(TRITON) is None
+
+
+@pytest.mark.parametrize(
+    ("honest", "cheat", "reason"),
+    [
+        # The function of a kernel in Python, and what could put another function in Triton's place.
+        ("return y", "f = softplus_kernel.fn\n        return f(x)", "attribute:fn"),
+        ("return y", "f = softplus_kernel.base_fn\n        return f(x)", "attribute:base_fn"),
+        ("return y", "f = softplus_kernel.__wrapped__\n        return f(x)", "attribute:__wrapped__"),
+        ("@triton.jit", "@torch.compile\n@triton.jit", "call:"),
+        ("@triton.jit\n", "", "call:"),
+        ("@triton.autotune", "triton.jit = lambda f: f\n@triton.autotune", "attribute:jit"),
+        ("@triton.autotune", "class triton: jit = nn.Module\n@triton.autotune", "call:"),
+        ("y = torch.empty_like(x)", "tl = torch; y = tl.constexpr(x)", "call:"),
+        ("n = x.numel()", "softplus_kernel = {0: torch.exp}; n = 0", "call:softplus_kernel[]"),
+        # Defaults, annotations and decorators of a kernel are executed in Python.
+        (": tl.constexpr", "=torch.exp(torch.zeros(1))", "call:torch.exp"),
+        ("BLOCK: tl.constexpr", "BLOCK: torch.exp(1)", "call:torch.exp"),
+        ('key=["n"]', "key=[torch.exp(1)]", "call:torch.exp"),
+        ("return y", "return torch.exp(y)", "call:torch.exp"),
+        ("return y", "return tl.exp(y)", "call:tl.exp"),
+        ("import triton\n", "import triton\nimport triton.runtime\n", "import:triton.runtime"),
+        ("from triton.language.extra import libdevice", "from triton import knobs", "import:triton"),
+    ],
+)
+def test_a_file_with_kernels_of_triton_may_not_compute_otherwise(
+    honest: str, cheat: str, reason: str
+) -> None:
+    assert honest in TRITON
+    assert (screen.screen_python(TRITON.replace(honest, cheat, 1)) or "").startswith(reason)

@@ -60,7 +60,7 @@ def screen(files: dict[str, str]) -> None:
     for rules in RULES:
         start = time.thread_time()
         try:
-            screen_candidate(files, rules)
+            screen_candidate(files, rules, "cuda")
         except Rejected as rejected:
             assert rejected.status in ("load_failed", "forbidden") and rejected.reason
         assert time.thread_time() - start < SECONDS

@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ import inductor
 import inline_extension
 import reference
 import torch
+import triton_cache
 from delivery import Call, WrongForm, make_delivery
 from operator_blocking import ForbiddenOperator, block_operators, compute_names, compute_operators
 from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs, restored
@@ -76,9 +78,9 @@ def main(
 def warm_up(kind: str, device: str, warm_folder: str = "") -> None:
     """Do the slow first-use work of torch once, before runners are forked, so that no runner repeats it.
 
-    With `kind` "compile", torch.compile is prepared too; with "plain" it is not. Preparing torch.compile on
-    cpu writes the precompiled headers of Inductor, its compiler, to `warm_folder`. This folder is not used on
-    cuda or with "plain".
+    With `kind` "compile", torch.compile is prepared too, and with "triton" Triton is. Preparing torch.compile
+    on cpu writes the precompiled headers of Inductor, its compiler, to `warm_folder`. This folder is not used
+    on cuda or with another kind.
     """
     torch.set_num_threads(1)
     compute_operators(device)
@@ -88,6 +90,8 @@ def warm_up(kind: str, device: str, warm_folder: str = "") -> None:
         inductor.warm_up_inductor(warm_folder)
     elif kind == "compile":
         inductor.import_inductor()
+    elif kind == "triton":
+        triton_cache.warm_up_triton()
 
 
 def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int], receive: Receive) -> None:
@@ -124,6 +128,9 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
         connection.send(b"R" + json.dumps(found).encode())
     elif header["role"] == "construct":
         record_constructor(header, *descriptors)
+        connection.send(b"R")
+    elif header["role"] == "compile_triton":
+        compile_triton(header, *descriptors)
         connection.send(b"R")
     elif header["role"] == "reference":
         with contextlib.closing(SharedTensors(header, descriptors)) as shared:
@@ -195,19 +202,22 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
 
     The no-op computes nothing. `header` is the message that names the role and has what it needs, and
     `shared` the memory with parameters, inputs and outputs. The orders `time` and `check` make one call for
-    each of their input sets, and `warm` makes one call. `library` is the descriptor of a file: for a
-    candidate its compiled library, which recorded results of its constructor may follow
-    (constructor_mode.py), for the role `compile` an archive (inductor.py), and otherwise an empty file.
+    each of their input sets, and `warm` makes one call. `library` is the descriptor of a file. For a
+    candidate the file has its compiled library, which an archive of kernels of Triton (triton_cache.py) and
+    recorded results of its constructor (constructor_mode.py) may follow. For the role `compile` it is an
+    archive (inductor.py), and otherwise it is empty.
     Raises WrongForm, ForbiddenOperator or UnknownResult if the candidate breaks a rule, and any other error
     of the loaded code.
     """
     refuse_construction, artefacts = None, None
     if header["role"] == "candidate":
-        libraries = os.pread(library, os.fstat(library).st_size, 0)
+        content = io.BytesIO(os.pread(library, os.fstat(library).st_size, 0))
+        libraries, archive = content.read(header["library_bytes"]), content.read(header["triton_bytes"])
+        if archive:
+            triton_cache.load(archive)
         mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if header["rules"] == "kernel-only":
-            size = header["library_bytes"]
-            libraries, recorded = libraries[:size], libraries[size:]
+            recorded = content.read()
             # A candidate may have changed the bytes, so only tensors and plain values are accepted.
             results = torch.load(io.BytesIO(recorded), weights_only=True) if recorded else []
             mode = constructor_mode.ConstructorMode(compute_names(shared.device), results)
@@ -274,6 +284,25 @@ def record_constructor(header: RoleHeader, library: int, results: int) -> None:
         construct_candidate(header, os.pread(library, header["library_bytes"], 0))
     with os.fdopen(os.dup(results), "wb") as file:
         torch.save(mode.results, file)
+
+
+def compile_triton(header: RoleHeader, library: int, archive: int) -> None:
+    """Call the candidate once with inputs of the task's `get_inputs`, and write Triton's cache to a file.
+
+    `library` is the descriptor of the candidate's library and `archive` that of the empty file. `header` has
+    the sources of the task and of the candidate. The timed calls get other inputs and parameters.
+    """
+    device = header["device"]
+    inputs = reference.make_inputs(define_module("model", header["code"]), device)
+    del sys.modules["model"]  # the candidate has no use for the task's own implementation
+    arguments = [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
+    libraries = os.pread(library, header["library_bytes"], 0)
+    module = eval_mode(construct_candidate(header, libraries), device)
+    with torch.no_grad():
+        module(*arguments)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    triton_cache.save(archive)
 
 
 def construct_candidate(header: RoleHeader, libraries: bytes) -> torch.nn.Module:

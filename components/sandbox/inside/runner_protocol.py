@@ -1,22 +1,26 @@
 """The types of the JSON messages that the judge sends to its runners.
 
-A role begins with a RoleHeader. A runner in the role `describe`, `record` or `construct` answers once, with
-`R` and the result. In every other role it sends `R` when it is ready and then executes orders `{"op": …}`
-until the order `leave`. The orders are `parameters`, `fill` and `exact` for the role `reference`, `warm`,
-`time`, `check` and `release` (return free memory to the device) for the measured roles, and `save` for the
-role `compile`. After each order the runner sends `D`. This file imports nothing of the project.
+A role begins with a RoleHeader. A runner in the role `describe`, `record`, `construct` or `compile_triton`
+answers once, with `R` and the result. In every other role it sends `R` when it is ready and then executes
+orders `{"op": …}` until the order `leave`. The orders are `parameters`, `fill` and `exact` for the role
+`reference`, `warm`, `time`, `check` and `release` (return free memory to the device) for the measured roles,
+and `save` for the role `compile`. After each order the runner sends `D`. This file imports nothing of the
+project.
 """
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
 # Roles of a runner. `describe` describes the task, `record` finds the extensions that a candidate's file
-# requests, `construct` records what torch computes in a candidate's constructor (constructor_mode.py), and
-# `reference` makes inputs and expected outputs. The other roles are measured: a candidate, the
-# baselines `eager` and `compile`, and the no-op.
-Role = Literal["describe", "record", "construct", "reference", "candidate", "eager", "compile", "noop"]
+# requests, `construct` records what torch computes in a candidate's constructor (constructor_mode.py),
+# `compile_triton` compiles a candidate's kernels of Triton (triton_cache.py), and `reference` makes inputs
+# and expected outputs. The other roles are measured: a candidate, the baselines `eager` and `compile`, and
+# the no-op.
+Role = Literal[
+    "describe", "record", "construct", "compile_triton", "reference", "candidate", "eager", "compile", "noop"
+]
 # Kinds of zygotes by what they load before a fork. `plain` loads torch, `compile` loads torch and Inductor,
-# and `probe` (preflight.py) loads neither.
-ZygoteKind = Literal["plain", "compile", "probe"]
+# `triton` loads torch and Triton, and `probe` (preflight.py) loads none of them.
+ZygoteKind = Literal["plain", "compile", "triton", "probe"]
 # Names of the regions of the shared memory. `expected` has float64 outputs. `next_inputs` and `last_outputs`
 # are in host memory, and have the inputs of the next call and the outputs of the last call.
 RegionName = Literal["parameters", "inputs", "outputs", "expected", "next_inputs", "last_outputs"]
@@ -58,15 +62,18 @@ class RoleHeader(TypedDict, total=False):
 
     The descriptors of the role's buffers are sent with it, in the order of RegionName. A measured role gets
     one more before them: a candidate's library, the archive of `compile` (inductor.py), or an empty file. The
-    role `construct` gets the library and a file for the results, and no buffers.
+    roles `construct` and `compile_triton` get the library and a file for the results, and no buffers.
     """
 
     role: Required[Role]
     device: str
     precision: str  # `strict-fp32` or `tf32`
-    code: str  # the task's source; not used by the role `candidate`
+    code: str  # the task's source; a candidate that is measured does not get it
     files: dict[str, str]  # a candidate's Python sources by workspace path
-    library_bytes: int  # size of the library; recorded results of constructor_mode.py may follow it
+    library_bytes: int  # size of the library in the first file
+    # Size of the archive of triton_cache.py that follows the library. Recorded results of constructor_mode.py
+    # may follow the archive.
+    triton_bytes: int
     suffix: str  # file suffix of a candidate's library
     init_inputs: list[Any]  # arguments of the model's constructor
     # Seed of torch before the constructor, or None unless candidates get their weights by it.

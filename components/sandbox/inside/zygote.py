@@ -1,6 +1,6 @@
 """The zygote: the process that loads torch once and forks a runner for every piece of untrusted code.
 
-    python zygote.py FD DEVICE plain|compile|probe isolated|open MODULES PACKAGES [WARM]
+    python zygote.py FD DEVICE plain|compile|triton|probe isolated|open MODULES PACKAGES [WARM]
 
 FD is the descriptor of the socket on which the judge requests runners. MODULES is the folder of the compiled
 result_channel.cpp, and PACKAGES are folders of Python packages. WARM is the folder for the precompiled
@@ -17,8 +17,9 @@ The judge sends a runner JSON messages with descriptors (runner_protocol.py). Ea
 character that names its type, followed by text or numbers. The judge checks their length and does not trust
 their content: it relies only on the outputs that it reads from memory and on its own clock.
 
-A zygote of the kind `compile` also loads what torch.compile needs. A zygote of the kind `probe` does not load
-torch. Its single runner is isolated in the same way and reports its uid and PID (preflight.py).
+A zygote of the kind `compile` also loads what torch.compile needs, and one of the kind `triton` loads Triton.
+A zygote of the kind `probe` does not load torch. Its single runner is isolated in the same way and reports
+its uid and PID (preflight.py).
 """
 
 import contextlib
