@@ -293,8 +293,10 @@ def compile_triton(header: RoleHeader, library: int, archive: int) -> None:
     the sources of the task and of the candidate. The timed calls get other inputs and parameters.
     """
     device = header["device"]
-    inputs = reference.make_inputs(define_module("model", header["code"]), device)
-    del sys.modules["model"]  # the candidate has no use for the task's own implementation
+    task = define_module("model", header["code"])
+    inputs = reference.make_inputs(task, device)
+    os.remove(str(task.__file__))  # the candidate has no use for the task's own implementation
+    del sys.modules["model"]
     arguments = [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
     libraries = os.pread(library, header["library_bytes"], 0)
     module = eval_mode(construct_candidate(header, libraries), device)
