@@ -1,6 +1,8 @@
-"""Start of the timed runner of a candidate, and of the process in which torch may compute in its constructor.
+"""Start of the sandboxed process in which a candidate is timed, and of one in which it is only constructed.
 
-A runner is a sandboxed process (sandbox/runner_process.py).
+A candidate is an implementation of a task's module, to be judged. The constructor of its module may compute
+with torch, but only in the second process, whose results are then given to the timed one. A sandboxed process
+is called a runner (sandbox/runner_process.py).
 """
 
 import functools
@@ -20,11 +22,14 @@ from components.sandbox.runner_process import RunnerError
 def start_candidate(
     params: JudgeParams, reference: TaskReference, built: BuiltCandidate, limits: int = 1
 ) -> TimedRunner:
-    """Start a runner that loads the candidate `built`, and return it; raise Rejected if loading fails.
+    """Start a sandboxed process that loads the candidate `built`, and return it as a timed runner.
 
-    `params` are the judge's settings, and `reference` has the data of the candidate's task. The runner may
-    exist for `limits` times `sandbox.run_seconds`. If the constructor needs results that torch may not
-    compute in the timed process, the constructor is run in another process first (`_constructor_results`).
+    `params` are the judge's settings, and `reference` has the data of the candidate's task. The process may
+    exist for `limits` times `sandbox.run_seconds`. If the candidate's constructor calls an operator that
+    torch may not compute in this process, the constructor is run in another process, which records the
+    results of such operators, and the process that is timed is started once more with these results
+    (`_constructor_results`). Raises Rejected if loading fails; if an extension of the candidate did not
+    compile, its status is `build_failed`, and its log has the compiler's messages.
     """
     header: RoleHeader = {
         "role": "candidate",
@@ -56,11 +61,11 @@ def start_candidate(
 def _constructor_results(
     params: JudgeParams, reference: TaskReference, header: RoleHeader, library: int
 ) -> bytes:
-    """Return what torch computed in a candidate's constructor, in a process that does nothing else.
+    """Return, as bytes, what torch computed in a candidate's constructor, which runs in a process of its own.
 
-    The process writes the results to a file in memory (sandbox/inside/constructor_mode.py). `header` is the
-    message that gives the candidate's runner its role, and `library` the descriptor of a file with the
-    library. Raises RunnerError if the constructor fails.
+    The process is sandboxed and writes the results to a file in memory (sandbox/inside/constructor_mode.py).
+    `header` is the message that gives the candidate's timed process its work, and `library` is the descriptor
+    of a file with the compiled library of the candidate. Raises RunnerError if the constructor fails.
     """
     header = {
         **header,
