@@ -1,7 +1,8 @@
 """Admission of a task: a check that the judge would find wrong answers wrong, and a timing of the task.
 
-Most of an admission is preparation, which several threads can do at once for different tasks. Only timed
-rounds (series of timed calls) need exclusive access to the device.
+A task is a PyTorch module that is to be made faster, with its inputs. Most of an admission is preparation,
+which several threads can do at once for different tasks. Only timed rounds (series of timed calls) need
+exclusive access to the device.
 """
 
 import contextlib
@@ -64,14 +65,17 @@ def named_workloads(code: str) -> list[Workload]:
 def admit_workloads(code: str, admit_one: Callable[[str], Admission]) -> Admission:
     """Return the admission of the task with source `code`, made of the admissions of its workloads.
 
-    A workload is one call of the task's `get_inputs`, and `admit_one` returns the admission of a source with
-    only this call. A task that names no workloads gets the admission of its own source. A list of workloads
-    that is not valid is refused with the reason `does_not_run`. Otherwise the first refusal is returned, one
-    whose reason ends with `UNSURE` only if there is no other, and its detail names the workload. The evidence
-    (the measured figures) of a task that is admitted, or refused with such a reason, has the names of the
-    parameters, the geometric mean of each figure in `MEANS`, the least spread, the shapes of the first
-    workload, and under `workloads` the call and the shapes of each workload. It is empty if `admit_one`
-    returns no figures.
+    An admission says whether the judge can judge a task, and a workload is one call of the task's
+    `get_inputs`. `admit_one` returns the admission of a source with only this call. A task that names no
+    workloads gets the admission of its own source. A list of workloads that is not valid is refused with the
+    reason `does_not_run`. If workloads are refused, the result is the first refusal whose reason does not end
+    with `UNSURE` (for an input without effect on the output), or else the first one, and its detail names the
+    workload.
+
+    The evidence (the measured figures) of a task that is admitted, or refused with a reason that ends with
+    `UNSURE`, has the names of the parameters, the geometric mean of each figure in `MEANS`, the least spread
+    (relative standard deviation of an output), the shapes of the first workload, and under `workloads` the
+    call and the shapes of each workload. It is empty if `admit_one` returns no figures.
     """
     try:
         workloads = named_workloads(code)
@@ -119,14 +123,15 @@ def admit(
     """Return whether the task with source `code` can be judged, with the figures that were measured.
 
     A single sandboxed process, which `runner_factory` starts, makes the reference data and runs the baselines
-    (eager, the no-op and torch.compile), because no candidate runs in an admission. `scheduler` gives access
-    to the device and its memory, and `params` are the judge's settings. `eager_seconds` has the smallest and
-    the largest time in seconds that one eager call may take. `headroom` is set for a task of a data set. Such
-    a task must compile and must leave device memory for other tasks, and its time under torch.compile is
-    measured too. A faulty task is refused and raises nothing; the reason of the result is then a code such as
-    `eager_time`, `not_deterministic` or `does_not_compile`. On a GPU a task that runs out of memory is tried
-    a second time, with as much memory reserved as its process may have at most. This is `RUNNER_SHARE` of the
-    memory if `headroom` is set, and all memory if it is not set, as for a user's module.
+    (eager, torch.compile and the no-op, which computes nothing), because no candidate runs in an admission.
+    `scheduler` gives access to the device and its memory, and `params` are the judge's settings.
+    `eager_seconds` has the smallest and the largest time in seconds that one eager call may take. `headroom`
+    is set for a task of a data set. Such a task must compile and must leave device memory for other tasks,
+    and its time under torch.compile is measured too. A faulty task is refused and raises nothing; the reason
+    of the result is then a code such as `eager_time`, `not_deterministic` or `does_not_compile`. On a GPU a
+    task that runs out of memory is tried a second time, with as much memory reserved as its process may have
+    at most. This is `RUNNER_SHARE` of the memory if `headroom` is set, and all memory if it is not set, as
+    for a user's module.
     """
     try:
         check_contract(code, "task")
@@ -215,10 +220,10 @@ def _admission(reference: TaskReference, eager_seconds: tuple[float, float], *, 
 def _timed(reference: TaskReference, baseline: Baseline) -> tuple[list[float], bool]:
     """Time `ROUNDS` rounds of a baseline on the same inputs, and check whether their outputs are the same.
 
-    `reference` has the inputs of the task, and `baseline` is eager, torch.compile, or the no-op, which
-    computes nothing. Returns the seconds per call in each round, and whether the outputs of all rounds agree
-    up to `sandbox.absolute_tolerance`, a share of an output's largest absolute value. Raises TaskError if the
-    baseline fails.
+    A round is a series of timed calls. `reference` has the inputs of the task, and `baseline` is eager,
+    torch.compile, or the no-op, which computes nothing. Returns the seconds per call in each round, and
+    whether the outputs of all rounds agree up to `sandbox.absolute_tolerance`, a share of an output's largest
+    absolute value. Raises TaskError if the baseline fails.
     """
     runner = start_baseline(reference, baseline, warm_up_seconds=reference.params.sandbox.run_seconds)
     seconds, is_deterministic, first = [], True, None
@@ -244,7 +249,7 @@ def _compile_evidence(reference: TaskReference, noop: list[float]) -> dict[str, 
     computes nothing. `limit` has the lower bound of the seconds per call by the roofline model and the
     figures from which it follows (`limit.Limit`). `headroom` is `compile_seconds` divided by this lower
     bound. It can be below 1 if the task's operands have a structure that saves work. `noop` has the no-op's
-    seconds per call in each round. Raises TaskError if torch.compile fails.
+    seconds per call in each round (series of timed calls). Raises TaskError if torch.compile fails.
     """
     with reference.scheduler.measuring():
         limit = limit_of(reference.layout, reference.params.device, reference.params.precision)
@@ -260,11 +265,12 @@ def _compile_evidence(reference: TaskReference, noop: list[float]) -> dict[str, 
 def _sensitivity(reference: TaskReference) -> tuple[str | None, float]:
     """Return which change of a call's data leaves the output correct, if any, and how much the output varies.
 
-    Three kinds of change must each make the output wrong: drawing one input again, drawing one parameter
-    again, and using the initial values of all parameters. The first change that does not is returned as a
-    reason, for example `input_0_does_not_matter`; otherwise None is returned. The variation is the largest
-    relative standard deviation of an output tensor. It is measured with parameters that the judge has drawn
-    and with the initial ones, and the smaller figure is returned. It is 0 if there is a reason.
+    `reference` has the task's inputs, parameters and reference outputs. Three kinds of change must each make
+    the output wrong: drawing one input again, drawing one parameter again, and using the initial values of
+    all parameters. The first change that does not is returned as a reason, for example
+    `input_0_does_not_matter`; if there is none, None is returned. The variation is the largest relative
+    standard deviation of an output tensor. It is measured with parameters that the judge has drawn and with
+    the initial ones, and the smaller figure is returned. It is 0 if there is a reason.
     """
     description = reference.layout.description
     changes: list[tuple[str, dict[str, Any]]] = [
@@ -315,10 +321,10 @@ def _does_not_run(error: Exception) -> Admission:
 def find_trivial_answer(reference: TaskReference) -> str | None:
     """Return the reason why a trivial answer would be correct on this task, or None if all of them are wrong.
 
-    Trivial answers are for example zeros (`zeros_pass`), the mean of the output (`mean_passes`), and the
-    output for another seed (`seeds_agree`). A reason is also returned if the task has no floating-point
-    output (`no_float_output`), or if an output is not finite (`not_finite`). `reference` has the task's
-    inputs and outputs for at least two seeds.
+    A trivial answer is made without the task's computation, for example zeros (`zeros_pass`), the mean of the
+    output (`mean_passes`), or the output for another seed (`seeds_agree`). A reason is also returned if the
+    task has no floating-point output (`no_float_output`), or if an output is not finite (`not_finite`).
+    `reference` has the task's inputs and outputs for at least two seeds.
     """
     single, exact = reference.correctness_outputs(0)
     expected = reference.prepared(single, exact)
@@ -354,7 +360,11 @@ def find_trivial_answer(reference: TaskReference) -> str | None:
 
 
 def _in_float8(values: torch.Tensor) -> torch.Tensor:
-    """Return values in half precision rounded to float8_e4m3fn, scaled so that the largest is its largest."""
+    """Return values in half precision rounded to float8_e4m3fn and converted back to their dtype.
+
+    For the rounding they are scaled so that their largest absolute value becomes the largest float8_e4m3fn
+    number. Values in another dtype are returned unchanged.
+    """
     if values.dtype not in HALF_DTYPES:
         return values
     scale = torch.finfo(torch.float8_e4m3fn).max / max_abs(values.float().reshape(1, -1)).clamp(min=TINY)

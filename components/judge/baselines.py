@@ -1,10 +1,11 @@
 """Timed runners of a task's baselines (eager, the no-op and torch.compile), and the choice of a compile mode.
 
-Training compares with the default mode of torch.compile only, because each other mode takes seconds to
-minutes per task (max-autotune times kernels while it compiles). Evaluations compare with the fastest mode on
-each task. The fastest mode is chosen once per task and installation, in rounds without a candidate, and kept
-in the compile cache (`compile_cache.py`). The ratio in the verdict is measured in other rounds, beside the
-candidate, so that random errors in the choice do not affect it.
+A timed runner is a sandboxed process whose calls are timed. Training compares with the default mode of
+torch.compile only, because each other mode takes seconds to minutes per task (max-autotune times kernels
+while it compiles). Evaluations compare with the fastest mode on each task. The fastest mode is chosen once
+per task and installation, in rounds (series of timed calls) without a candidate, and kept in the compile
+cache (`compile_cache.py`). The ratio in the verdict is measured in other rounds, beside the candidate, so
+that random errors in the choice do not affect it.
 """
 
 import contextlib
@@ -48,10 +49,11 @@ DIFFERS = (
 
 @dataclass(frozen=True)
 class Baseline:
-    """A computation of a task that is timed beside a candidate's, or to choose the mode of torch.compile.
+    """A computation of a task that is timed beside that of a candidate, or to choose a mode of torch.compile.
 
-    `role` says whether it is the task's module in eager mode, the module under torch.compile in the mode
-    `mode`, or the no-op. The no-op computes nothing, and its time is subtracted from all other times.
+    A candidate is an implementation of the task's module that is judged. `role` says whether the baseline is
+    the task's module in eager mode, the module under torch.compile in the mode `mode`, or the no-op. The
+    no-op computes nothing, and its time is subtracted from all other times.
     """
 
     role: Literal["eager", "noop", "compile"]
@@ -91,7 +93,7 @@ class BaselineCache:
     """Timed runners of a task's baselines, each of which is started at its first use and then kept.
 
     A timed runner is a sandboxed process whose calls are timed, and a baseline is eager, torch.compile in
-    some mode, or the no-op, which computes nothing.
+    some mode, or the no-op, which computes nothing. `reference` has the data of the task.
     """
 
     def __init__(self, reference: TaskReference):
@@ -104,7 +106,7 @@ class BaselineCache:
         self.failed_early = False
 
     def get(self, baseline: Baseline) -> TimedRunner:
-        """Return the runner of `baseline`, after starting it if it does not run yet.
+        """Return the runner (sandboxed process) of `baseline`, after starting it if it does not run yet.
 
         Raises TaskError if the baseline fails or one of its outputs is wrong.
         """
@@ -115,12 +117,15 @@ class BaselineCache:
             return self.runners[baseline]
 
     def drop(self, baseline: Baseline) -> None:
-        """End the runner of `baseline`, if there is one; its next use starts another runner."""
+        """End the runner (sandboxed process) of `baseline`, if there is one.
+
+        The next call of `get` for this baseline starts another runner.
+        """
         if baseline in self.runners:
             self.runners.pop(baseline).close()
 
     def drop_runner(self, runner: TimedRunner) -> None:
-        """End `runner`, the runner of a baseline, and remove it from the cache."""
+        """End `runner`, the sandboxed process of a baseline, and remove it from the cache."""
         for baseline in [baseline for baseline, known in self.runners.items() if known is runner]:
             self.drop(baseline)
 
@@ -132,9 +137,9 @@ class BaselineCache:
 def start_baseline(reference: TaskReference, baseline: Baseline, *, warm_up_seconds: float) -> TimedRunner:
     """Start the timed runner of a baseline, warm it up, verify its outputs, and return it.
 
-    `reference` has the task's source, inputs and expected outputs. The no-op, which computes nothing, is
-    neither warmed up nor verified. The warm-up may take `warm_up_seconds` of wall time. Raises TaskError if
-    the baseline fails or an output is wrong.
+    A timed runner is a sandboxed process whose calls are timed. `reference` has the task's source, inputs and
+    expected outputs. The no-op, which computes nothing, is neither warmed up nor verified. The warm-up may
+    take `warm_up_seconds` of wall time. Raises TaskError if the baseline fails or an output is wrong.
     """
     start = functools.partial(_start_baseline, reference, baseline, warm_up_seconds)
     if baseline.role == "compile":
@@ -145,12 +150,12 @@ def start_baseline(reference: TaskReference, baseline: Baseline, *, warm_up_seco
 def _start_baseline(
     reference: TaskReference, baseline: Baseline, warm_up_seconds: float, library: int | None
 ) -> TimedRunner:
-    """Start, warm up and verify the timed runner of a baseline.
+    """Start, warm up and verify the timed runner of a baseline, and return it.
 
-    The no-op, which computes nothing, is only started. The warm-up may take `warm_up_seconds`. For
-    torch.compile, `library` is the descriptor of a file with the artefacts of an earlier compilation, which
-    is empty if there are none; for other baselines it is None. Raises TaskError if the baseline fails or an
-    output is wrong.
+    A timed runner is a sandboxed process whose calls are timed. The no-op, which computes nothing, is only
+    started. The warm-up may take `warm_up_seconds` of wall time. For torch.compile, `library` is the
+    descriptor of a file with the artefacts of an earlier compilation, which is empty if there are none; for
+    other baselines it is None. Raises TaskError if the baseline fails or an output is wrong.
     """
     header: RoleHeader = {"role": baseline.role, "code": reference.code, "compile_mode": baseline.mode}
     try:
@@ -174,7 +179,10 @@ def _start_baseline(
 
 
 def compile_modes(reference: TaskReference) -> tuple[Baseline, ...]:
-    """Return the baselines of the torch.compile modes that are compared on the task of `reference`."""
+    """Return the baselines of the torch.compile modes that are compared on the task of `reference`.
+
+    They depend on the device, and on whether the task is so large that its baselines share buffers.
+    """
     layout = reference.layout
     return (SHARING_MODES if layout.placement.shares_buffers else COMPILE_MODES)[layout.device]
 
@@ -182,10 +190,11 @@ def compile_modes(reference: TaskReference) -> tuple[Baseline, ...]:
 def start_early(baselines: BaselineCache, *, every_mode: bool) -> None:
     """Start torch.compile before a candidate is compared with it: every mode, or the default mode only.
 
-    If `every_mode` is set, only the fastest mode is started if it is known from an earlier comparison. If a
-    start fails, the error is ignored, and no further early start is tried for the task. Such an error occurs
-    again when a candidate is compared with torch.compile. Candidates that are not compared with torch.compile
-    are not affected.
+    `baselines` has the running processes of the task. If `every_mode` is set and the fastest mode is known
+    from an earlier comparison, only that mode is started. If a start fails, the error is ignored, and no
+    further early start is tried for the task. Such an error occurs again when a candidate (an implementation
+    that is judged) is compared with torch.compile. Candidates that are not compared with torch.compile are
+    not affected.
     """
     if baselines.failed_early:
         return
@@ -198,9 +207,10 @@ def start_early(baselines: BaselineCache, *, every_mode: bool) -> None:
 def start_modes(baselines: BaselineCache) -> None:
     """Start the torch.compile baselines that `fastest_mode` needs and that can start beside other work.
 
-    These are the baseline of the fastest mode if the modes of this task were compared before, and otherwise
-    those of every mode. A mode that times kernels while it compiles can start beside other work only if the
-    compile cache has what it compiles. Raises TaskError if the default mode fails.
+    Each of these baselines stands for one mode of torch.compile on the task of `baselines`. If the modes of
+    this task were compared before, only the baseline of the fastest mode is started, and otherwise those of
+    every mode. A mode that times kernels while it compiles can start beside other work only if the compile
+    cache has what it compiles. Raises TaskError if the default mode fails.
     """
     modes = compile_modes(baselines.reference)
     _load_seconds(baselines, modes)
@@ -220,10 +230,11 @@ def start_modes(baselines: BaselineCache) -> None:
 def fastest_mode(baselines: BaselineCache) -> tuple[TimedRunner, Baseline, dict[Baseline, float]]:
     """Return the runner of a task's fastest torch.compile mode, the mode, and the seconds per call by mode.
 
-    Modes are represented by their `Baseline`. The seconds are those of an earlier comparison on this device
-    if the compile cache has them, and are measured otherwise. The dictionary is empty on a device with one
-    mode. The calling thread must have exclusive access to the device. A mode that fails on the task is left
-    out. If the default mode fails, TaskError or InfrastructureError is raised.
+    The runner is the sandboxed process of this mode, and modes are represented by their `Baseline`. The
+    seconds are those of an earlier comparison on this device if the compile cache has them, and are measured
+    otherwise. The dictionary is empty on a device with one mode. The calling thread must have exclusive
+    access to the device. A mode that fails on the task is left out. If the default mode fails, TaskError or
+    InfrastructureError is raised.
     """
     modes = compile_modes(baselines.reference)
     if len(modes) == 1:
@@ -249,7 +260,8 @@ def fastest_mode(baselines: BaselineCache) -> tuple[TimedRunner, Baseline, dict[
 def _load_seconds(baselines: BaselineCache, modes: Sequence[Baseline]) -> None:
     """Fill `baselines.mode_seconds` (seconds per call by mode) from the compile cache.
 
-    Nothing is done if it is filled already or if `modes` has only one entry.
+    `modes` are the baselines of the torch.compile modes that are compared. Nothing is done if there is only
+    one, if `mode_seconds` is filled already, or if the cache has nothing.
     """
     if len(modes) > 1 and not baselines.mode_seconds:
         known = load_mode_seconds(baselines.reference, [mode.mode for mode in modes])
@@ -257,10 +269,10 @@ def _load_seconds(baselines: BaselineCache, modes: Sequence[Baseline]) -> None:
 
 
 def start_available(baselines: BaselineCache, wanted: Sequence[Baseline]) -> list[Baseline]:
-    """Start the runner of each baseline, and return the baselines whose runners work on the task.
+    """Start the process of each baseline in `wanted`, and return the baselines that work on the task.
 
-    Raises TaskError if a baseline fails that is not optional. Only other modes of torch.compile than the
-    default are optional.
+    A baseline is eager, torch.compile in some mode, or the no-op. Raises TaskError if a baseline fails that
+    is not optional. Only modes of torch.compile other than the default mode are optional.
     """
     available = []
     for baseline in wanted:
@@ -276,11 +288,11 @@ def start_available(baselines: BaselineCache, wanted: Sequence[Baseline]) -> lis
 def baseline_seconds(baselines: BaselineCache, wanted: Sequence[Baseline]) -> dict[Baseline, float]:
     """Return the median seconds per call of each baseline that works on the task.
 
-    The median seconds of the no-op, a runner that computes nothing, are subtracted. The baselines are
-    measured in alternating rounds of several calls each. The first round is not included, and more rounds are
-    made as long as a median is uncertain (`statistics.precise_rounds`). Raises TaskError or
-    InfrastructureError if a baseline fails that is not optional (`Baseline.is_optional`); others that fail
-    are left out.
+    A baseline is eager or torch.compile in some mode. The median seconds of the no-op, a process that
+    computes nothing, are subtracted. The baselines are measured in alternating rounds of several calls each.
+    The first round is not included, and more rounds are made as long as a median is uncertain
+    (`statistics.precise_rounds`). Raises TaskError or InfrastructureError if a baseline fails that is not
+    optional (`Baseline.is_optional`); others that fail are left out.
     """
     reference = baselines.reference
     sandbox, calls, number = reference.params.sandbox, reference.layout.calls, 0

@@ -1,8 +1,8 @@
 """Reading, screening and building of a candidate, which is a workspace with kernels/ or a single Python file.
 
-A single file requests its extensions, which are C++ or CUDA modules, from torch.utils.cpp_extension. The
-judge finds their sources by running the screened file in a runner (a sandboxed process), and builds them
-before the file runs as a candidate.
+A candidate is an implementation of a task's module that is judged. A single file requests its extensions,
+which are C++ or CUDA modules, from torch.utils.cpp_extension. The judge finds their sources by running the
+screened file in a runner (a sandboxed process), and builds them before the file runs as a candidate.
 """
 
 import ast
@@ -52,9 +52,9 @@ FLAGS = ("cflags", "cuda_cflags", "ldflags")
 class CheckedExtension(FrozenModel):
     """Extension whose names, texts and sizes are checked, because they come from an untrusted candidate.
 
-    An extension is a C++ or CUDA module that a candidate requests from torch.utils.cpp_extension. `sources`
-    maps file names to texts. `cflags` are the flags of the C++ compiler, `cuda_cflags` of nvcc, and `ldflags`
-    of the linker.
+    An extension is a C++ or CUDA module that a candidate (an implementation that is judged) requests from
+    torch.utils.cpp_extension. `sources` maps file names to texts. `cflags` are the flags of the C++ compiler,
+    `cuda_cflags` of nvcc, and `ldflags` of the linker.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,99}$")]
@@ -70,8 +70,9 @@ EXTENSIONS = TypeAdapter(Annotated[list[CheckedExtension], Field(max_length=16)]
 def read_workspace(workdir: Path) -> dict[str, str]:
     """Return the texts of `model_new.py` and `kernels/*` in a workspace, by path relative to the workspace.
 
-    A file that does not exist is left out. Raises UserError if the folder does not exist, or if it has links,
-    too many files, large files, or files that are not UTF-8 text.
+    A workspace is the folder of one candidate, an implementation that is judged. A file that does not exist
+    is left out. Raises UserError if the folder does not exist, or if it has links, more than `MAX_FILES`
+    files in kernels/, files of more than `MAX_FILE_BYTES`, or files that are not UTF-8 text.
     """
     if not workdir.is_dir():
         raise UserError(f"{workdir}: no such folder; give a workspace with model_new.py and kernels/.")
@@ -104,8 +105,9 @@ def _read(path: Path) -> str:
 def read_candidate(path: Path) -> dict[str, str]:
     """Return the texts of a candidate's files by workspace path, such as `model_new.py` or `kernels/add.cu`.
 
-    `path` is a workspace, which has these files, or a single Python file, which is returned as
-    `model_new.py`. Raises UserError if the path does not exist or has a file that cannot be judged.
+    A candidate is an implementation of a task's module that is judged. `path` is a workspace, a folder with
+    these files, or a single Python file, which is returned as `model_new.py`. Raises UserError if the path
+    does not exist or has a file that cannot be judged.
     """
     return {"model_new.py": _read(path)} if path.is_file() else read_workspace(path)
 
@@ -131,8 +133,8 @@ class ScreenedCandidate:
     def runner_files(self) -> dict[str, str]:
         """Texts by workspace path of the files that a runner, the candidate's sandboxed process, gets.
 
-        These are model_new.py with the text `model` and, if it uses extensions, the C++ and CUDA sources and
-        headers that it may read.
+        These are model_new.py with the text `model` and, if `uses_extensions` is set, the C++ and CUDA
+        sources and headers that model_new.py may read.
         """
         suffixes = (".cpp", ".cu", *HEADER_SUFFIXES) if self.uses_extensions else ()
         sources = {name: text for name, text in self.files.items() if name.endswith(suffixes)}
@@ -141,7 +143,7 @@ class ScreenedCandidate:
 
 @dataclass(frozen=True)
 class BuiltCandidate:
-    """A built candidate: the files that its runner (sandboxed process) imports, and its libraries.
+    """A built candidate: the files that its sandboxed process imports, and its libraries.
 
     `digest` is the digest of the files that were given. `files` maps workspace paths to the texts that the
     runner gets. `library` is the content of the compiled shared library, which is empty if the candidate has
@@ -214,7 +216,7 @@ def screen_candidate(files: dict[str, str], rules: Sandbox, device: Device) -> S
 def build_candidate(
     candidate: ScreenedCandidate, builder: Builder, rules: Sandbox, requested: bytes
 ) -> BuiltCandidate:
-    """Build a candidate's extensions or kernels/, and return what its runner loads.
+    """Build a candidate's extensions or kernels/, and return what its sandboxed process loads.
 
     `rules` are all parameters of the section sandbox. `requested` is the JSON list of the extensions that
     model_new.py requests, `[]` if there are none. A sandboxed process reported it, so it is untrusted. If the
@@ -242,7 +244,8 @@ def build_candidate(
 def _refuse_run_time_compilers(tree: ast.Module) -> None:
     """Raise Rejected if the file imports a module such as numba, or mentions torch.compile.
 
-    The modules are those of `COMPILED_AT_RUN_TIME`, whose kernels are compiled while the candidate runs.
+    `tree` is the syntax tree of the file. The modules are those of `COMPILED_AT_RUN_TIME`, whose kernels are
+    compiled while the candidate runs.
     """
     for node in ast.walk(tree):
         names: list[str] = []
@@ -284,11 +287,12 @@ def _build_extensions(
 ) -> tuple[bytes, list[BuiltExtension], dict[str, str]]:
     """Build all extensions, and return their joined libraries, the place of each in them, and failed builds.
 
-    The first result has the bytes of all libraries one after another, and the second one the offset and the
-    size of each library. `is_screened` is set with sandbox.rules=kernel-only. Failed builds are the
-    compiler's messages by name of the extension; there are none if `is_screened` is set. Raises Rejected for
-    CUDA sources on cpu, a refused or malformed compiler flag, a build that takes too long, and, if
-    `is_screened` is set, an extension that does not compile or imports forbidden symbols.
+    An extension is a C++ or CUDA module that a candidate requests from torch.utils.cpp_extension. The first
+    result has the bytes of all libraries one after another, and the second one the offset and the size of
+    each library. `is_screened` is set with sandbox.rules=kernel-only. Failed builds are the compiler's
+    messages by name of the extension; there are none if `is_screened` is set. Raises Rejected for CUDA
+    sources on cpu, a refused or malformed compiler flag, a build that takes too long, and, if `is_screened`
+    is set, an extension that does not compile or imports forbidden symbols.
     """
     libraries: dict[str, tuple[str, bytes]] = {}
     failures: dict[str, str] = {}
@@ -341,10 +345,10 @@ def _words(flags: list[str]) -> list[str]:
 
 
 def _library(built: BuildResult, builder: Builder, *, is_screened: bool) -> bytes:
-    """Return the library of the finished build `built`; raise Rejected if the build failed.
+    """Return the bytes of the library of the finished build `built`; raise Rejected if the build failed.
 
     If `is_screened` is set, as with sandbox.rules=kernel-only, Rejected is also raised if the library imports
-    forbidden symbols.
+    symbols that `screen_symbols` does not allow.
     """
     if built.timed_out:
         raise Rejected("timed_out", "build_limit", built.log)

@@ -25,11 +25,14 @@ MAX_PREPARED_BYTES = 128 << 20
 def start_candidate(
     params: JudgeParams, reference: TaskReference, built: BuiltCandidate, limits: int = 1
 ) -> TimedRunner:
-    """Start a runner that loads the candidate `built`, and return it; raise Rejected if loading fails.
+    """Start a sandboxed process that loads the candidate `built`, and return it as a timed runner.
 
-    `params` are the judge's settings, and `reference` has the data of the candidate's task. The runner may
-    exist for `limits` times `sandbox.run_seconds`. If the constructor needs results that torch may not
-    compute in the timed process, the constructor is run in another process first (`_constructor_results`).
+    `params` are the judge's settings, and `reference` has the data of the candidate's task. The process may
+    exist for `limits` times `sandbox.run_seconds`. If the candidate's constructor calls an operator that
+    torch may not compute in this process, the constructor is run in another process, which records the
+    results of such operators, and the process that is timed is started once more with these results
+    (`_constructor_results`). Raises Rejected if loading fails; if an extension of the candidate did not
+    compile, its status is `build_failed`, and its log has the compiler's messages.
     """
     header = _header(params, built)
     content = built.library + built.triton_archive

@@ -1,9 +1,10 @@
 """Cache of what torch.compile makes of each task: compiled kernels, results of autotuning, times by mode.
 
-The times by mode (seconds per call by mode of torch.compile, as JSON) are the judge's own. Any other entry is
-an archive that a runner of torch.compile wrote inside the sandbox (sandbox/inside/inductor.py). The task's
-source ran in that runner, so the archive is untrusted: the judge never opens it, and sends it only to later
-runners that compile the same task in the same mode. No sandbox contains the cache's folder.
+A task is a PyTorch module that is to be made faster. The times by mode (seconds per call by mode of
+torch.compile, as JSON) are the judge's own. Any other entry is an archive that a process with torch.compile
+wrote inside the sandbox (sandbox/inside/inductor.py). The task's source ran in that process, so the archive
+is untrusted: the judge never opens it, and sends it only to later processes that compile the same task in the
+same mode. No sandbox contains the cache's folder.
 """
 
 import contextlib
@@ -42,7 +43,11 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 @functools.cache
 def installation(device: Device) -> tuple[str, ...]:
-    """Return texts that name the versions and hardware on which compiled kernels and autotuning depend."""
+    """Return texts that name the versions and hardware on which compiled kernels and autotuning depend.
+
+    They name torch, Triton (or "" if it is not installed), Python, the compiler and the features of the
+    processor, and on cuda also the GPU and the driver.
+    """
     triton = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
     host = (torch.__version__, triton, sys.version, os.path.realpath(compiler("cpu")), processor_features())
     if device == "cpu":
@@ -53,8 +58,9 @@ def installation(device: Device) -> tuple[str, ...]:
 def entry_key(reference: TaskReference, mode: str) -> str:
     """Return the key, which is also the file name, of a task's cache entry for `mode`.
 
-    `reference` belongs to the task. `mode` is a mode of torch.compile, or for the entry with the seconds per
-    call of several modes the text `seconds of` and their names.
+    `reference` has the task's source and the judge's settings. `mode` is a mode of torch.compile. For the
+    entry that has the seconds per call of several modes, it is the text `seconds of` with the names of these
+    modes.
     """
     params, task = reference.params, digest_bytes(reference.code.encode())
     return digest_json([FORMAT, task, mode, params.precision, *installation(params.device)])
@@ -62,7 +68,7 @@ def entry_key(reference: TaskReference, mode: str) -> str:
 
 @dataclass(frozen=True)
 class CompileCache:
-    """Folder of what torch.compile made of tasks: entries, each in a file of its own.
+    """Folder with what torch.compile made of tasks (PyTorch modules): entries, each in a file of its own.
 
     A file begins with the SHA-256 of the entry's content. Several judges may use the folder at the same time,
     because each file is written atomically. All entries together have at most `max_bytes` bytes.
@@ -110,28 +116,38 @@ class CompileCache:
 
 
 def open_cache() -> CompileCache:
-    """Return the cache of what torch.compile made, whose folder no other user of the machine may read."""
+    """Return the cache of what torch.compile made, whose folder no other user of the machine may read.
+
+    The folder is `compile` in this user's cache, which is ~/.cache/cuda-agent by default.
+    """
     folder = user_cache("compile")
     folder.chmod(0o700)
     return CompileCache(folder)
 
 
 def has_artefacts(reference: TaskReference, mode: str) -> bool:
-    """Return whether the cache has what torch.compile made of the task in `mode`."""
+    """Return whether the cache has what torch.compile made of a task in `mode`.
+
+    `reference` has the task's source.
+    """
     return (open_cache().folder / entry_key(reference, mode)).is_file()
 
 
 def load_mode_seconds(reference: TaskReference, modes: Sequence[str]) -> dict[str, float]:
     """Return the seconds of one call of the task by mode, as stored when exactly these modes were compared.
 
-    The keys are names of torch.compile's modes. The result is empty if nothing is stored.
+    `reference` has the task's source. The keys are names of torch.compile's modes. The result is empty if
+    nothing is stored.
     """
     content = open_cache().load(_modes_key(reference, modes))
     return TypeAdapter(dict[str, float]).validate_json(content) if content else {}
 
 
 def store_mode_seconds(reference: TaskReference, modes: Sequence[str], seconds: Mapping[str, float]) -> None:
-    """Store the seconds of one call of the task by mode, which were measured when `modes` were compared."""
+    """Store the seconds of one call of the task by mode, which were measured when `modes` were compared.
+
+    `reference` has the task's source, and the keys of `seconds` are names of torch.compile's modes.
+    """
     open_cache().store(_modes_key(reference, modes), json.dumps(seconds).encode())
 
 
@@ -144,11 +160,12 @@ def start_compiled(
 ) -> TimedRunner:
     """Return a timed runner of torch.compile in `mode`, which compiles only what the cache does not have.
 
-    `start` starts and verifies the runner. Its argument is the descriptor of a file with the archive from the
-    cache; the file is empty if the cache has none. What the runner compiles anew is stored after its outputs
-    have been verified. If a runner that was given an archive fails, the entry is removed from the cache, and
-    another runner is started without it. `save_seconds` is the wall time that the runner has to write the
-    archive of what it compiled. Raises TaskError if the runner fails.
+    A timed runner is a sandboxed process whose calls are timed, and `reference` has the task that it
+    compiles. `start` starts the runner and verifies its outputs. The argument of `start` is the descriptor of
+    a file with the archive from the cache; the file is empty if the cache has none. What the runner compiles
+    anew is stored after its outputs have been verified. If a runner that was given an archive fails, the
+    entry is removed from the cache, and another runner is started without it. `save_seconds` is the wall time
+    that the runner has to write the archive of what it compiled. Raises TaskError if the runner fails.
     """
     cache, key = open_cache(), entry_key(reference, mode)
     if archive := cache.load(key):
@@ -164,9 +181,9 @@ def _start(
 ) -> TimedRunner:
     """Return a runner of torch.compile that `start` has started with `archive`, which may be empty.
 
-    If the runner compiles anything anew, its new archive is stored under `key`, unless the archive is larger
-    than `MAX_ENTRY_BYTES`. Raises TaskError if the runner fails, or does not write its archive in
-    `save_seconds` of wall time.
+    A runner is a sandboxed process, and an archive has what an earlier one compiled. If the runner compiles
+    anything anew, its new archive is stored under `key`, unless the archive is larger than `MAX_ENTRY_BYTES`.
+    Raises TaskError if the runner fails, or does not write its archive in `save_seconds` of wall time.
     """
     with os.fdopen(os.memfd_create("artefacts"), "r+b", buffering=0) as file:
         file.write(archive)

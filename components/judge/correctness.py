@@ -1,11 +1,11 @@
 """This module decides whether an output is correct, by its error relative to a float64 output.
 
 The maximum error and the root mean square (RMS) error of the output may be at most a small multiple of the
-same errors of the reference output, which the task's own source computes at the task's precision. They may
-never be above the absolute tolerance, except that the reference output itself is correct. The absolute
-tolerance is a share of the largest absolute value of the reference output
-(docs/design/correctness-criterion.md). A fixed tolerance of 1e-2 or 1e-4 would accept zeros if outputs are
-small, and refuse honest sums if outputs are large.
+same errors of the reference output, which the task's own source (the module that is to be made faster)
+computes at the task's precision. They may never be above the absolute tolerance, except that the reference
+output itself is correct. The absolute tolerance is a share of the largest absolute value of the reference
+output (docs/design/correctness-criterion.md). A fixed tolerance of 1e-2 or 1e-4 would accept zeros if outputs
+are small, and refuse honest sums if outputs are large.
 
 The largest values of an output determine these limits, so a part of it whose values are all small is compared
 block by block too (`wrong_blocks`).
@@ -64,9 +64,9 @@ PART_NUMEL = 1 << 26
 def smallest_limits(dtype: torch.dtype) -> tuple[float, float]:
     """Return the smallest limits of the maximum and the RMS error of an output of type `dtype`.
 
-    They are relative to the largest absolute value of the reference output. An output in half precision has
-    larger limits, because rounding the exact value to `dtype` changes it by up to half a unit in the last
-    place.
+    The limits are relative to the largest absolute value of the reference output, with which the output is
+    compared. An output in half precision has larger limits, because rounding the exact value to `dtype`
+    changes it by up to half a unit in the last place.
     """
     unit = torch.finfo(dtype).eps
     floor = FLOAT64_FLOOR if dtype == torch.float64 else FLOAT32_FLOOR
@@ -140,8 +140,9 @@ def _largest(blocks: torch.Tensor) -> torch.Tensor:
 class ReferenceOutput:
     """Reference values for one output tensor of a call, with the limits for the errors of other outputs.
 
-    Outputs are compared with the reference values in parts of at most `PART_NUMEL` elements, so that a
-    comparison needs little memory beside the tensors.
+    The task's own source, the module that is to be made faster, has computed the reference values. Other
+    outputs are compared with them in parts of at most `PART_NUMEL` elements, so that a comparison needs
+    little memory beside the tensors.
     """
 
     def __init__(
@@ -157,9 +158,9 @@ class ReferenceOutput:
         """Prepare `single`, the reference output at `precision`, and `expected`, the float64 output.
 
         Both are results of the task's own source and have the same shape. Comparisons are made on `device`,
-        which is by default that of `single`. The limits of errors follow from the tolerances in `sandbox`,
-        the parameters of that section. If `keep_parts` is set, the prepared parts are kept, which takes as
-        much memory as `expected`. Otherwise each comparison prepares them again.
+        which is by default that of `single`. `sandbox` are the parameters of that section, whose tolerances
+        determine the limits of errors. If `keep_parts` is set, the parts of the output are prepared once and
+        kept, which takes as much memory as `expected`. Otherwise each comparison prepares them again.
         """
         self.shape, self.device = single.shape, device or single.device
         self.block = block_size(single.shape)
@@ -210,9 +211,10 @@ class ReferenceOutput:
     def exceeds_tolerance(self) -> bool:
         """Whether the reference output's own maximum error is above the absolute tolerance.
 
-        The error is that against float64, and the tolerance a share of the largest value. The reference
-        output then cannot decide whether another output is correct. The property is always False with
-        KernelBench's tolerances, because outputs are then compared with the reference output itself.
+        The error is the difference from the float64 output, and the tolerance is a share of the largest
+        absolute value. If the property is True, the reference output cannot decide whether another output is
+        correct. With KernelBench's tolerances it is always False, because outputs are then compared with the
+        reference output itself.
         """
         return self.tolerance is None and not self.errors[0] <= self.ceiling
 
@@ -264,18 +266,18 @@ class ReferenceOutput:
     def mismatch(self, output: torch.Tensor, *, multiple: float = 1.0, loose: float = 0.0) -> str | None:
         """Return the reason why `output` is wrong, or None if it is correct.
 
-        `output` is the output of a candidate or a baseline. It has the shape and dtype of the reference
-        output, which is the task's own output at the task's precision (the argument `single` of the
-        constructor) and is always correct itself. The reasons are `wrong_values` for integers, and
-        `max_error`, `rms_error`, `block_error` (`wrong_blocks`) and `finite_mask` (NaN or infinity at a wrong
-        place) for floating-point numbers. In half precision there is `rounding_error` too
-        (`ROUNDING_MULTIPLE`), whose limit `multiple` does not change.
+        `output` is the output of a candidate (an implementation that is judged) or of a baseline such as
+        torch.compile. It has the shape and dtype of the reference output, which is the task's own output at
+        the task's precision (the argument `single` of this class) and is always correct itself. The reasons
+        are `wrong_values` for integers, and `max_error`, `rms_error`, `block_error` (`wrong_blocks`) and
+        `finite_mask` (NaN or infinity at a wrong place) for floating-point numbers. In half precision there
+        is `rounding_error` too (`ROUNDING_MULTIPLE`), whose limit `multiple` does not change.
 
         Errors are differences from the float64 output. Their limits are multiplied by `multiple`, but are at
         most the absolute tolerance, or the reference output's own error if that is larger. If `loose` is not
         0, errors up to `loose` times the absolute tolerance, or up to their limit if that is larger, are
-        allowed, and blocks are not compared. This is used for baselines, because torch.compile may round
-        differently.
+        allowed, and neither blocks nor rounding errors are compared. This is used for baselines, because
+        torch.compile may round differently.
 
         Where the reference output or the rounded float64 output is NaN or infinite, an element is correct if
         it is the same special value as in one of the two. If only one of the two is finite there, an element
@@ -322,17 +324,19 @@ class ReferenceOutput:
 class _Part:
     """Elements of a reference output, prepared so that comparing an output with them takes little time.
 
-    `single` has the elements at the task's precision, and `expected` has them in float64. If all values are
-    finite and not too large (`LARGEST_SCALE`), an output is compared with the sum of `high` and `low`: `high`
-    has the values of `expected` rounded to float32, and `low` the remainders, also in float32. If `single` is
-    float64, `high` is `expected` and `low` is 0. The difference between an output and this sum is exact if
-    both are close to each other. If they are far apart, the difference is rounded, but the output is wrong in
-    any case. Otherwise `high` and `low` do not exist, and the errors are computed in float64 from `rounded`.
+    `single` has the elements at the task's precision, and `expected` has them in float64, both in one
+    dimension. If all values are finite and not too large (`LARGEST_SCALE`), an output is compared with the
+    sum of `high` and `low`: `high` has the values of `expected` rounded to float32, and `low` the remainders,
+    also in float32. If `single` is float64, `high` is `expected` and `low` is 0. The difference between an
+    output and this sum is exact if both are close to each other. If they are far apart, the difference is
+    rounded, but the output is wrong in any case. If a value is not finite or too large, `high` and `low` do
+    not exist. Errors are then computed in float64, with `rounded`, which has the values of `expected` rounded
+    to the dtype of `single`.
 
-    `scale` is the largest absolute value, in which a value in half precision that overflows counts as the
-    largest finite number. `reach` is the largest absolute value in half precision without overflow, and 0 in
-    another precision. A sum of terms this large, which is computed in float32, is no more exact where they
-    cancel.
+    `scale` is the largest absolute value of the elements; in half precision, a value that overflows counts as
+    the largest finite number. `reach` is 0 except in half precision, where it is the largest absolute float64
+    value, also if this value overflows in half precision. Terms of this size that cancel leave an error of
+    float32, in which they are summed.
     """
 
     def __init__(self, single: torch.Tensor, expected: torch.Tensor):
@@ -361,10 +365,10 @@ class _Part:
             self.rounded = rounded
 
     def errors(self, output: torch.Tensor) -> tuple[float, float]:
-        """Return the maximum and the Euclidean norm of the error of `output`.
+        """Return the maximum and the Euclidean norm of the error of `output`, as Python floats.
 
-        Both are 64-bit numbers, and NaN or infinity if `output` and the reference differ in where they are
-        NaN or infinite.
+        `output` has the elements of another output at the places of this part, in one dimension. Both results
+        are NaN or infinity if `output` and the reference differ in where they are NaN or infinite.
         """
         largest, norm = row_magnitudes(self._error(output).reshape(1, -1))
         return largest.item(), norm.item()
@@ -372,8 +376,10 @@ class _Part:
     def has_wrong_blocks(self, output: torch.Tensor, block: int) -> bool:
         """Return whether too many elements, or blocks of `block` elements, of `output` are wrong.
 
-        One element in 64 and one block in 512 may be wrong (`block_limits`). Blocks in which the reference
-        output's own error is not far below the limit are left out.
+        `output` has the elements of another output at the places of this part, in one dimension. An element
+        or a block is wrong if its error is large relative to its own values (`wrong_blocks`). One element in
+        64 and one block in 512 may be wrong (`block_limits`). Blocks in which the reference output's own
+        error is not far below the limit are left out.
         """
         values = (self.high if self.rounded is None else self.expected)[None]
         multiple = HALF_BLOCK_MULTIPLE if output.dtype in HALF_DTYPES else BLOCK_MULTIPLE
@@ -388,8 +394,11 @@ class _Part:
     def is_badly_rounded(self, output: torch.Tensor) -> bool:
         """Return whether `output` is in half precision and its rounding error is above its limit.
 
-        The limit follows from the rounding error of the reference output. It is the smallest one where that
-        output is exact, as a maximum is.
+        `output` has the elements of another output at the places of this part. The rounding error is the root
+        mean square of the errors in units in the last place (`rounding_error`). The limit is
+        `ROUNDING_MULTIPLE` times the rounding error of the reference output, but at least the limit that
+        `ROUNDING_FLOOR` gives. The latter holds for a reference output without rounding error, as that of a
+        maximum.
         """
         if output.dtype not in HALF_DTYPES:
             return False
@@ -502,11 +511,12 @@ def first_mismatch(
     which do not compare the reference output with float64, `outputs` must then equal the reference outputs up
     to the absolute tolerance, because otherwise the task is not deterministic.
 
-    If the error of a reference output against float64 is above the absolute tolerance
-    (`ReferenceOutput.exceeds_tolerance`), it is not known of some outputs whether they are right. With
-    `loose`, TaskError is then raised if the output equals the reference output up to the absolute tolerance;
+    The error of a reference output against float64 may be above the absolute tolerance
+    (`ReferenceOutput.exceeds_tolerance`), so that it cannot decide about every output. With `loose`,
+    TaskError is raised in this case if the output equals the reference output up to the absolute tolerance;
     otherwise two runs of the same source differ, so the task is not deterministic, and the output is called
-    wrong. Without `loose`, TaskError is then raised if the output is wrong but would be right with `loose`.
+    wrong. Without `loose`, TaskError is raised in this case if the output is wrong but would be right with
+    `loose` 1.
     """
     for output, reference in zip(outputs, references, strict=True):
         shaped = output.view(reference.shape)

@@ -1,9 +1,10 @@
 """Scheduler of access to one device, by many preparations or by one measurement, and of its memory.
 
-On cpu a measurement reads the CPU clocks of its runners. Other runners may therefore start, compile and be
-checked at the same time, and only measurements exclude each other. On cuda the clock is wall time. A
-measurement begins when no preparation is running, and a preparation that comes later waits for the
-measurements that are already waiting. Long work that a runner does without the judge, such as starting or
+A measurement times sandboxed processes, which are called runners, and a preparation is other work of the
+judge on the device. On cpu a measurement reads the CPU clocks of its runners. Other runners may therefore
+start, compile and be checked at the same time, and only measurements exclude each other. On cuda the clock is
+wall time. A measurement begins when no preparation is running, and a preparation that comes later waits for
+the measurements that are already waiting. Long work that a runner does without the judge, such as starting or
 compiling, is background work, which is not waited for but paused during measurements.
 """
 
@@ -40,10 +41,11 @@ MIN_CORES = 4
 def cores(device: Device) -> tuple[frozenset[int], frozenset[int]]:
     """Return the numbers of the CPU cores for timed rounds (series of calls), and of those for other work.
 
-    Both sets have all cores on cpu and on a machine with fewer than `MIN_CORES` cores. Otherwise the sets are
-    disjoint, and all threads of this process are moved to the cores for other work. On a GPU a small kernel
-    takes as long as its launch, and the cores of one machine differ in speed, so all timed rounds use one
-    core (docs/judge.md). The other hardware threads of that core stay idle, because they would slow it down.
+    Both sets have all cores that this process may use if `device` is cpu or if there are fewer than
+    `MIN_CORES` of them. Otherwise the sets are disjoint, and all threads of this process are moved to the
+    cores for other work. On a GPU a small kernel takes as long as its launch, and the cores of one machine
+    differ in speed, so all timed rounds use one core (docs/judge.md). The other hardware threads of that core
+    stay idle, because they would slow it down.
     """
     available = frozenset(os.sched_getaffinity(0))
     if device == "cpu" or len(available) < MIN_CORES:
@@ -68,11 +70,11 @@ def _hardware_threads(core: int) -> frozenset[int]:
 
 
 class TimeLeft(threading.local):
-    """Seconds of wall time for which charged runners (sandboxed processes) may still work for a thread.
+    """Seconds of wall time for which a thread's sandboxed processes of a task's own source may still work.
 
-    `seconds` is a value for each thread, and unlimited outside of `DeviceScheduler.limiting`. Baselines and
-    other runners of a task's own source are charged (`DeviceScheduler.charged`), and runners of candidates
-    are not.
+    `seconds` is a value for each thread, and unlimited outside of `DeviceScheduler.limiting`. Work in a
+    context of `DeviceScheduler.charged` uses these seconds up. Baselines and other processes of a task's own
+    source work in such contexts, and processes of candidates (implementations that are judged) do not.
     """
 
     seconds: float = math.inf
@@ -81,8 +83,9 @@ class TimeLeft(threading.local):
 class DeviceScheduler:
     """Scheduler of shared and exclusive access to one device, and of reservations of its memory.
 
-    Preparations share the device, and a measurement has it alone. The thread that has exclusive access for a
-    measurement may also take shared access.
+    A preparation is work of the judge that shares the device with other preparations, such as making
+    reference data, and a measurement has the device alone. On cpu, preparations may run during measurements.
+    The thread that has exclusive access for a measurement may also take shared access.
     """
 
     def __init__(self, device: Device):
@@ -115,10 +118,11 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Block until no thread measures or waits to measure, and hold shared access for preparation.
+        """Block until no thread measures or waits to measure, and hold shared access to the device.
 
-        Inside the context the thread must not wait for anything else, because measurements wait for it. On
-        cpu, and in a thread that is measuring itself, this does nothing.
+        Several threads can have shared access at the same time, for work that prepares judging. Inside the
+        context the thread must not wait for anything else, because measurements wait for it. On cpu, and in a
+        thread that is measuring itself, this does nothing.
         """
         if not self.is_exclusive or self._is_measuring:
             yield
@@ -137,7 +141,8 @@ class DeviceScheduler:
     def background_work(self, runner: Runner) -> Iterator[None]:
         """Let `runner`, a sandboxed process, work inside the context, while this thread waits for its answer.
 
-        On cuda the runner is paused whenever another thread measures.
+        On cuda the runner is paused whenever another thread measures. The time of a pause does not count
+        toward the runner's time limit.
         """
         with self.condition:
             may_run = not self.is_exclusive or self.measuring_thread is None or self._is_measuring
@@ -154,9 +159,10 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Block until this thread has exclusive access for a measurement, and hold the access.
+        """Block until this thread has exclusive access to the device for a measurement, and hold the access.
 
-        A thread that already has the access may enter the context again.
+        Meanwhile other measurements wait, and on cuda also preparations, and background work is paused. A
+        thread that already has the access may enter the context again.
         """
         if self._is_measuring:
             yield
@@ -182,10 +188,11 @@ class DeviceScheduler:
                 self.condition.notify_all()
 
     def _is_next(self, thread: int) -> bool:
-        """Return whether the device is free and `thread` is the next to measure.
+        """Return whether the device is free and the thread with the number `thread` is the next to measure.
 
-        Of the callers (users of the judge, `on_behalf_of`) that wait, the one whose last measurement was the
-        longest ago is next, and of its threads the one that has waited longest.
+        A caller is a user of the judge (`on_behalf_of`), for whom several threads may wait to measure. Of the
+        callers that wait, the one whose last measurement was the longest ago is next, and of its threads the
+        one that has waited longest.
         """
         if self.measuring_thread is not None or self.preparations:
             return False
@@ -210,9 +217,10 @@ class DeviceScheduler:
     def limiting(self, seconds: float) -> Iterator[None]:
         """Limit the time that this thread spends in contexts of `charged` to `seconds` in total.
 
-        The seconds are wall time, and the wait for the device is not among them. A runner that works when
-        they are used up fails with a RunnerError of the kind `timed_out`. A separate limit for each round
-        would not be enough, because other callers wait for the device during all rounds.
+        In these contexts, sandboxed processes of a task's own source (runners) work. The seconds are wall
+        time, and the wait for the device is not among them. A runner that works when they are used up fails
+        with a RunnerError of the kind `timed_out`. A separate limit for each series of timed calls would not
+        be enough, because other callers wait for the device during all of them.
         """
         before, self.left.seconds = self.left.seconds, seconds
         try:
@@ -224,8 +232,9 @@ class DeviceScheduler:
     def charged(self, runner: Runner, seconds: float) -> Iterator[None]:
         """Give `runner` a deadline for its work in the context, and charge its time to this thread's limit.
 
-        The deadline is `seconds` seconds from now, or earlier if less is left of the limit that `limiting`
-        set for this thread. After the deadline, waiting for the runner raises RunnerError.
+        `runner` is a sandboxed process. The deadline is `seconds` seconds from now, or earlier if less is
+        left of the limit that `limiting` set for this thread. After the deadline, waiting for the runner
+        raises RunnerError.
         """
         limit = min(seconds, self.left.seconds)
         runner.deadline = time.monotonic() + limit
@@ -251,9 +260,9 @@ class DeviceScheduler:
     def reserve_memory(self, size: int) -> Iterator[None]:
         """Block until `size` bytes of device memory are unreserved, and reserve them until the context ends.
 
-        Threads that wait get memory in the order of their calls. Meanwhile the data and baselines of tasks
-        that no thread uses are freed (`release_idle_memory`). If `size` is larger than `reservable_bytes`,
-        all reservable memory is reserved. On cpu nothing is reserved.
+        Threads that wait get memory in the order of their calls. While the first of them waits, the data and
+        baselines of tasks that no thread uses are freed (`release_idle_memory`). If `size` is larger than
+        `reservable_bytes`, all reservable memory is reserved. On cpu nothing is reserved.
         """
         wanted = min(size, self.reservable_bytes)  # 0 on cpu
         ticket = object()
@@ -277,8 +286,8 @@ class DeviceScheduler:
     def _take_memory(self, ticket: object, wanted: int) -> bool:
         """Reserve `wanted` bytes if they are free and `ticket` is the first entry of `memory_queue`.
 
-        Returns whether the bytes were reserved. If they were not, the call first waits for a change, at most
-        `RETRY_SECONDS`.
+        A ticket stands for one thread that waits for memory. Returns whether the bytes were reserved. If they
+        were not, the call first waits for a change, at most `RETRY_SECONDS`.
         """
         with self.condition:
             if self.memory_queue[0] is not ticket or self.free_bytes < wanted:

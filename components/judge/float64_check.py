@@ -1,6 +1,9 @@
-"""Comparison of the outputs of timed calls with those of eager, and of suspicious ones with float64 outputs.
+"""This module checks the outputs of a candidate's timed calls, against eager's outputs and float64 outputs.
 
-A sandboxed process that runs the task's own source (`SourceRunner`) computes the float64 outputs.
+A candidate is an implementation of a task's module that is judged, and eager is the module itself. All
+outputs are compared with eager's. Of the calls whose outputs depart too far, up to three in a round (a series
+of timed calls) are also compared with float64 outputs, which a sandboxed process that runs the task's own
+source (`SourceRunner`) computes.
 """
 
 import math
@@ -42,12 +45,12 @@ COMPARED_BYTES = 1 << 26
 def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int]:
     """Return the indices of the calls of a round that must be compared with float64 outputs, at most three.
 
-    `departures` says how far each call's output departs from that of eager, the task's own module, as a
-    multiple of what errors of both together may amount to (`round_departures`), and `mixes` describes each
-    call's inputs. Calls with a departure of at most 1 are right. Of all other calls with inputs of the
-    distribution `given` (as the task draws them), the result has the one that departs most, and a random one
-    of the rest. Of those with inputs of another distribution (changed afterwards, such as `scaled`), the
-    result has the one that departs most.
+    A round is a series of timed calls. `departures` says how far each call's output departs from that of
+    eager, the task's own module, as a multiple of what errors of both together may amount to
+    (`round_departures`), and `mixes` describes each call's inputs. Calls with a departure of at most 1 are
+    right. Of all other calls with inputs of the distribution `given` (as the task draws them), the result has
+    the one that departs most, and a random one of the rest. Of those with inputs of another distribution
+    (changed afterwards, such as `scaled`), the result has the one that departs most.
 
     The random call is needed because eager itself can be inexact. A correct answer then departs far from
     eager, and if only the largest departure were examined, one such call would hide wrong answers in others.
@@ -62,11 +65,12 @@ def suspicious_calls(departures: list[float], mixes: list[InputMix]) -> list[int
 
 
 class DeferredCall(NamedTuple):
-    """Timed call that is compared with float64 outputs only after the candidate has ended.
+    """Timed call that is compared with float64 outputs only after the process of the candidate has ended.
 
-    `departure` says how far its output departs from that of eager, the task's own module
-    (`round_departures`), and `mix` describes its inputs. `results` and `eager_results` are all outputs of the
-    call from the candidate and from eager, as tensors of bytes in host memory.
+    `departure` says how far the candidate's output departs from that of eager, the task's own module, as a
+    multiple of the largest allowed difference (`round_departures`), and `mix` describes the inputs of the
+    call. `results` and `eager_results` are all outputs of the call from the candidate and from eager, as flat
+    uint8 tensors in host memory.
     """
 
     departure: float
@@ -76,14 +80,16 @@ class DeferredCall(NamedTuple):
 
 
 class Float64Check:
-    """Check of timed calls against float64 outputs, which the task's `SourceRunner` computes.
+    """Check of timed calls of a task's candidates against float64 outputs, which a `SourceRunner` computes.
 
-    The methods may be called only while no runner of a candidate computes. Only suspicious calls are checked,
-    whose outputs differ clearly from eager's (`suspicious_calls`). They are checked at once, unless the
-    baselines of the task share buffers (`Placement.shares_buffers`), as they do if memory is scarce, because
-    the device memory then does not hold the float64 outputs and the timed runners at the same time. In that
-    case, at most two suspicious calls of the candidate are kept in host memory, the one that departs most
-    from eager and a random other one. `wrong_deferred_call` checks them after the timed runners have ended.
+    `reference` has the data of the task, and the `SourceRunner` is a sandboxed process that runs the task's
+    own source. The methods may be called only while no process of a candidate computes. Only suspicious calls
+    are checked, whose outputs differ clearly from those of eager, the task's own module (`suspicious_calls`).
+    `wrong_call` checks them at once, unless memory is so scarce that the baselines of the task share buffers
+    (`Placement.shares_buffers`), because the device memory then does not hold the float64 outputs and the
+    processes that are timed at the same time. In that case, `wrong_call` keeps at most two suspicious calls
+    of the candidate in host memory, the one that departs most from eager and a random other one, and
+    `wrong_deferred_call` checks them after the timed processes have ended.
     """
 
     def __init__(self, reference: TaskReference):
@@ -102,13 +108,14 @@ class Float64Check:
     ) -> str | None:
         """Return the reason why a call of a timed round is wrong, or None if no call was found to be wrong.
 
-        `mixes` describes each call's inputs. The other arguments are tensors of bytes, which hold the inputs,
-        the candidate's results and eager's results, one call after another. Only calls whose results differ
-        from eager's more than usual (`suspicious_calls`) are computed again in float64. If the task's
-        baselines use one set of buffers in turns, computing now would overwrite the results of the round:
-        these calls are then kept for `wrong_deferred_call`, and None is returned. The reason ends with the
-        name of the input distribution, as in `max_error:given`. Raises TaskError if eager is too inexact to
-        tell, and InfrastructureError if the float64 outputs cannot be computed.
+        A round is a series of timed calls, and `mixes` describes each call's inputs. The other arguments are
+        uint8 tensors that hold the inputs, the candidate's results and the results of eager (the task's own
+        module), one call after another. Only calls whose results differ clearly from eager's
+        (`suspicious_calls`) are computed again in float64. If the task's baselines share buffers because
+        device memory is scarce, these calls are kept for `wrong_deferred_call` instead, and None is returned.
+        The reason ends with the name of the input distribution (the change that was made to the inputs), as
+        in `max_error:given`, where `given` means none. Raises TaskError if eager is too inexact to tell or
+        the task's source takes too long, and InfrastructureError if the float64 outputs cannot be computed.
         """
         figures = round_departures(self.reference, results, eager_results, len(mixes))
         calls, ours, eager = (t.view(len(mixes), -1) for t in (inputs, results, eager_results))
@@ -134,9 +141,10 @@ class Float64Check:
     ) -> str | None:
         """Return the reason why the results of one call are wrong, or None if they are right.
 
-        `results` and `eager_results` are the outputs of the candidate and of eager as bytes, and `expected`
-        are the float64 outputs. The reason ends with the input distribution of `mix`, as in
-        `max_error:given`.
+        `mix` describes the call's inputs. `results` and `eager_results` are the outputs of the candidate and
+        of eager (the task's own module) as flat uint8 tensors, and `expected` are the float64 outputs. The
+        reason ends with the input distribution of `mix` (the change that was made to the inputs), as in
+        `max_error:given`, where `given` means none. Raises TaskError if eager is too inexact to tell.
         """
         layout = self.reference.layout
         references = self.reference.prepared(layout.outputs.views(eager_results, 0), expected)
@@ -147,13 +155,15 @@ class Float64Check:
     def _defer(
         self, departure: float, mix: InputMix, results: torch.Tensor, eager_results: torch.Tensor
     ) -> None:
-        """Keep a suspicious call for a later comparison; at most two calls are kept.
+        """Keep a suspicious call for a later comparison with float64 outputs; at most two calls are kept.
 
+        A call is suspicious if its output differs clearly from that of eager, the task's own module.
+        `departure` is this difference as a multiple of what is allowed, `mix` describes the call's inputs,
+        and `results` and `eager_results` are the outputs of the candidate and of eager as flat uint8 tensors.
         The first kept call is the one that departs most from eager. A new call that departs more becomes the
         first, and the previous first call becomes the second. Any other new call becomes the second call with
         a probability of 1/n, where n is the number of calls that were suspicious so far, or if there is no
-        second call yet. `results` and `eager_results` are the outputs of the candidate and of eager, as
-        bytes.
+        second call yet.
         """
         self.deferrable += 1
         is_largest = not self.deferred or not departure <= self.deferred[0].departure
@@ -166,18 +176,20 @@ class Float64Check:
     def forget_deferred(self) -> None:
         """Drop all deferred calls (timed calls that wait for their comparison with float64 outputs).
 
-        They are those of a candidate that failed before the comparison, for example.
+        A candidate that fails leaves such calls behind, which must not be compared when the next candidate is
+        judged.
         """
         self.deferred, self.deferrable = [], 0
 
     def wrong_deferred_call(self) -> str | None:
         """Compare the outputs of deferred calls with float64 outputs, and return why one is wrong, or None.
 
-        A deferred call is a timed call whose output departed from eager's, and whose comparison waits until
-        the device's memory is free. All deferred calls are dropped. The timed runners of the task must have
-        ended. The reason ends with the name of the input distribution, as in `max_error:given`. Raises
-        TaskError if eager is too inexact to tell, and InfrastructureError if the float64 outputs cannot be
-        computed.
+        A deferred call is a timed call whose output departed from that of eager (the task's own module), and
+        whose comparison waits until the device's memory is free. The processes of the task whose calls are
+        timed must have ended before this method is called. It drops all deferred calls. The reason ends with
+        the name of the input distribution (the change that was made to the inputs), as in `max_error:given`,
+        where `given` means none. Raises TaskError if eager is too inexact to tell or the task's source takes
+        too long, and InfrastructureError if the float64 outputs cannot be computed.
         """
         deferred = self.deferred
         self.forget_deferred()
@@ -203,11 +215,12 @@ def round_departures(
 ) -> list[float]:
     """Return how far the results of each call of a timed round depart from those of a baseline.
 
-    `memory` and `baseline` are tensors of bytes that hold the results of the timed runner and of the baseline
-    in a round of `calls` calls on the same inputs. `reference` has the layout of the outputs. The result has
-    one departure for each call, the largest over its output tensors: a difference divided by the largest one
-    that is allowed. A departure of at most 1 is within the limits that `departures` computes from the
-    baseline's output; `floors` multiplies these limits.
+    A round is a series of timed calls, here of `calls` calls. `memory` and `baseline` are uint8 tensors that
+    hold the results of these calls from the process that is compared, and from the baseline (such as eager,
+    the task's own module) on the same inputs. `reference` has the layout of the outputs. The result has one
+    departure for each call, the largest over its output tensors: a difference divided by the largest one that
+    is allowed. A departure of at most 1 is within the limits that `departures` computes from the baseline's
+    output; `floors` multiplies these limits.
     """
     largest = torch.zeros(calls, dtype=torch.float64)
     for slot in reference.layout.outputs.slots:
@@ -227,10 +240,11 @@ def departures(
     *,
     block: int | None = None,
 ) -> torch.Tensor:
-    """Return how far the output of each call departs from a baseline's output for the same inputs.
+    """Return how far one output tensor of each call departs from a baseline's output for the same inputs.
 
-    `outputs` has the outputs of the calls, and `single` those of the baseline, both with the shape [calls,
-    *shape]. The result has one departure for each call, with the shape [calls], and is on the cpu.
+    A baseline is for example eager, the task's own module. `outputs` has the outputs of the calls, and
+    `single` those of the baseline, both with the shape [calls, *shape]. The result has one departure for each
+    call, with the shape [calls], and is on the cpu.
 
     A departure is the maximum difference or the root mean square of the differences, each divided by its
     limit, whichever is larger. The limits are those of `smallest_limits`, times `floors` and the baseline's
@@ -281,9 +295,10 @@ def departures(
 def _wrong_samples(outputs: torch.Tensor, single: torch.Tensor, block: int) -> torch.Tensor:
     """Return for each call 1 if too many elements or blocks in a random sample are wrong, and 0 otherwise.
 
-    Both tensors have the shape [calls, elements], and the result has the shape [calls]. `single` has the
-    baseline's outputs, and `block` is the number of elements of a block. How many may be wrong is determined
-    by `block_limits`.
+    `outputs` has the outputs that are compared, and `single` those of the baseline for the same inputs, both
+    with the shape [calls, elements]. The result has the shape [calls]. `block` is the number of elements of a
+    block. `block_limits` determines which difference makes an element or a block wrong, and how many may be
+    wrong.
     """
     found = torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
     for length, share, blocks_per_wrong in block_limits(single.dtype, block):
@@ -304,8 +319,9 @@ def _in_units(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `max_error` and `rms_error` divided by their limits, in the shape of `max_error`.
 
-    The limits are those of `smallest_limits` for the outputs' type `dtype`, times `floors` and `scale`, which
-    has the largest absolute value of each baseline output.
+    The errors are the maximum and the root mean square of the differences between an output and the
+    baseline's. The limits are those of `smallest_limits` for the outputs' type `dtype`, times `floors` and
+    `scale`, which has the largest absolute value of each baseline output.
     """
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     max_unit, rms_unit = (floors * (limit * scale).clamp_(min=smallest) for limit in smallest_limits(dtype))

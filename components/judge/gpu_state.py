@@ -32,10 +32,11 @@ def _handle() -> Any:
 
 
 def gpu_state() -> dict[str, Any]:
-    """Return the state of this process's first GPU, or an empty dict if NVML cannot tell it.
+    """Return the state of this process's first GPU as a dict, which is empty if NVML reports an error.
 
-    `sm_mhz` and `memory_mhz` are the clocks in MHz, and `celsius` is the temperature. `lowered_by` has the
-    reasons, from `REASONS`, for which the clocks are lower than they could be.
+    `sm_mhz` and `memory_mhz` are the clocks of the multiprocessors and of the memory in MHz, and `celsius` is
+    the temperature. `lowered_by` is the list of the reasons for which the clocks are lower than they could
+    be, as texts from `REASONS`, such as `temperature` or `power limit`.
     """
     try:
         gpu = _handle()
@@ -51,15 +52,21 @@ def gpu_state() -> dict[str, Any]:
 
 
 def was_slowed(*states: dict[str, Any]) -> bool:
-    """Return whether the GPU was slowed down in one of `states`, for a reason of `SLOWDOWNS`."""
+    """Return whether the GPU was slowed down in one of `states`, each of which is a result of `gpu_state`.
+
+    The reasons that count are those of `SLOWDOWNS`, such as the temperature. The limit of power does not
+    count, because kernels that use the whole GPU reach it on their own. An empty state counts as not slowed
+    down.
+    """
     return any(not set(SLOWDOWNS.values()).isdisjoint(state.get("lowered_by", ())) for state in states)
 
 
 def steady(measure: Callable[[], Result], device: Device) -> tuple[Result, dict[str, Any]]:
-    """Return the result of `measure`, and the states of the GPU (`gpu_state`) before and after it.
+    """Call `measure`, and return its result and the states of the GPU before and after the call.
 
-    A measurement in which the GPU was slowed down is repeated up to `REPEATS` times, and the result is that
-    of the last one. There are no states on cpu, or if NVML cannot tell them.
+    If the GPU is slowed down before or after the call (`was_slowed`), the call is repeated, at most `REPEATS`
+    times, and result and states are those of the last call. The second item of the returned pair has a result
+    of `gpu_state` under `before` and under `after`. It is empty on cpu, or if NVML reports an error.
     """
     for _ in range(1 + REPEATS):
         before = gpu_state() if device == "cuda" else {}

@@ -1,8 +1,9 @@
 """This module determines the inputs of calls from the input sets that the task's source has made.
 
-Calls that are compared with reference outputs get a correctness set, which is an input set with reference
-outputs, unchanged. Each timed call gets inputs that no earlier call had (`InputMix`): a mixture of two sets
-without reference outputs, or inputs that the task's source draws for this call.
+A task is a PyTorch module that is to be made faster, and an input set has the inputs of one call. Calls that
+are compared with reference outputs get a correctness set, which is an input set with reference outputs,
+unchanged. Each timed call gets inputs that no earlier call had (`InputMix`): a mixture of two sets without
+reference outputs, or inputs that the task's source draws for this call.
 """
 
 import functools
@@ -24,7 +25,7 @@ FINGERPRINT_WORDS = 1 << 20
 
 
 class InputMix(NamedTuple):
-    """Description of the inputs of one call.
+    """Description of the inputs of one call of a task's module.
 
     If `seed` is not None, the task's source draws the inputs under this seed. Otherwise they are a mixture of
     the sets with the indices `first` and `second` in `InputBank.sets`: each tensor of either set is flattened
@@ -34,9 +35,10 @@ class InputMix(NamedTuple):
     the function `INPUT_DISTRIBUTIONS[distribution]`.
 
     A mixture is inputs that no earlier call had, although the task's source made only a few sets. An answer
-    that a candidate kept from an earlier call is therefore wrong. Rotation alone would not be enough, because
-    it does not change a sum over all elements. Blending alone would not be enough, because `weight` could be
-    computed from a single element, and the answer to a linear task from those to the sets.
+    that a candidate (an implementation that is judged) kept from an earlier call is therefore wrong. Rotation
+    alone would not be enough, because it does not change a sum over all elements. Blending alone would not be
+    enough, because `weight` could be computed from a single element, and the answer to a linear task from the
+    answers to the sets.
     """
 
     first: int = 0
@@ -73,10 +75,10 @@ def fingerprint(memory: torch.Tensor, most_words: int | None = None) -> int:
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat integer view of a tensor's bits, in which NaN equals itself.
+    """Return a flat integer view of a tensor's bits, in which NaN equals NaN with the same bits.
 
-    The dtype is int64, which is faster to compare, if size and address are multiples of 8. Otherwise it is
-    uint8.
+    The dtype is int64, which is faster to compare, if the size in bytes and the address are multiples of 8.
+    Otherwise it is uint8.
     """
     flat = tensor.view(-1)
     return flat.view(torch.int64 if flat.nbytes % 8 == 0 and flat.data_ptr() % 8 == 0 else torch.uint8)
@@ -85,12 +87,12 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
 class InputBank:
     """Input sets of a task: the correctness sets, followed by the sets that timed inputs are mixed from.
 
-    A correctness set is an input set with reference outputs. `sets[i][j]` is input `j` of set `i`.
-    `distributions` has the input distribution of each correctness set, that is, the name of the change that
-    was made to it (`INPUT_DISTRIBUTIONS`), with `given` for none. `timed_distributions` has the names of the
-    input distributions of timed calls. The sets may be in host memory although `device`, for which inputs are
-    mixed, is a GPU. `may_double` is whether small inputs may be stored twice in a row, which makes mixing
-    faster.
+    An input set has the inputs of one call, and a correctness set also has reference outputs. `sets[i][j]` is
+    input `j` of set `i`. `distributions` has the input distribution of each correctness set, that is, the
+    name of the change that was made to it (`INPUT_DISTRIBUTIONS`), with `given` for none.
+    `timed_distributions` has the names of the input distributions of timed calls. The sets may be in host
+    memory although `device`, for which inputs are mixed, is a GPU. `may_double` is whether small inputs may
+    be stored twice in a row, which makes mixing faster.
     """
 
     def __init__(
@@ -124,23 +126,27 @@ class InputBank:
         self.flattened: dict[tuple[int, int], torch.Tensor] = {}
 
     def close(self) -> None:
-        """Drop all views of the shared memory, so that it can be unmapped."""
+        """Drop all views of the shared memory that holds the inputs, so that it can be unmapped."""
         self.flattened.clear()
         self.sets.clear()
 
     def original(self, index: int) -> InputMix:
-        """Return the mixture that gives the inputs of set `index`, unchanged."""
+        """Return the description of the inputs of a call that gets input set `index`, unchanged."""
         unshifted = (0,) * len(self.sets[index])
         return InputMix(index, index, unshifted, unshifted)
 
     def correctness_sets(self) -> list[InputMix]:
-        """Return the mixtures that give the unchanged inputs of all sets that have reference outputs."""
+        """Return descriptions of the inputs of calls that get the correctness sets, unchanged and in order.
+
+        A correctness set is an input set (the inputs of one call) with reference outputs.
+        """
         return [self.original(i) for i in range(len(self.distributions))]
 
     def repeated(self, calls: int) -> list[InputMix]:
-        """Return descriptions of the inputs of `calls` calls in a round without a candidate.
+        """Return descriptions of the inputs of `calls` calls that are timed without a candidate.
 
-        The calls get the sets without reference outputs in turn, unchanged, so that inputs may repeat.
+        The calls get the input sets without reference outputs in turn, unchanged, so that inputs may repeat.
+        A candidate, which could keep an answer, must not get such inputs.
         """
         bases = range(len(self.distributions), len(self.sets))
         return [self.original(i) for i in itertools.islice(itertools.cycle(bases), calls)]
@@ -148,12 +154,12 @@ class InputBank:
     def fresh(self, calls: int, number: int | None = None) -> list[InputMix]:
         """Return descriptions of the inputs of the `calls` calls of timed round `number`, drawn at random.
 
-        One call, at a random position, gets changed inputs if any change can be used (`usable`): an input
-        distribution other than `given` that depends on `number`, also if no correctness set (set with
-        reference outputs) has it. A candidate that handles all distributions only during verification, which
-        it can recognise by counting its calls, is wrong in that call. If the round has a single call, this
-        call has the distribution `given` in some rounds. If `number` is None, all calls get inputs of the
-        distribution `given`.
+        A round is a series of timed calls. One of them, at a random position, gets changed inputs if any
+        change can be used (`usable`): an input distribution other than `given` (no change) that depends on
+        `number`, also if no correctness set (input set with reference outputs) has it. A candidate that
+        handles all distributions only during verification, which it can recognise by counting its calls, is
+        wrong in that call. If the round has a single call, this call has the distribution `given` in some
+        rounds. If `number` is None, all calls get inputs of the distribution `given`.
         """
         generator = random.Random(secrets.token_bytes(32))  # faster than a system call for each number
         mixes = [self._fresh(generator) for _ in range(calls)]
@@ -167,7 +173,8 @@ class InputBank:
     def usable(self) -> list[str]:
         """Return the names of the input distributions other than `given` that can be used for timed calls.
 
-        These are the entries of `timed_distributions` that change at least one input.
+        An input distribution is a change of the inputs, with `given` for none. The result has the entries of
+        `timed_distributions` that change at least one input.
         """
         return [name for name in self.timed_distributions if self.changed[name]]
 
@@ -180,7 +187,11 @@ class InputBank:
         return InputMix(first, second, shifts[0], shifts[1], generator.uniform(0.25, 0.75))
 
     def write(self, mix: InputMix, index: int, out: torch.Tensor) -> None:
-        """Write input `index` of the mixture `mix`, which has no seed, into the flat tensor `out`."""
+        """Write input `index` of the call that `mix` describes into the flat tensor `out`.
+
+        `mix` has no seed. The input is mixed from two input sets, or is a rotated input of one, and is then
+        changed as `mix.distribution` says, if this distribution changes this input.
+        """
         first, second = mix.first_shifts[index], mix.second_shifts[index]
         blended = mix.first != mix.second
         # A small input is stored twice in a row, so that a rotated copy is a view. A large input is stored
@@ -203,14 +214,19 @@ class InputBank:
                 piece.copy_(change(piece))
 
     def _is_doubled(self, base: int, flat: torch.Tensor) -> bool:
-        """Return whether an input of the set with the index `base` and the size of `flat` is stored twice."""
+        """Return whether an input with the size of `flat`, of the input set `base`, is stored twice in a row.
+
+        A rotated copy of such an input is a view. Inputs are stored twice only if timed inputs are mixed from
+        them, if they have at most `MAX_DOUBLED_BYTES`, and if `may_double` is set.
+        """
         is_timed = base >= len(self.distributions)
         return self.may_double and is_timed and not self.draws and flat.nbytes <= MAX_DOUBLED_BYTES
 
     def _rotated(self, base: int, index: int, shift: int, start: int, end: int) -> torch.Tensor:
-        """Return elements `start` to `end` of input `index` of set `base`, flattened and rotated.
+        """Return elements `start` to `end` of input `index` of input set `base`, flattened and rotated.
 
-        The rotation begins with the element at `shift`.
+        The rotated input begins with the element at `shift`. Unless the input is stored twice in a row
+        (`_is_doubled`), the elements must lie in one piece in the input that is not rotated.
         """
         if (base, index) not in self.flattened:
             flat = self.sets[base][index].view(-1)

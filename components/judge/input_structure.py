@@ -1,8 +1,8 @@
 """Structures of a task's inputs on which a kernel may rely, and the input distributions that keep them.
 
 An input distribution is a change of the inputs, such as `scaled`. A kernel may read half of a symmetric
-matrix, or search in sorted edges. Inputs with such a structure are therefore never mixed: every call gets
-inputs that the task's own `get_inputs` has drawn.
+matrix, or search in sorted edges. Inputs with such a structure are therefore never mixed (combined from two
+sets of inputs): every call gets inputs that the task's own `get_inputs` has drawn.
 """
 
 import itertools
@@ -54,7 +54,7 @@ RELATED, RELATED_NUMEL, RELATED_SETS = 0.2, 1024, 4
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite; integers always are."""
+    """Return whether all elements of a tensor are finite, which is always so for integers and booleans."""
     return not (tensor.is_floating_point() or tensor.is_complex()) or all(
         bool(block.isfinite().all()) for block in tensor.reshape(-1).split(BLOCK_NUMEL)
     )
@@ -63,9 +63,10 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def input_structures(sets: Sequence[Sequence[torch.Tensor]], device: str) -> list[frozenset[str]]:
     """Return the set of structures of each input, by their names in `KEPT_BY`, such as `sorted`.
 
-    `sets[i][j]` is input `j` of set `i`, and the sets were drawn under different seeds. An input has a
-    structure if it has it in every set; the correlation with another input (`related`) is looked for in the
-    first `RELATED_SETS` sets only. The tensors are examined on `device`.
+    A structure is a property of an input on which a kernel may rely. `sets[i][j]` is input `j` of set `i`,
+    and the sets were drawn under different seeds. An input has a structure if it has it in every set; the
+    correlation with another input (`related`) is looked for in the first `RELATED_SETS` sets only. The
+    tensors are examined on `device`.
     """
     found = [_structures([one[j] for one in sets], device) for j in range(len(sets[0]))]
     for i, j in itertools.combinations(range(len(sets[0])), 2):
@@ -101,13 +102,16 @@ def _structures(tensors: list[torch.Tensor], device: str) -> frozenset[str]:
 
 
 def _sample_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return evenly spaced rows of a matrix, with at most `MAX_ROWS_NUMEL` elements together."""
+    """Return evenly spaced rows of a matrix, with at most `MAX_ROWS_NUMEL` elements together.
+
+    A single row that has more elements is cut to this number.
+    """
     most = max(1, MAX_ROWS_NUMEL // matrix.shape[1])
     return matrix[:: -(-len(matrix) // most), :MAX_ROWS_NUMEL]
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Return at most `MAX_SAMPLE` evenly spaced elements in one dimension."""
+    """Return at most `MAX_SAMPLE` evenly spaced elements of `tensor`, in one dimension."""
     flat = tensor.reshape(-1)
     return flat[:: -(-flat.numel() // MAX_SAMPLE)]
 
@@ -124,9 +128,10 @@ def _is_symmetric(tensor: torch.Tensor) -> bool:
 
 
 def _are_normalised(rows: torch.Tensor) -> bool:
-    """Return whether the rows of a float64 matrix all have nearly the same sum or norm.
+    """Return whether the rows of a float64 matrix all have nearly the same sum, or the same sum of squares.
 
-    The result is also True if each row has the logarithms of probabilities that add up to 1.
+    The result is also True if each row has the logarithms of probabilities that add up to 1. It is False for
+    rows of at most two elements, and for fewer than `MIN_ROWS` rows.
     """
     if rows.shape[-1] <= 2 or len(rows) < MIN_ROWS:
         return False

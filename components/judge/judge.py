@@ -1,8 +1,9 @@
 """The judge, which builds, verifies and measures one candidate on one task and returns a verdict.
 
-The judge is trusted. It holds the inputs, the reference outputs, the clock and the verdict. The candidate
-runs in a separate sandboxed process that shares nothing with the judge but memory of a fixed layout and a
-socket (docs/design/judge-protocol.md).
+A task is a PyTorch module with its inputs, and a candidate is an implementation of this module. The judge is
+trusted. It holds the inputs, the reference outputs, the clock and the verdict. The candidate runs in a
+separate sandboxed process that shares nothing with the judge but memory of a fixed layout and a socket
+(docs/design/judge-protocol.md).
 """
 
 import contextlib
@@ -67,13 +68,13 @@ TRIVIAL_ANSWER = (
 class Judge:
     """Judge of candidates (implementations of a task's module) on one device, with one measurement at a time.
 
-    `folder` is where the judge keeps builds and the files of runners, its sandboxed processes. `factory` is a
-    factory of runners made by `open_factory`; by default one is made. `scheduler` has to be given if several
-    judges share one device. The caller then has to set its `release_idle_memory` to a function that closes
-    unused task benches (the reference data and running baselines of one task, `task_bench.py`). Builds and
-    preparations for several candidates run in parallel. The constructor raises the process's limit of open
-    files to its hard limit; if that limit is low, fewer task benches are kept. Raises UserError if the
-    device, the isolation or the folder cannot be used.
+    `params` are the judge's settings, and `folder` is where it keeps builds and the files of runners, its
+    sandboxed processes. `factory` is a factory of runners made by `open_factory`; by default one is made.
+    `scheduler` has to be given if several judges share one device. The caller then has to set its
+    `release_idle_memory` to a function that closes unused task benches (the reference data and running
+    baselines of one task, `task_bench.py`). Builds and preparations for several candidates run in parallel.
+    The constructor raises the process's limit of open files to its hard limit; if that limit is low, fewer
+    task benches are kept. Raises UserError if the device, the isolation or the folder cannot be used.
     """
 
     def __init__(
@@ -109,17 +110,17 @@ class Judge:
         against: dict[str, str] | None = None,
         report: Report = ignore,
     ) -> Verdict:
-        """Return the verdict on the candidate with `files` on `task`.
+        """Return the verdict on the candidate (the implementation of a task's module) with `files` on `task`.
 
         `files` maps each workspace path (`model_new.py`, `kernels/NAME`) to the text of the file.
         `compare_compile` determines when a correct candidate is also compared with torch.compile: True
         always, with the fastest mode of torch.compile on the task; False only if the candidate is faster than
         eager, with the default mode; None never. If `against` is given, the files of another candidate, the
-        candidate is compared with eager and with this other one in the same rounds, and never with
-        torch.compile. If the task names workloads, the candidate is built once, and measured on one workload
-        after the other until it fails. `report` is called with the name of each step when it begins. Failures
-        of the candidate and of the task are verdicts too, with a status other than `correct`. Raises
-        InfrastructureError if the judge itself fails.
+        candidate is compared with eager and with this other one in the same series of timed calls, and never
+        with torch.compile. If the task names workloads (several calls of its `get_inputs`), the candidate is
+        built once, and measured on one workload after the other until it fails. `report` is called with the
+        name of each step when it begins. Failures of the candidate and of the task are verdicts too, with a
+        status other than `correct`. Raises InfrastructureError if the judge itself fails.
         """
         call = ""  # that makes the inputs of the present workload
 
@@ -166,12 +167,13 @@ class Judge:
         *,
         is_workload: bool,
     ) -> Verdict:
-        """Return the verdict `correct` on the candidate `built`, on a task without workloads.
+        """Return the verdict `correct` on the candidate `built`, on a task that names no workloads.
 
-        `other` is another candidate to compare with, or None. `compare_compile` says when torch.compile is
-        measured too (True always, False if the candidate is faster than eager, None never), and `report` is
-        called with the name of each step. `is_workload` is set if the task is one workload of several. Raises
-        Rejected if a candidate fails, and TaskError if the task's own source does.
+        A workload is one of several calls of a task's `get_inputs`. `is_workload` is set if `task` was made
+        from one workload of another task. `other` is another candidate to compare with, or None.
+        `compare_compile` says when torch.compile is measured too (True always, False if the candidate is
+        faster than eager, None never), and `report` is called with the name of each step. Raises Rejected if
+        a candidate fails, and TaskError if the task's own source does.
         """
         report("preparing inputs, reference outputs and baselines")
         with self.bench(task) as bench:
@@ -195,8 +197,9 @@ class Judge:
     def _build(self, task: KernelTask, files: dict[str, str]) -> BuiltCandidate:
         """Screen and build a candidate; raise Rejected if a file is refused or does not compile.
 
-        `files` maps each workspace path to the text of the file. The task's constructor arguments are needed
-        to find the extensions that the candidate requests.
+        A candidate is an implementation of the task's module. `files` maps each workspace path, such as
+        `model_new.py`, to the text of the file. The arguments of the task's constructor are needed to find
+        the extensions (C++ or CUDA modules) that the candidate requests.
         """
         sandbox = self.params.sandbox
         candidate = screen_candidate(files, sandbox, self.params.device)
@@ -230,7 +233,8 @@ class Judge:
     def bench(self, task: KernelTask) -> contextlib.AbstractContextManager[TaskBench]:
         """Return a context that yields the task's reference data and baselines, from the cache or made anew.
 
-        Entering the context raises TaskError if the task's own source fails.
+        Reference data are inputs, parameters and reference outputs, and baselines are processes of eager,
+        torch.compile and the no-op. Entering the context raises TaskError if the task's own source fails.
         """
         make = functools.partial(TaskBench, self.params, self.runner_factory, self.scheduler, task.code)
         return self.bench_cache.use(task.code_digest, make)
@@ -263,7 +267,8 @@ class Judge:
         that the device allows; the task must then also compile and leave device memory for other tasks. With
         `memory_only`, nothing is measured, `eager_seconds` and `headroom` are ignored, and the task is
         admitted if its source runs and the memory suffices to judge its candidates. A task that names
-        workloads is admitted if each of them is (`admission.admit_workloads`).
+        workloads (several calls of its `get_inputs`) is admitted if each of them is
+        (`admission.admit_workloads`).
         """
         # An admission shows that a task is sound, whatever the rules of the candidates.
         params = with_standard_labels(self.params)
@@ -278,7 +283,10 @@ class Judge:
         return admit_workloads(code, admit_one)
 
     def _admit_memory(self, code: str) -> Admission:
-        """Return the admission of a task that has to run, and whose candidates have to fit the memory."""
+        """Return whether the task with source `code` runs and the memory suffices to judge candidates of it.
+
+        Nothing is measured. The reason of a refusal is `too_large` or `does_not_run`.
+        """
         try:
             make_reference(self.params, self.runner_factory, self.scheduler, code, makes_data=False).close()
         except TaskTooLarge as error:
@@ -288,7 +296,10 @@ class Judge:
         return Admission(True, "", {})
 
     def prepare(self) -> None:
-        """Start the zygotes, the processes that runners are forked from, without waiting for them."""
+        """Start the zygotes, from which the sandboxed processes are forked, without waiting for them.
+
+        A zygote is a process that has torch loaded.
+        """
         self.runner_factory.prepare()
 
     def close(self) -> None:
@@ -300,10 +311,11 @@ class Judge:
 def verdict_over_workloads(task: KernelTask, calls: Sequence[str], verdicts: Sequence[Verdict]) -> Verdict:
     """Return the verdict on a candidate that is correct on all workloads of a task.
 
-    `verdicts` are those on the single workloads (calls of the task's `get_inputs`), and `calls` are these
-    calls, such as `get_inputs(32, 128)`. Speed-ups and seconds are geometric means. The log has a line for
-    each workload. Entries of the evidence (the record of measurements in a verdict) that are not equal on all
-    workloads are in a list under `workloads`.
+    A candidate is an implementation of the task's module. `verdicts` are those on the single workloads (calls
+    of the task's `get_inputs`), and `calls` are these calls, such as `get_inputs(32, 128)`. Speed-ups and
+    seconds are geometric means over the workloads. The log has a line for each workload. Entries of the
+    evidence (the record of measurements in a verdict) that are not equal on all workloads are in a list under
+    `workloads`.
     """
     figures = [
         WorkloadFigures(call=call, seconds=verdict.seconds, speedup=verdict.speedup)

@@ -1,8 +1,9 @@
-"""Least time of a call of a task on this device, from how fast the device was measured to be.
+"""Lower bound of the time that one call of a task takes on this device, from the device's measured speed.
 
-It is the bound of the roofline model: each input, parameter and output is moved once at the measured
-bandwidth, and the operations of the task's matrix products and convolutions run at the measured rate. A
-kernel that needs less, because an operand has a structure or a part of an input is not used, can be faster.
+A task is a PyTorch module with its inputs. The bound is that of the roofline model: each input, parameter and
+output is moved once at the measured bandwidth, and the operations of the task's matrix products and
+convolutions run at the measured rate. A kernel that needs less, because an operand has a structure or a part
+of an input is not used, can be faster.
 """
 
 import functools
@@ -28,13 +29,14 @@ REPETITIONS, CALLS = 5, 10
 class Limit:
     """What a call of a task moves and computes at least, and how fast the device does it.
 
-    `bytes` are those of the inputs, parameters and outputs of one call. `operations` are the floating-point
-    operations of the call's matrix products and convolutions. `bandwidth`, in bytes per second, was measured
-    with a copy of as many bytes as all calls of a timed round move together, because each call of a round has
-    inputs of its own. `operations_per_second` is 0 if the task has no matrix products and convolutions.
-    `output_seconds` is the time of writing the outputs of one call alone, to memory that a cache may hold.
-    `seconds` is the limit itself, the least time of one call: the larger of the times for moving and
-    computing.
+    A task is a PyTorch module with its inputs. `bytes` are those of the inputs, parameters and outputs of one
+    call. `operations` are the floating-point operations of the call's matrix products and convolutions.
+    `bandwidth`, in bytes per second, was measured with a copy of as many bytes as all calls of a round (a
+    series of timed calls) move together, because each call of a round has inputs of its own.
+    `operations_per_second` is the rate of a large matrix product, or 0 if the task has no matrix products and
+    convolutions. `output_seconds` is the time of writing the outputs of one call alone, to memory that a
+    cache may hold. `seconds` is the limit itself, the least time of one call: the larger of the times for
+    moving and computing.
     """
 
     bytes: int
@@ -52,9 +54,10 @@ class Limit:
 def limit_of(layout: TaskLayout, device: Device, precision: Precision) -> Limit:
     """Return the least time of a call of the task with this layout, from measurements of the device.
 
-    The measurements are kept for later calls in this process; `forget_bandwidth` drops those of bandwidth.
-    The calling thread must have exclusive access to the device (`DeviceScheduler.measuring`), because other
-    work would make the device look slower than it is.
+    `layout` has the shapes and dtypes of the task, and with `precision` tf32, products of float32 may use
+    TF32. The measurements are kept for later calls in this process; `forget_bandwidth` drops those of
+    bandwidth. The calling thread must have exclusive access to the device (`DeviceScheduler.measuring`),
+    because other work would make the device look slower than it is.
     """
     description = layout.description
     outputs = sum(slot.bytes for slot in layout.outputs.slots)
@@ -109,7 +112,7 @@ forget_bandwidth = _bandwidth.cache_clear
 def _seconds(work: Callable[[], Any], device: Device, calls: int = CALLS) -> float:
     """Return the seconds of one call of `work`: the least of `REPETITIONS` averages over `calls` calls.
 
-    On cpu this is the CPU time of one thread, and on cuda wall time.
+    A first average is left out. On cpu the seconds are the CPU time of one thread, and on cuda wall time.
     """
     clock = time.thread_time if device == "cpu" else time.perf_counter
     threads = torch.get_num_threads()

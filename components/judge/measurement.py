@@ -1,6 +1,7 @@
 """Measurement of a candidate: verification, and alternating timed rounds with its baselines.
 
-A round is a series of timed calls, and a baseline is eager, torch.compile or another candidate.
+A candidate is an implementation of a task's module that is judged, a round is a series of timed calls, and a
+baseline is eager, torch.compile or another candidate.
 """
 
 import contextlib
@@ -67,15 +68,15 @@ def measure_candidate(
     `built` is the candidate, `bench` has the reference data and baselines of its task, and `params` are the
     judge's settings. `compare_compile` determines when a correct candidate is also compared with
     torch.compile: True always, with the fastest mode of torch.compile on the task; False only if the
-    candidate is faster than eager, with the default mode; None never. `is_workload` is set if the task is one
-    workload of several. The ratio above which a candidate is called faster than eager is then lower, because
-    the mean over the workloads decides. If `against` is given, another candidate, `built` is compared with
-    eager and with `against` in the same rounds, and not with torch.compile, because memory is planned for at
-    most `memory_plan.TIMED_RUNNERS` timed runners. `report` is called with the name of each step when it
-    begins. On a GPU nothing else uses the device meanwhile. Returns the speed-ups, the median seconds per
-    call, and entries for the verdict's evidence (the record of what was measured). Raises Rejected if a
-    candidate fails, TaskError if the task's own source does, and InfrastructureError if a baseline fails
-    otherwise.
+    candidate is faster than eager, with the default mode; None never. `is_workload` is set if the task was
+    made from one workload (one of several calls of `get_inputs`) of another task. The ratio above which a
+    candidate is called faster than eager is then lower, because the mean over the workloads decides. If
+    `against` is given, another candidate, `built` is compared with eager and with `against` in the same
+    series of timed calls, and not with torch.compile, because memory is planned for at most
+    `memory_plan.TIMED_RUNNERS` timed processes. `report` is called with the name of each step when it begins.
+    On a GPU nothing else uses the device meanwhile. Returns the speed-ups, the median seconds per call, and
+    entries for the verdict's evidence (the record of what was measured). Raises Rejected if a candidate
+    fails, TaskError if the task's own source does, and InfrastructureError if a baseline fails otherwise.
     """
     if against is not None:
         compare_compile = None
@@ -118,9 +119,10 @@ def measure_candidate(
 
 @contextlib.contextmanager
 def blaming_the_other() -> Iterator[None]:
-    """Convert a Rejected raised inside the context into one that names the other candidate of a comparison.
+    """Convert a Rejected raised inside the context into one that blames the other candidate of a comparison.
 
-    The converted one has the status `infrastructure` and the reason `against`.
+    A Rejected is the error of a candidate that fails. The one that is raised has the status `infrastructure`,
+    the reason `against`, and a log that has the status, reason and log of the original one.
     """
     try:
         yield
@@ -133,8 +135,9 @@ def blaming_the_other() -> Iterator[None]:
 def _exclusive_device(bench: TaskBench, compare_compile: bool | None) -> Iterator[None]:
     """Hold a GPU exclusively for one candidate, after its baselines have been started; do nothing on cpu.
 
-    The started baselines are eager, the no-op and, unless `compare_compile` is None, torch.compile: in the
-    default mode if it is False, and in every mode that can be started beside other work if it is True. An
+    A candidate is an implementation that is judged. The started baselines are eager, the no-op (which
+    computes nothing) and, unless `compare_compile` is None, torch.compile: in the default mode if
+    `compare_compile` is False, and in every mode that can be started beside other work if it is True. An
     error of torch.compile is ignored. A thread that starts a baseline holds the lock of the task's
     `BaselineCache`, and the start is paused while another thread measures. If that other thread judged a
     candidate of the same task and needed the lock too, neither thread would continue. Candidates of one task
@@ -164,8 +167,8 @@ def _exclusive_device(bench: TaskBench, compare_compile: bool | None) -> Iterato
 def _verify(candidate: TimedRunner, *, detailed: bool) -> None:
     """Raise Rejected if the candidate's output is wrong on an input set that has a reference output.
 
-    If `detailed` is set, the log says how many elements are wrong. Raises RunnerError if the candidate's
-    process fails.
+    `candidate` is the process of the candidate, and an input set has the inputs of one call. If `detailed` is
+    set, the log of the error says how many elements are wrong. Raises RunnerError if the process fails.
     """
     if (found := candidate.verify("check")) is not None:
         where = found.reason.replace(":", " on inputs of the distribution ")
@@ -186,13 +189,14 @@ def _compare(
     """Time the candidate beside the baselines, and return its speed-ups, median times and the evidence.
 
     The baselines are eager, the other candidate if `runners` has one, and torch.compile in the cases that
-    `compare_compile` and `is_workload` determine (`measure_candidate`). `runners` has the running candidate,
-    eager, the no-op (whose time is subtracted from all others) and, if there is one, the other candidate
-    (`against`); torch.compile is added to it. Times are in seconds per call. The evidence (a record of what
-    was measured, for the verdict) has the times of all rounds by runner, the least time of a call that the
-    device allows (`limit.Limit`), the state of the GPU before and after the rounds, what the inputs were,
-    and, if torch.compile was measured, its mode. Rounds in which the GPU was slowed down are repeated once.
-    Raises Rejected if an output is wrong or the times are not possible.
+    `compare_compile` and `is_workload` determine (`measure_candidate`). `runners` has the running sandboxed
+    processes by name: the candidate, eager, the no-op (whose time is subtracted from all others) and, if
+    there is one, the other candidate (`against`); torch.compile is added to it. Times are in seconds per
+    call. The evidence (a record of what was measured, for the verdict) has the times of all rounds (series of
+    timed calls) by name of the process, the least time of a call that the device allows (`limit.Limit`), the
+    state of the GPU before and after the rounds, what the inputs were, and, if torch.compile was measured,
+    its mode. Rounds in which the GPU was slowed down are repeated once. Raises Rejected if an output is wrong
+    or the times are not possible.
     """
     candidate, reference = runners["candidate"], bench.reference
     spread = params.sandbox.process_spread
@@ -251,10 +255,11 @@ def _compare(
 def _checked_limit(params: JudgeParams, reference: TaskReference, medians: dict[str, float]) -> Limit:
     """Return the least time of a call; raise Rejected if the candidate takes less than writing its outputs.
 
-    `medians` has the median seconds per call of each runner, under names such as `candidate` and `eager`.
-    Nothing is refused if eager too is faster than its outputs can be written, because they are then views of
-    its inputs. What a candidate reads is not counted, because a part of an input may be unused. The device is
-    measured again before a candidate is refused, because other work can have made it look slow.
+    The error is raised if the candidate takes less than `POSSIBLE` times the measured time of writing its
+    outputs. `medians` has the median seconds per call of each process, under names such as `candidate` and
+    `eager`. Nothing is refused if eager too is faster than its outputs can be written, because they are then
+    views of its inputs. What a candidate reads is not counted, because a part of an input may be unused. The
+    device is measured again before a candidate is refused, because other work can have made it look slow.
     """
     for _ in range(2):
         with reference.scheduler.measuring():
@@ -273,12 +278,13 @@ def _checked_limit(params: JudgeParams, reference: TaskReference, medians: dict[
 def _compile_baseline(
     bench: TaskBench, candidate: TimedRunner, *, every_mode: bool
 ) -> tuple[TimedRunner, dict[str, Any]]:
-    """Return the timed runner of torch.compile, and the entries about its mode for the record in a verdict.
+    """Return the timed process of torch.compile, and the entries about its mode for the record in a verdict.
 
-    The mode is the fastest one on the task if `every_mode` is set, and otherwise the default mode. The
-    entries are `compile_mode`, `compile_cached` (whether nothing had to be compiled) and, if `every_mode` is
-    set, `compile_seconds`, the seconds per call by mode. The candidate's time limit is extended by the time
-    that starting and choosing take. Raises TaskError if torch.compile fails on the task.
+    `bench` has the baselines of the task. The mode is the fastest one on the task if `every_mode` is set, and
+    otherwise the default mode. The entries are `compile_mode`, `compile_cached` (whether nothing had to be
+    compiled) and, if `every_mode` is set, `compile_seconds`, the seconds per call by mode. The time limit of
+    the process `candidate` is extended by the time that starting and choosing take. Raises TaskError if
+    torch.compile fails on the task.
     """
     began = time.monotonic()
     if every_mode:
@@ -300,14 +306,15 @@ def timed_rounds(
 ) -> RawSeconds:
     """Measure all runners in alternating rounds, and return each runner's seconds per call in each round.
 
-    `runners` has the candidate, eager, the no-op (which computes nothing) and further baselines by name, and
-    `baselines` has those with which the candidate is compared. In each round all runners get the same new
-    inputs (`staged`), and their order rotates from one round to the next. If the baselines share their
-    memory, the order is reversed instead, so that the candidate and eager, whose outputs are compared, always
-    follow each other. The first round is left out, because a runner that has been stopped for a while is slow
-    in it. There are `sandbox.rounds` rounds at first. Their number is doubled, up to `sandbox.most_rounds`,
-    until the candidate's speed-up over each of `baselines` is precise enough (`statistics.wanted_rounds`) or
-    the rounds have taken the share `ROUNDS_SHARE` of `sandbox.run_seconds`.
+    A runner is a sandboxed process, and a round is a series of timed calls. `runners` has the candidate,
+    eager, the no-op (which computes nothing) and further baselines by name, and `baselines` has those with
+    which the candidate is compared. In each round all runners get the same new inputs (`staged`), and their
+    order rotates from one round to the next. If the baselines share their memory, the order is reversed
+    instead, so that the candidate and eager, whose outputs are compared, always follow each other. The first
+    round is left out, because a runner that has been stopped for a while is slow in it. There are
+    `sandbox.rounds` rounds at first. Their number is doubled, up to `sandbox.most_rounds`, until the
+    candidate's speed-up over each of `baselines` is precise enough (`statistics.wanted_rounds`) or the rounds
+    have taken the share `ROUNDS_SHARE` of `sandbox.run_seconds`.
 
     Raises Rejected if an output of the candidate is found to be wrong (`Float64Check.wrong_call`), if the
     candidate changed its inputs, or if the other candidate of a comparison fails. Raises RunnerError if the
@@ -385,7 +392,8 @@ CONDITIONS = (
 def wrong_timed_output(reason: str) -> Rejected:
     """Return the error for a candidate whose output in a timed round is wrong for `reason`.
 
-    `reason` is a code such as `max_error:given` or `inputs_changed`.
+    A candidate is an implementation that is judged, and a round is a series of timed calls. `reason` is a
+    code such as `max_error:given` or `inputs_changed`.
     """
     log = (
         f"an output of a timed round is wrong ({reason}). Those of the verification before were right, so "
@@ -397,17 +405,18 @@ def wrong_timed_output(reason: str) -> Rejected:
 def speedup(raw: RawSeconds, baseline: Timed, process_spread: float = 0.0) -> Ratio:
     """Return the candidate's speed-up over `baseline`, after the no-op's time has been subtracted from both.
 
-    `raw` has the seconds per call in each round by the name of the runner. `process_spread` is the standard
-    deviation of the log-ratio between two processes that run the same code. It widens the interval of the
-    result.
+    `raw` has the seconds per call in each round (series of timed calls) by the name of the process; that of
+    the no-op computes nothing. `process_spread` is the standard deviation of the log-ratio between two
+    processes that run the same code. It widens the interval of the result.
     """
     baseline_seconds, candidate_seconds = net(raw[baseline], raw["noop"]), net(raw["candidate"], raw["noop"])
     return paired_ratio(baseline_seconds, candidate_seconds, process_spread=process_spread)
 
 
 def median_seconds(raw: RawSeconds, name: Timed) -> float:
-    """Return the median seconds of one call of runner `name`, after the no-op's time has been subtracted.
+    """Return the median seconds of one call of `name`, after the no-op's time has been subtracted.
 
-    `raw` has the seconds per call in each round by the name of the runner.
+    `raw` has the seconds per call in each round (series of timed calls) by the name of the process, such as
+    `candidate` or `eager`; that of the no-op computes nothing.
     """
     return float(np.median(net(raw[name], raw["noop"])))

@@ -1,7 +1,8 @@
-"""Plan of the memory for judging a task: the choice of the placement of its data that fits the device.
+"""Plan of the memory for judging a task: where the task's data are placed, so that they fit the device.
 
-`available_bytes` determines how much host memory this process can still use. It considers the memory of the
-machine and the limits of the process's control groups.
+A task is a PyTorch module with its inputs, and its data are inputs, parameters and outputs. `available_bytes`
+determines how much host memory this process can still use. This function considers the memory of the machine
+and the limits of the process's control groups.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ JUDGE_BYTES = 5 << 30
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Memory that the judge of one device may use.
+    """Memory that the judge of one device may use for a task (a PyTorch module that is to be made faster).
 
     `device_bytes` is the device memory that judging one task may take, or 0 if it is not limited, which is
     the case on cpu unless `sandbox.device_bytes` is set. `runner_bytes` is the device memory that one runner
@@ -48,7 +49,8 @@ class MemoryBudget:
     def of(params: JudgeParams, scheduler: DeviceScheduler, runner_share: float = 1.0) -> "MemoryBudget":
         """Return the budget of the judge with the settings `params` on the device of `scheduler`.
 
-        `runner_share` is the share of the device's memory that a runner of the task's source may allocate.
+        `runner_share` is the share of the device's memory that one sandboxed process of a task's source may
+        allocate.
         """
         limit = int(MEMORY_SHARE * params.sandbox.device_bytes)
         sizes = [size for size in (scheduler.reservable_bytes, limit) if size > 0]
@@ -63,10 +65,10 @@ class MemoryBudget:
 class MemoryNeed:
     """Estimated bytes that judging a task takes.
 
-    `fill` bytes of device memory (on cpu, of host memory) are needed while the reference data are made,
-    `timed` bytes while runners are measured, `deferred` bytes while float64 outputs of timed calls are
-    computed after the measurement, and `host` bytes of host memory on cuda. `deferred` and `host` are 0
-    unless the baselines share buffers.
+    `fill` bytes of device memory (on cpu, of host memory) are needed while the task's inputs, parameters and
+    reference outputs are made, `timed` bytes while sandboxed processes are timed, `deferred` bytes while
+    float64 outputs of timed calls are computed after the measurement, and `host` bytes of host memory on
+    cuda. `deferred` and `host` are 0 unless the baselines (eager, torch.compile and the no-op) share buffers.
     """
 
     fill: int
@@ -116,10 +118,10 @@ def _separate_need(layout: TaskLayout, runner_bytes: int) -> MemoryNeed:
 def _sharing_need(layout: TaskLayout) -> MemoryNeed:
     """Return the memory that judging a task takes with a layout in which the baselines share buffers.
 
-    The layout is for tasks whose data do not fit otherwise. Only one timed runner at a time has more memory
-    than its context, its parameters and its buffers. A runner of the task's source computes outputs only
-    while no timed runner exists. When float64 outputs are computed after the measurement, the buffers of the
-    timed runners are freed too.
+    The baselines are eager, torch.compile and the no-op. The layout is for tasks whose data do not fit
+    otherwise. Only one timed process at a time has more memory than its context, its parameters and its
+    buffers. A process of the task's source computes outputs only while no timed process exists. When float64
+    outputs are computed after the measurement, the buffers of the timed processes are freed too.
     """
     inputs, outputs, expected = layout.inputs.stride, layout.outputs.stride, layout.expected.stride
     parameters, peak = layout.parameters.stride, layout.description.peak_bytes
@@ -167,7 +169,7 @@ def _sharing_need(layout: TaskLayout) -> MemoryNeed:
 def plan_layout(
     description: Description, params: JudgeParams, sizing: Sizing, budget: MemoryBudget
 ) -> TaskLayout:
-    """Return the layout with the fastest placement that fits the budget.
+    """Return the memory layout of a task with the fastest placement that fits the budget.
 
     A placement says which data are shared or in host memory (`task_layout.Placement`). `description` has the
     shapes of the task, and `sizing` says how much of it is prepared. With each placement, the full number of

@@ -1,7 +1,7 @@
 """Sandboxed processes of one task: a process for each role, or a single one that takes all roles in turn.
 
-A role determines what a runner (sandbox/runner_process.py) does, for example make the reference data or run
-eager.
+A role determines what a runner (a sandboxed process, sandbox/runner_process.py) does, for example make the
+reference data or run eager, the task's own module.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ def task_errors() -> Iterator[None]:
     """Convert errors inside the context that are caused by the task's own source into TaskError.
 
     These are RunnerError (a sandboxed process fails), and the errors of an invalid description of the task:
-    pydantic's ValidationError, ValueError and AttributeError.
+    pydantic's ValidationError, ValueError and AttributeError. The attribute `out_of_memory` of the TaskError
+    is set if the process ran out of memory.
     """
     try:
         yield
@@ -50,9 +51,10 @@ def task_errors() -> Iterator[None]:
 
 @dataclass
 class TaskProcesses:
-    """Base class of the factories of a task's processes, which `factory` starts.
+    """Base class of the factories of a task's sandboxed processes, which `factory` starts on `device`.
 
-    `shared` is memory that several timed runners use in turns, or None as long as there is none.
+    `shared` is memory that several processes whose calls are timed use in turns, or None as long as there is
+    none.
     """
 
     device: Device
@@ -60,7 +62,7 @@ class TaskProcesses:
     shared: RunnerMemory | None = field(default=None, init=False)
 
     def close(self) -> None:
-        """Close the shared memory, after the runners that use it have ended."""
+        """Close the shared memory, if there is any; the processes that use it must have ended before."""
         if self.shared is not None:
             self.shared.close()
             self.shared = None
@@ -68,15 +70,16 @@ class TaskProcesses:
 
 @dataclass
 class ProcessPerRole(TaskProcesses):
-    """Factory of a separate process for every role of a task, and of the memory of timed runners.
+    """Factory of a separate sandboxed process for every role of a task, and of the memory of timed processes.
 
     A role is what a process does, for example `reference`, `eager` or `candidate`. A candidate's memory is
-    separate, because it could otherwise change the memory that other runners read. The baselines of a task
-    use the memory `shared` in common if device memory is scarce (`Placement.shares_buffers`).
+    separate, because it could otherwise change the memory that other processes read. The baselines of a task
+    (eager, torch.compile and the no-op) use the memory `shared` in common if device memory is scarce
+    (`Placement.shares_buffers`).
     """
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
-        """Start a process for the role `header["role"]`, and return it.
+        """Start a sandboxed process for the role `header["role"]`, such as `eager`, and return it.
 
         `descriptors` are the file descriptors that it gets. `seconds` limits the wall time of everything that
         the process does.
@@ -86,8 +89,9 @@ class ProcessPerRole(TaskProcesses):
     def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
         """Return memory for a timed runner of this role: its own, or the memory that the baselines share.
 
-        A timed runner is a sandboxed process whose calls are timed. A candidate always gets memory of its
-        own.
+        A timed runner is a sandboxed process whose calls are timed, its role is what it executes, such as
+        `eager`, and baselines are all roles but `candidate`. They share memory if
+        `layout.placement.shares_buffers` is set.
         """
         if role == "candidate" or not layout.placement.shares_buffers:
             return RunnerMemory.allocate(self.device, layout)
@@ -95,9 +99,10 @@ class ProcessPerRole(TaskProcesses):
         return self.shared
 
     def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
-        """End a timed runner's process, and close its memory if no other runner uses it.
+        """End a process whose calls were timed, and close its memory if no other process uses the memory.
 
-        If the baselines share memory, the GPU memory of the process is free when the method returns.
+        `runner` is None if the process was not started. If the baselines share memory, the GPU memory of the
+        process is free when the method returns, and the shared memory stays open.
         """
         if runner is not None:
             runner.close(wait=self.shared is not None)
@@ -109,9 +114,11 @@ class ProcessPerRole(TaskProcesses):
 class OneProcess(TaskProcesses):
     """Single process, with a single set of buffers, that takes all roles of a task one after another.
 
-    It is started from a zygote of the kind `zygote`. It is used only for admissions, which check and
-    time a task and in which no candidate runs. One process saves most of the time of an admission, because a
-    CUDA context does not have to be created for each role.
+    A role is what the process does, for example make the reference data or run eager, the task's own module.
+    The process may allocate the share `memory_share` of the GPU's memory. It is forked from a zygote (a
+    process with torch loaded) of the kind `zygote`. It is used only for admissions, which check and time a
+    task and in which no candidate runs. One process saves most of the time of an admission, because a CUDA
+    context does not have to be created for each role.
     """
 
     zygote: ZygoteKind
@@ -122,7 +129,9 @@ class OneProcess(TaskProcesses):
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Return the process, after starting it in the role `header["role"]` or switching it to this role.
 
-        `descriptors` are the file descriptors that it gets. `seconds` limits the wall time of the role.
+        A role is what the process does, such as `eager`. `descriptors` are the file descriptors that it gets
+        for the role, and `seconds` limits the wall time of the role. Raises RunnerError if the process has
+        ended.
         """
         if self.runner is None:
             header = header | {"zygote": self.zygote, "share": self.memory_share}
@@ -133,19 +142,25 @@ class OneProcess(TaskProcesses):
         return self.runner
 
     def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
-        """Return the memory that all roles of the task share, which is allocated at the first call."""
+        """Return the memory that all roles of the task share, which is allocated at the first call.
+
+        A role is what the task's single process does, such as `eager`. The argument `role` has no effect.
+        """
         self.shared = self.shared or RunnerMemory.allocate(self.device, layout)
         return self.shared
 
     def end(self, runner: Runner | None, memory: RunnerMemory) -> None:
-        """Do nothing at the end of a role, because the next role uses the same process and memory."""
+        """Do nothing at the end of a role, because the next role uses the same process and memory.
+
+        A role is what the task's single process does, such as `eager`.
+        """
 
 
 def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:
-    """Tell a runner to end its role (what it executes) and to begin `header["role"]`, with new descriptors.
+    """Tell a sandboxed process to end its role (what it executes) and to begin the role `header["role"]`.
 
-    The function does not wait. Whether the runner has begun, its next message says. Raises RunnerError if the
-    runner has ended.
+    `descriptors` are the file descriptors that the new role needs. The function does not wait; the next
+    message of the process says whether it has begun. Raises RunnerError if the process has ended.
     """
     runner.send({"op": "leave"})
     runner.send(header, descriptors)

@@ -1,10 +1,11 @@
 """Screening of a candidate's files, source code and imported symbols, before any of its code runs.
 
-The rules for policies are in agent_workdir/SKILL.md. `screen_python` compares the syntax tree of model_new.py
-with lists of allowed names, and `screen_symbols` compares the symbols that the built library imports with a
-list of allowed symbols. Calls of operators of torch that compute are blocked later, while the candidate runs
-in its sandboxed process (sandbox/inside/operator_blocking.py). A candidate that evades the screening is still
-verified and timed like any other candidate.
+A candidate is an implementation of a task's module that is judged, and the policy is the language model that
+writes it. The rules for policies are in agent_workdir/SKILL.md. `screen_python` compares the syntax tree of
+model_new.py with lists of allowed names, and `screen_symbols` compares the symbols that the built library
+imports with a list of allowed symbols. Calls of operators of torch that compute are blocked later, while the
+candidate runs in its sandboxed process (sandbox/inside/operator_blocking.py). A candidate that evades the
+screening is still verified and timed like any other candidate.
 """
 
 import ast
@@ -75,10 +76,11 @@ OWN_OPERATORS = re.compile(r"\bTORCH_LIBRARY(?:_FRAGMENT)?\(\s*(?!aten\b|prim|to
 def screen_files(files: dict[str, str]) -> str | None:
     """Return the reason why a candidate's files are refused, or None if they are accepted.
 
-    The reason is `file_name:NAME`, `not_unicode:NAME` or `too_large`. `files` maps names to texts. A name
-    must be `model_new.py` or `kernels/NAME` (`FILE_NAME`), because it becomes a path on the judge's machine.
-    A text must be encodable in UTF-8, because it is sent in messages. model_new.py may have at most
-    `MAX_MODEL_CHARACTERS`, and all files together `MAX_CANDIDATE_CHARACTERS`.
+    A candidate is an implementation of a task's module that is judged. `files` maps the names of its files to
+    their texts. A name must be `model_new.py` or `kernels/NAME` (`FILE_NAME`), because it becomes a path on
+    the judge's machine. A text must be encodable in UTF-8, because it is sent in messages. model_new.py may
+    have at most `MAX_MODEL_CHARACTERS`, and all files together `MAX_CANDIDATE_CHARACTERS`. The reason is
+    `file_name:NAME`, `not_unicode:NAME` or `too_large`.
     """
     for name, text in files.items():
         if not FILE_NAME.fullmatch(name):
@@ -121,7 +123,7 @@ def uses_triton(tree: ast.AST) -> bool:
 
 
 def uses_extensions(tree: ast.AST) -> bool:
-    """Return whether a file imports torch.utils.cpp_extension."""
+    """Return whether a Python file imports torch.utils.cpp_extension; `tree` is the file's syntax tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (
             node.module == EXTENSION_MODULE
@@ -134,18 +136,23 @@ def uses_extensions(tree: ast.AST) -> bool:
 
 
 def called_function(call: ast.Call) -> str:
-    """Return the name of the called function if it is `load_inline` or `load`, and otherwise ""."""
+    """Return the name of the function that `call` calls if it is `load_inline` or `load`, and otherwise "".
+
+    These functions of torch.utils.cpp_extension build and load a C++ or CUDA module. The call may name them
+    alone, or after `cpp_extension.` or `torch.utils.cpp_extension.`.
+    """
     name = ast.unparse(call.func) if isinstance(call.func, ast.Name | ast.Attribute) else ""
     head, _, last = name.rpartition(".")
     return last if last in FUNCTIONS and head in ("", "cpp_extension", EXTENSION_MODULE) else ""
 
 
 def without_unused_parts(tree: ast.Module) -> ast.Module:
-    """Return a file's syntax tree without the parts that a candidate does not need.
+    """Return the syntax tree of a model_new.py without the parts that the judge does not need.
 
     These parts are `get_inputs`, `get_init_inputs`, a block `if __name__ == "__main__"` without an `else`,
-    the class `Model` if nothing else uses it, and `import` statements of names that are not used. Published
-    files often have them, and the screening would refuse them although the judge does not run them.
+    the class `Model` if nothing else uses it, and statements `import …` (not `from … import …`) none of whose
+    names is used. Published files often have these parts, and the screening would refuse the files because of
+    them, although the judge does not run the parts. `tree` is not changed.
     """
     body = [
         node
@@ -281,9 +288,10 @@ def _nodes(tree: ast.AST, own: OwnKernels) -> Iterator[tuple[ast.AST, bool]]:
 def screen_python(code: str) -> str | None:
     """Return the reason why `code`, the text of model_new.py, is forbidden, or None if it is allowed.
 
-    Code is forbidden that could compute with torch instead of kernels of its own, or reach other modules. A
-    reason is a kind and what was found, such as `import:os`, `call:torch.mm` or `operator:matmul`. Raises
-    SyntaxError, ValueError, RecursionError or MemoryError if `code` cannot be parsed.
+    Code is forbidden if it could compute with torch instead of with kernels of its own, or if it could reach
+    modules that it may not import. A reason is a kind and what was found, such as `import:os`,
+    `call:torch.mm` or `operator:matmul`. Raises SyntaxError, ValueError, RecursionError or MemoryError if
+    `code` cannot be parsed.
     """
     tree = parse_python(code)
     has_triton = uses_triton(tree)
@@ -356,9 +364,10 @@ ALLOWED_SYMBOLS = re.compile(
 def screen_symbols(symbols: tuple[str, ...], binding: frozenset[str]) -> str | None:
     """Return the reason why a library that imports `symbols` is forbidden, or None if it is allowed.
 
-    The reason names the first forbidden symbol, such as `symbol:dlopen`. A library may import the symbols
-    that `ALLOWED_SYMBOLS` matches. It may also import the symbols in `binding`. These are the imports of the
-    judge's own binding module, which is linked to libraries of kernels/.
+    The library is the shared library that was built from a candidate's C++ or CUDA sources. The reason names
+    the first forbidden symbol, such as `symbol:dlopen`. A library may import the symbols that
+    `ALLOWED_SYMBOLS` matches, and those in `binding`. These are the imports of the judge's own binding
+    module, which is linked to the libraries of kernels/.
     """
     for symbol in symbols:
         name = symbol.partition("@")[0]  # without its version, such as @GLIBC_2.2.5

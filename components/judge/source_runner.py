@@ -1,6 +1,7 @@
 """Runner of a task's own source that works between timed rounds: it draws inputs and computes in float64.
 
-A runner is a sandboxed process (sandbox/runner_process.py).
+A task is a PyTorch module that is to be made faster, a runner is a sandboxed process
+(sandbox/runner_process.py), and a round is a series of timed calls.
 """
 
 import contextlib
@@ -27,11 +28,13 @@ TOO_LONG = "longer in the timed rounds of one candidate than sandbox.run_seconds
 
 @dataclass(frozen=True)
 class TaskData:
-    """A task's source and layout, and the buffers of its parameters and of all its input sets.
+    """Source, memory layout and buffers of one task, which is a PyTorch module that is to be made faster.
 
-    `params` are the judge's settings, `processes` starts the processes of the task, and `construction_seed`
-    is the seed under which runners construct the model, or None if the constructor's parameters are
-    overwritten.
+    `params` are the judge's settings, `scheduler` gives access to the device, `processes` starts the task's
+    sandboxed processes, `code` is the source, and `layout` has the places of the tensors in the buffers.
+    `construction_seed` is the random seed under which these processes construct the module, or None if the
+    parameters that its constructor makes are overwritten. `parameters` is the buffer of the module's
+    parameters, and `inputs` that of all input sets, each of which has the inputs of one call.
     """
 
     params: JudgeParams
@@ -46,7 +49,8 @@ class TaskData:
     def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> RoleHeader:
         """Return the message that gives a runner the role `reference`, in which it makes inputs and outputs.
 
-        `buffers` are the runner's shared buffers by name, with space for `sets` input sets.
+        A runner is a sandboxed process. `buffers` are its shared buffers by name, such as `inputs`, with
+        space for `sets` input sets (the inputs of one call each).
         """
         return {
             "role": "reference",
@@ -60,14 +64,14 @@ class TaskData:
 
 
 class SourceRunner:
-    """Runner of a task's own source that draws the inputs of timed calls, or computes float64 outputs.
+    """Sandboxed process that runs a task's own source, to draw inputs of timed calls or compute in float64.
 
-    A runner is a sandboxed process. It is started at the first use, and stopped whenever it does not work.
-    Its memory has one call's inputs. If `computes` is set, it can compute float64 outputs, and its memory
-    also has a copy of the parameters and the outputs. No other runner can access this memory. If the task's
-    baselines share buffers (`Placement.shares_buffers`) and `computes` is not set, the inputs are written to
-    the task's last input set, which no timed call needs if inputs are drawn. The methods may be called only
-    while no runner of a candidate computes.
+    The process is started at the first use, and suspended (SIGSTOP) whenever it does not work. Its memory has
+    the inputs of one call. If `computes` is set, it can compute float64 outputs, and its memory also has a
+    copy of the parameters and space for these outputs. No other sandboxed process can access this memory. If
+    the task's baselines share buffers (`Placement.shares_buffers`) and `computes` is not set, the process has
+    no memory of its own, and writes to the last input set in `data`, which no timed call needs if inputs are
+    drawn. The methods may be called only while no process of a candidate computes.
     """
 
     def __init__(self, data: TaskData, *, computes: bool):
@@ -78,21 +82,23 @@ class SourceRunner:
         self.buffers: dict[RegionName, Buffer] = {}
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return flat views, one for each input tensor, of one call's inputs in the runner's memory.
+        """Return flat views, one for each input tensor, of one call's inputs in the memory of the runner.
 
-        The runner is started first if it does not run.
+        The runner, a sandboxed process, is started first if it does not run. Raises TaskError if its start
+        takes too long, and InfrastructureError if it fails.
         """
         with self._working():
             buffer = self.buffers.get("inputs", self.data.inputs)
             return self.data.layout.inputs.views(buffer.raw(), self._set)
 
     def draw(self, seed: int, distribution: str, changed: list[int]) -> list[torch.Tensor]:
-        """Return flat views of inputs that the task's `get_inputs` draws under `seed`.
+        """Return flat views of inputs that the task's `get_inputs` draws under the random seed `seed`.
 
-        The inputs at the positions `changed`, among those that are tensors, are then changed as
+        The inputs at the positions `changed`, counted among those that are tensors, are then changed as
         `distribution` says, such as `scaled`, or `given` for no change
-        (sandbox/inside/input_distributions.py). The next use of the runner overwrites the result. Raises
-        TaskError if `get_inputs` fails or takes too long, and InfrastructureError if the runner fails.
+        (sandbox/inside/input_distributions.py). The next use of this object overwrites the result. Raises
+        TaskError if `get_inputs` fails or takes too long, and InfrastructureError if the sandboxed process
+        fails otherwise.
         """
         order = {
             "op": "fill",
@@ -110,12 +116,11 @@ class SourceRunner:
         return self.inputs()
 
     def float64_outputs(self) -> list[torch.Tensor]:
-        """Return the float64 outputs for the inputs that are in the runner's memory (`inputs`).
+        """Return the float64 outputs of the task's module for the inputs that `inputs` returns.
 
         There is one tensor for each output, in its shape. The next call of this method overwrites the result.
-        The method may be called only if `computes` is set, that is, if the runner was started to compute
-        them. Raises TaskError if the task's source takes too long, and InfrastructureError if the runner
-        fails in another way.
+        The method may be called only if the object was made with `computes`. Raises TaskError if the task's
+        source takes too long, and InfrastructureError if the sandboxed process fails in another way.
         """
         self._request({"op": "exact"})
         return self.data.layout.expected.tensors(self.buffers["expected"], 0)
@@ -129,10 +134,11 @@ class SourceRunner:
         return self.data.layout.input_sets - 1 if self._uses_last_set else 0
 
     def _request(self, order: dict[str, Any]) -> bytes:
-        """Have the runner carry out an order, such as `{"op": "exact"}`, and return its answer.
+        """Have the runner (the sandboxed process) carry out an order, and return its answer.
 
-        The answer is empty, or the text of an error of the task's source. Raises TaskError if the runner
-        takes too long, and InfrastructureError if it fails otherwise.
+        An order is a message such as `{"op": "exact"}`, which has the runner compute float64 outputs. The
+        answer is empty, or the text of an error of the task's source. Raises TaskError if the runner takes
+        too long, and InfrastructureError if it fails otherwise.
         """
         with self._working() as runner:
             if self.data.params.device == "cuda":
@@ -145,10 +151,11 @@ class SourceRunner:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[Runner]:
-        """Return a context with the started runner, in which nothing else uses a GPU.
+        """Yield the runner, a sandboxed process, with exclusive access to the device until the context ends.
 
-        Raises TaskError if the runner exceeds its time, and InfrastructureError if it fails otherwise; the
-        next use then starts another one.
+        The runner is started first if it does not run. If it fails inside the context, it is ended, and the
+        next use starts another one. Raises TaskError if it exceeds its time, and InfrastructureError if it
+        fails otherwise.
         """
         try:
             with self.data.scheduler.measuring():
@@ -187,7 +194,7 @@ class SourceRunner:
         return self.runner
 
     def close(self) -> None:
-        """End the runner and free its memory."""
+        """End the runner (the sandboxed process) if it runs, and free its memory."""
         with self.data.scheduler.preparing():  # freeing device memory blocks the whole device
             if self.runner is not None:
                 self.runner.close(wait=self.data.layout.placement.shares_buffers)

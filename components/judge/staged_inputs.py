@@ -1,6 +1,7 @@
 """Inputs of a round of calls, which the judge makes before it copies them to the runners.
 
-A round is a number of consecutive calls that are timed together, and a runner a sandboxed process.
+A round is a series of calls that are timed together, and a runner is a sandboxed process of a candidate or a
+baseline.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ SAMPLED_WORDS = 1 << 12
 
 
 class StagedInputs:
-    """Inputs of a round of calls, made in memory that no runner can read and then copied to each runner.
+    """Inputs of a round of calls, made in memory that no sandboxed process can read and then copied to each.
 
-    The memory holds the inputs of `capacity` calls. Those of a call are a combination of input sets or drawn
-    anew, as its `InputMix` says. They are made in advance, because on cuda the clock runs while a runner gets
-    its inputs, and combining the sets takes as many kernel launches as a small task.
+    A round is a series of calls that are timed together, and `reference` has the task's data. The memory
+    holds the inputs of `capacity` calls. Those of a call are a combination of input sets or drawn anew, as
+    its `InputMix` says. They are made in advance, because on cuda the clock runs while a process gets its
+    inputs, and combining the sets takes as many kernel launches as a small task.
     """
 
     def __init__(self, reference: TaskReference, capacity: int):
@@ -38,7 +40,9 @@ class StagedInputs:
     def hold(self, mixes: list[InputMix]) -> StagedInputs:
         """Write the inputs that `mixes` describe into the memory, and return this object.
 
-        `mixes` has at most `capacity` entries. No runner of a candidate may compute meanwhile.
+        `mixes` has an entry for each call, and at most `capacity` entries. No process of a candidate (an
+        implementation that is judged) may compute meanwhile. Raises TaskError if the task's `get_inputs`
+        fails.
         """
         self.mixes = mixes
         for mix, views in zip(mixes, self.views, strict=False):
@@ -46,9 +50,11 @@ class StagedInputs:
         return self
 
     def hold_fresh(self, calls: int, number: int) -> StagedInputs:
-        """Write inputs that no earlier call had for `calls` calls of round `number`, and return this object.
+        """Write inputs that no earlier call had for the calls of round `number`, and return this object.
 
-        Raises TaskError if the task's `get_inputs` draws the same inputs again and again.
+        A round is a series of timed calls, here of `calls` calls. Its number, which begins at 0, determines
+        the input distribution of one of them (`InputBank.fresh`). Raises TaskError if the task's `get_inputs`
+        fails, or if it draws inputs of earlier calls `MAX_DRAWS` times in a row.
         """
         self.hold(self.reference.inputs.fresh(calls, number))
         for index, views in enumerate(self.views[:calls]):
@@ -71,5 +77,5 @@ class StagedInputs:
 
     @property
     def inputs(self) -> torch.Tensor:
-        """Inputs of the round as a tensor of bytes."""
+        """Inputs of the calls that are timed together, as a uint8 tensor with one call after another."""
         return self.memory[: self.stride * len(self.mixes)]

@@ -1,4 +1,7 @@
-"""Statistics of timed rounds: speed-up ratios with a 95 % interval, and the number of rounds needed."""
+"""Statistics of timed rounds: speed-up ratios with a 95 % interval, and the number of rounds needed.
+
+A round is a series of calls that are timed together.
+"""
 
 import math
 from collections.abc import Sequence
@@ -24,10 +27,11 @@ Z95 = NormalDist().inv_cdf(0.975)
 
 
 def net(samples: list[float], noop: list[float]) -> np.ndarray:
-    """Return the seconds of each round minus the median seconds of the no-op, a runner that computes nothing.
+    """Return the seconds of each round minus the median seconds of the no-op, which computes nothing.
 
-    `samples` and `noop` have the seconds per call in each round of a runner and of the no-op. Each result is
-    at least `RESOLVED` times the no-op's median, because a smaller difference is noise.
+    A round is a series of timed calls. `samples` has the seconds per call in each round of the process that
+    is measured, and `noop` those of the no-op. Each result is at least `RESOLVED` times the no-op's median,
+    because a smaller difference is noise.
     """
     cost = float(np.median(noop))
     return np.maximum(np.asarray(samples) - cost, RESOLVED * cost)
@@ -38,6 +42,7 @@ def paired_ratio(
 ) -> Ratio:
     """Return the median ratio of baseline to candidate seconds over paired rounds, with a 95 % interval.
 
+    A round is a series of timed calls, and paired rounds are measured one after the other on the same inputs.
     `baseline` and `candidate` have the shape [rounds] and the seconds per call in the same rounds, from which
     the no-op's time has been subtracted (`net`). `resamples` is the number of bootstrap samples. The interval
     is computed with a circular block bootstrap, which draws blocks of consecutive rounds instead of single
@@ -59,16 +64,20 @@ def paired_ratio(
 
 
 def geometric_mean(values: Sequence[float | None]) -> float | None:
-    """Return the geometric mean of positive values, or None if a value is missing."""
+    """Return the geometric mean of positive values, or None if one of them is None.
+
+    `values` must not be empty.
+    """
     present = [value for value in values if value is not None]
     return float(np.exp(np.mean(np.log(present)))) if len(present) == len(values) else None
 
 
 def mean_ratio(ratios: Sequence[Ratio | None]) -> Ratio | None:
-    """Return the geometric mean of ratios with a 95 % interval, or None if a ratio is missing.
+    """Return the geometric mean of ratios with a 95 % interval, or None if one of them is None.
 
-    The measurements are treated as independent: on the log scale, the distances of the interval's ends from
-    the mean are those of the single intervals, added in quadrature and divided by the number of ratios.
+    `ratios` must not be empty. The ratios are treated as independent: on the log scale, the distances of the
+    interval's ends from the mean are those of the single intervals, added in quadrature and divided by the
+    number of ratios.
     """
     present = [ratio for ratio in ratios if ratio is not None]
     if len(present) < len(ratios):
@@ -87,11 +96,12 @@ def mean_ratio(ratios: Sequence[Ratio | None]) -> Ratio | None:
 def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:
     """Return how many timed rounds there should be in total, after `rounds` of them have resulted in `ratio`.
 
-    `rounds` is returned if the interval is narrow (`NARROW`), or if the estimate differs from `MARGIN`, the
-    limit for faster code, by at least twice the interval's half-width (on the log scale). The factor of two
-    makes it unlikely that repeated checks find a gain that does not exist. An interval from few rounds is
-    uncertain itself, so it is assumed to be wider (`UNCERTAIN_ROUNDS`). Otherwise twice as many rounds are
-    returned. No rounds are added beyond `most`.
+    A round is a series of timed calls, and `ratio` is a candidate's speed-up with its 95 % interval. `rounds`
+    is returned if the interval is narrow (`NARROW`), or if the estimate differs from `MARGIN`, the limit for
+    faster code, by at least twice the interval's half-width (on the log scale). The factor of two makes it
+    unlikely that repeated checks find a gain that does not exist. An interval from few rounds is uncertain
+    itself, so it is assumed to be wider (`UNCERTAIN_ROUNDS`). Otherwise twice as many rounds are returned. No
+    rounds are added beyond `most`.
     """
     half_width = math.log(ratio.high / ratio.low) / 2 * (1 + UNCERTAIN_ROUNDS / rounds)
     settled = half_width <= max(NARROW, abs(math.log(ratio.estimate / MARGIN)) / 2)
@@ -101,11 +111,11 @@ def wanted_rounds(ratio: Ratio, rounds: int, most: int) -> int:
 def precise_rounds(samples: list[list[float]], noop: list[float], rounds: int, most: int) -> int:
     """Return how many rounds there should be in total, after `rounds` rounds have resulted in `samples`.
 
-    `samples[i][j]` is the seconds per call of baseline `i` in round `j`, and `noop[j]` those of the no-op, a
-    runner that computes nothing. `rounds` is returned if the median of each baseline, minus the no-op's
-    median, is known with a relative error of at most `NARROW`. Otherwise twice as many rounds are returned.
-    No rounds are added beyond `most`. The error of the no-op's median is included, because it varies too: a
-    round of the no-op copies all inputs and outputs.
+    A round is a series of timed calls. `samples[i][j]` is the seconds per call of baseline `i` in round `j`,
+    and `noop[j]` those of the no-op, a process that computes nothing. `rounds` is returned if the median of
+    each baseline, minus the no-op's median, is known with a relative error of at most `NARROW`. Otherwise
+    twice as many rounds are returned. No rounds are added beyond `most`. The error of the no-op's median is
+    included, because it varies too: a round of the no-op copies all inputs and outputs.
     """
     doubt = 1 + UNCERTAIN_ROUNDS / rounds
     noop_width = _half_width(noop)

@@ -1,4 +1,8 @@
-"""Task bench: the reference data and running baselines with which the candidates of one task are judged."""
+"""Task bench: the reference data and running baselines with which the candidates of one task are judged.
+
+A candidate is an implementation of the task's module, reference data are secret inputs, parameters and
+reference outputs, and baselines are eager, torch.compile and the no-op (which computes nothing).
+"""
 
 import contextlib
 import functools
@@ -31,11 +35,11 @@ def make_reference(
 ) -> TaskReference:
     """Return the inputs, parameters and reference outputs that judging candidates of a task needs.
 
-    `code` is the task's source, `params` are the judge's settings, and `scheduler` reserves device memory. If
-    the task runs out of a GPU's memory, a second attempt first reserves all reservable device memory, so that
-    no other task uses any. If `makes_data` is false, only the layout of the data is determined. Raises
-    TaskError if the task's source fails, and TaskTooLarge if judging the task takes more memory than there
-    is.
+    `code` is the task's source, `params` are the judge's settings, `runner_factory` starts the sandboxed
+    processes that run the source, and `scheduler` reserves device memory. If the task runs out of a GPU's
+    memory, a second attempt first reserves all reservable device memory, so that no other task uses any. If
+    `makes_data` is false, only the layout of the data is determined. Raises TaskError if the task's source
+    fails, and TaskTooLarge if judging the task takes more memory than there is.
     """
     processes = ProcessPerRole(params.device, runner_factory)
     make = functools.partial(
@@ -50,15 +54,22 @@ def make_reference(
 
 
 class TaskBench:
-    """Reference data and baselines with which the candidates of one task are judged."""
+    """Reference data and baselines with which the candidates of one task are judged.
+
+    A candidate is an implementation of the task's module. Reference data are the task's secret inputs,
+    parameters and reference outputs, and baselines are processes of eager, of torch.compile, and of the
+    no-op, which computes nothing.
+    """
 
     def __init__(
         self, params: JudgeParams, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str
     ):
         """Make the reference data of the task with source `code`, and end the runner that makes them.
 
-        The runner, a sandboxed process, is ended so that it does not exist while candidates run. Raises
-        TaskError if the task's source fails, or if its inputs do not depend on the random seed.
+        The reference data are secret inputs, parameters and reference outputs. The runner, a sandboxed
+        process, is ended so that it does not exist while candidates run. `params` are the judge's settings,
+        `runner_factory` starts runners, and `scheduler` gives access to the device. Raises TaskError if the
+        task's source fails, or if its inputs do not depend on the random seed.
         """
         self.scheduler = scheduler
         self.reference = make_reference(params, runner_factory, scheduler, code)
@@ -70,7 +81,10 @@ class TaskBench:
         self.candidate_lock = threading.Lock()
 
     def _refuse_repeated_inputs(self) -> None:
-        """Raise TaskError if no input depends on the seed, because a kept answer would then be right."""
+        """Raise TaskError if no input depends on the random seed, after closing the reference data.
+
+        A candidate that keeps its answer from an earlier call would be right on such a task.
+        """
         first, second = self.reference.inputs.sets[-2:]
         if all(torch.equal(as_bits(one), as_bits(other)) for one, other in zip(first, second, strict=True)):
             self.reference.close()
@@ -83,8 +97,10 @@ class TaskBench:
     def trivial_answer(self) -> str:
         """Name of a trivial answer that is correct on this task, such as `zeros_pass`, or "" if none is.
 
-        It is looked for only with KernelBench's tolerances, which do not depend on the magnitude of the
-        outputs, and only if the task has at least two correctness sets (input sets with reference outputs).
+        A trivial answer is an output that is made without the task's computation, for example zeros. The
+        property looks for one only with KernelBench's tolerances (sandbox.tolerance=kernelbench), which do
+        not depend on the magnitude of the outputs, and only if the task has at least two correctness sets
+        (input sets with reference outputs). Otherwise it is "".
         """
         if self.reference.params.sandbox.tolerance == "strict" or len(self.reference.distributions) < 2:
             return ""
@@ -96,11 +112,11 @@ class TaskBench:
         """Return the reason why a deferred call is wrong, or None if no deferred call is wrong.
 
         Deferred calls are timed calls whose outputs are compared with float64 outputs only after the
-        candidate's runner has ended (`Float64Check`). If there are any, the runners of the baselines are
+        candidate's process has ended (`Float64Check`). If there are any, the processes of the baselines are
         ended first, and the memory that they shared and that torch caches is freed, because the comparison
-        needs it. The reason ends with the name of the input distribution, as in `max_error:given`. Raises
-        TaskError if eager is too inexact to tell, and InfrastructureError if the float64 outputs cannot be
-        computed.
+        needs it. The reason ends with the name of the input distribution (the change that was made to the
+        inputs), as in `max_error:given`, where `given` means none. Raises TaskError if eager is too inexact
+        to tell, and InfrastructureError if the float64 outputs cannot be computed.
         """
         if not self.float64_check.deferred:
             return None
@@ -120,7 +136,8 @@ class TaskBench:
 class BenchCache:
     """Cache of the reference data and baselines of tasks, by the digest of the task's source.
 
-    A bench has those of one task (`TaskBench`). If there are more benches than `capacity`, the least recently
+    A bench has those of one task: its inputs and reference outputs, and the running processes of eager,
+    torch.compile and the no-op (`TaskBench`). If there are more benches than `capacity`, the least recently
     used benches that are not in use are closed.
     """
 
@@ -135,9 +152,9 @@ class BenchCache:
     def use(self, code_digest: str, make: Callable[[], TaskBench]) -> Iterator[TaskBench]:
         """Yield the bench of the task with the digest `code_digest`, and keep it open until the context ends.
 
-        A bench has the reference data and running baselines of one task. If the cache has no bench for the
-        task, `make` is called to make one. An error of `make` is raised and not cached, because the machine
-        may have caused it and the next call may succeed.
+        A bench has the reference data and running baselines of one task, and the digest is that of the task's
+        source. If the cache has no bench for the task, `make` is called to make one. An error of `make` is
+        raised and not cached, because the machine may have caused it and the next call may succeed.
         """
         with self.lock:
             self.users[code_digest] += 1
@@ -160,7 +177,9 @@ class BenchCache:
     def _forget(self, code_digest: str) -> None:
         """Drop the lock and the user count of a task whose bench is closed and that no call uses.
 
-        The caller holds the lock of the cache.
+        A bench has the reference data and running baselines of one task, and `code_digest` is the digest of
+        the task's source. Nothing is done if the bench is open or in use. The caller holds the lock of the
+        cache.
         """
         if code_digest not in self.benches and self.users[code_digest] == 0:
             del self.users[code_digest]

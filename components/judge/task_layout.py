@@ -1,7 +1,8 @@
 """This module computes a task's memory layout, its number of calls in a round, and its number of input sets.
 
-They follow from the shapes, dtypes and duration of a call that a runner (a sandboxed process) of the task's
-source reports (`Description`).
+A round is a series of timed calls, and an input set has the inputs of one call. The results follow from the
+shapes, dtypes and duration of a call that a runner (a sandboxed process) of the task's source reports
+(`Description`).
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ MAX_REFERENCE_BYTES = 24 << 30
 def input_distributions(sandbox: Sandbox) -> list[str]:
     """Return the names of the changes of the inputs under each of which a candidate must be correct.
 
-    With sandbox.tolerance=kernelbench the result is `["given"]`, the task's own inputs, for which
-    KernelBench's tolerances are made. Otherwise it has every key of `INPUT_DISTRIBUTIONS`, such as `given`
-    and `scaled`.
+    A candidate is an implementation of a task's module that is judged, and `sandbox` are the parameters of
+    that section. With sandbox.tolerance=kernelbench the result is `["given"]`, the task's own inputs, for
+    which KernelBench's tolerances are made. Otherwise it has every key of `INPUT_DISTRIBUTIONS`, such as
+    `given` and `scaled`.
     """
     return ["given"] if sandbox.tolerance == "kernelbench" else list(INPUT_DISTRIBUTIONS)
 
@@ -86,15 +88,16 @@ TensorSpec = tuple[Shape, Dtype]
 
 
 class Description(FrozenModel):
-    """Description of a task that its own source, in a sandboxed process, has sent and that is validated.
+    """Validated description of a task, which a sandboxed process with the task's own source has sent.
 
-    `init_inputs` are the arguments of the module's constructor. `inputs` and `scalars` both have one entry
-    for each argument of a call. A tensor has its shape and dtype in `inputs` and None in `scalars`. Any other
-    value has None in `inputs` and `[value]` in `scalars`. `state` has the names, shapes and dtypes of the
-    module's state dict, and `parameters` has the names in it that are parameters. `outputs` has the shape and
-    dtype of each output tensor of a call. `seconds` is the time of the fastest of the calls that the runner
-    timed for the description. `peak_bytes` is the GPU memory that the calls reserved, or 0 on cpu.
-    `operations` are the floating-point operations of the matrix products and convolutions of a call.
+    A task is a PyTorch module that is to be made faster, with its inputs. `init_inputs` are the arguments of
+    the module's constructor. `inputs` and `scalars` both have one entry for each argument of a call. A tensor
+    has its shape and dtype in `inputs` and None in `scalars`. Any other value has None in `inputs` and
+    `[value]` in `scalars`. `state` has the names, shapes and dtypes of the module's state dict, and
+    `parameters` has the names in it that are parameters. `outputs` has the shape and dtype of each output
+    tensor of a call. `seconds` is the time of the fastest of the calls that the process timed for the
+    description. `peak_bytes` is the GPU memory that the calls reserved, or 0 on cpu. `operations` are the
+    floating-point operations of the matrix products and convolutions of a call.
     """
 
     init_inputs: list[Any] = Field(max_length=64)
@@ -124,8 +127,9 @@ class Description(FrozenModel):
 class TensorLayout:
     """Positions of the tensors of one set in a buffer that holds several sets one after another.
 
-    A set has the inputs or the outputs of one call, or the parameters of the task. `slots` has the positions
-    in the first set, and `stride` is the distance in bytes from one set to the next.
+    A set has the inputs or the outputs of one call, or the parameters of the task. `slots` has the byte
+    offset, shape and dtype of each tensor in the first set, and `stride` is the distance in bytes from one
+    set to the next.
     """
 
     slots: list[Slot]
@@ -136,9 +140,11 @@ class TensorLayout:
         return TensorLayout(*shared_memory.pack_slots([(tuple(shape), dtype) for shape, dtype in specs]))
 
     def region(self, buffer: Buffer | None) -> Region:
-        """Return the layout as a dictionary for the message to a runner, a sandboxed process.
+        """Return the layout as a dictionary for the message that gives a runner, a sandboxed process, a role.
 
-        The size and the device of `buffer` are included if `buffer` is not None.
+        The entries are `slots`, with the byte offset, shape and dtype name of each tensor, and `stride`, the
+        distance in bytes from one set of tensors to the next. If `buffer` is not None, its size in bytes is
+        added under `bytes`, and its device under `device`.
         """
         slots = [(slot.offset, list(slot.shape), slot.dtype) for slot in self.slots]
         region: Region = {"slots": slots, "stride": self.stride}
@@ -147,14 +153,20 @@ class TensorLayout:
         return region
 
     def tensors(self, buffer: Buffer, index: int) -> list[torch.Tensor]:
-        """Return views of the tensors of set `index` in `buffer`."""
+        """Return a view of each tensor of set `index` in `buffer`, in the tensor's own shape.
+
+        A set has the inputs or the outputs of one call, or the parameters of the task.
+        """
         return [
             buffer.tensor(Slot(index * self.stride + slot.offset, slot.shape, slot.dtype))
             for slot in self.slots
         ]
 
     def views(self, memory: torch.Tensor, index: int) -> list[torch.Tensor]:
-        """Return flat views of the tensors of set `index` in `memory`, a tensor of bytes."""
+        """Return a flat view of each tensor of set `index` in `memory`, a tensor of bytes.
+
+        A set has the inputs or the outputs of one call, or the parameters of the task.
+        """
         start = index * self.stride
         return [
             memory[start + slot.offset : start + slot.offset + slot.bytes].view(getattr(torch, slot.dtype))
@@ -164,7 +176,14 @@ class TensorLayout:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Options for how much of a task is prepared and timed; the defaults are used for judging candidates."""
+    """Options for how much of a task is prepared and timed; the defaults are used for judging candidates.
+
+    `round_share` scales the number of calls and bytes of a round (a series of timed calls). There are at
+    least `min_correctness_sets` input sets with reference outputs. Timed inputs are mixed from at most
+    `timed_sets` input sets, and from at least two. If `keep_references` is set, reference outputs are kept in
+    the form in which they are compared. If `one_process` is set, a single sandboxed process does all work of
+    the task.
+    """
 
     # Number of calls and bytes in a round, as a share of the usual number.
     round_share: float = 1.0
@@ -182,11 +201,13 @@ class Sizing:
 class Placement:
     """Where a task's data are: the choice between speed and device memory.
 
-    If `shares_buffers` is set, the baselines of a task have one buffer of inputs and one of outputs in
-    common, no buffer has an additional input set for warm-up calls, buffers of parameters are in host memory,
-    and every timed runner (a sandboxed process whose calls are timed) returns its free memory to the device
-    after its rounds. The candidate has buffers of its own, because it could otherwise change what eager
-    computes.
+    If `shares_buffers` is set, the baselines of a task (eager, torch.compile and the no-op) have one buffer
+    of inputs and one of outputs in common, no buffer has an additional input set for warm-up calls, buffers
+    of parameters are in host memory, and every timed runner (a sandboxed process whose calls are timed)
+    returns its free memory to the device after its timed calls. The candidate, which is compared with the
+    baselines, has buffers of its own, because it could otherwise change what eager computes.
+    `references_on_host` and `inputs_on_host` say whether the reference outputs and the input sets are in host
+    memory instead of the device's.
     """
 
     shares_buffers: bool = False
@@ -208,14 +229,16 @@ PLACEMENTS = (
 class TaskLayout:
     """Layout of a task's tensors in memory, and the numbers of its calls and input sets.
 
-    An input set has the inputs of one call. `input_sets` is the number of all of them: first the correctness
-    sets, whose outputs are compared with reference outputs and whose input distributions are `distributions`,
-    then the sets that timed inputs are mixed from. `expected` is the layout of the outputs with float64 in
-    place of every floating-point type. `sizing` and `placement` say how much of the task is prepared and
-    where its data are. `calls` is the number of calls in one timed round, and `capacity` that of the sets of
-    inputs and outputs that fit into the memory of a timed runner (a process whose calls are timed). Unless
-    buffers are shared, this memory has one more set of inputs, the scratch set, for warm-up calls. `by_call`
-    says whether a timed runner on cuda gets the inputs of a call only after the outputs of the call before.
+    `description` has the shapes and dtypes of the task, and `sizing` and `placement` say how much of the task
+    is prepared and where its data are. An input set has the inputs of one call. `input_sets` is the number of
+    all of them: first the correctness sets, whose outputs are compared with reference outputs and whose input
+    distributions (changes of the inputs, such as `scaled`) are `distributions`, then the sets that timed
+    inputs are mixed from. `expected` is the layout of the outputs with float64 in place of every
+    floating-point type. `calls` is the number of calls that are timed together in one round. `capacity` is
+    the number of sets of inputs and outputs that the memory of a timed runner (a process whose calls are
+    timed) holds. Unless buffers are shared, this memory has one more set of inputs, the scratch set, for
+    warm-up calls. `by_call` says whether a timed runner on cuda gets the inputs of a call only after the
+    outputs of the call before.
     """
 
     description: Description
@@ -241,12 +264,12 @@ class TaskLayout:
         placement: Placement = PLACEMENTS[0],
         most_sets: int | None = None,
     ) -> TaskLayout:
-        """Return the layout of the task that `description` describes.
+        """Return the layout of the task that `description` describes, for judging its candidates.
 
-        `sizing` and `placement` say how much of the task is prepared and where its data are. `most_sets`, by
-        default the parameter `sandbox.correctness_sets`, limits the number of correctness sets, which are
-        input sets with reference outputs. There are fewer if they are larger than `MAX_REFERENCE_BYTES`, but
-        always at least `sizing.min_correctness_sets`.
+        `sandbox` are the parameters of that section. `sizing` and `placement` say how much of the task is
+        prepared and where its data are. `most_sets`, by default the parameter `sandbox.correctness_sets`,
+        limits the number of correctness sets, which are input sets with reference outputs. There are fewer if
+        they are larger than `MAX_REFERENCE_BYTES`, but always at least `sizing.min_correctness_sets`.
         """
         inputs = TensorLayout.of([spec for spec in description.inputs if spec is not None])
         outputs = TensorLayout.of(description.outputs)
@@ -295,23 +318,31 @@ class TaskLayout:
 
     @property
     def call_bytes(self) -> int:
-        """Bytes of one set of inputs and outputs."""
+        """Bytes that the inputs and the outputs of one call take in memory, padding included."""
         return self.inputs.stride + self.outputs.stride
 
     @property
     def runner_sets(self) -> int:
-        """Number of input sets in the memory of a timed runner; the last one serves for warm-up calls."""
+        """Number of input sets (inputs of one call each) in the memory of a timed runner.
+
+        A timed runner is a sandboxed process whose calls are timed. The last set also serves for warm-up
+        calls if the baselines of the task share buffers, and is for these calls alone otherwise.
+        """
         return self.capacity + (not self.placement.shares_buffers)
 
     @property
     def keeps_references(self) -> bool:
-        """Whether prepared reference outputs are kept, instead of being prepared again at each use."""
+        """Whether reference outputs are kept in the form in which outputs are compared with them.
+
+        Otherwise they are prepared for the comparison (`correctness.ReferenceOutput`) at each use.
+        """
         return self.sizing.keep_references and not self.placement.shares_buffers
 
     def memory_of(self, region: RegionName) -> Device:
         """Return the device of the judge's own buffer of a region: `cpu` if the buffer is in host memory.
 
-        `region` is `parameters`, `inputs`, `outputs` or `expected` (float64 outputs).
+        A region is one kind of a task's tensors: `parameters`, `inputs`, `outputs` or `expected` (float64
+        outputs).
         """
         on_host: dict[RegionName, bool] = {
             "parameters": self.placement.shares_buffers,
@@ -322,10 +353,11 @@ class TaskLayout:
         return "cpu" if on_host[region] else self.device
 
     def header(self, sets: int, buffers: dict[RegionName, Buffer]) -> MemoryLayout:
-        """Return the description of the shared memory as a dictionary for the message to a runner.
+        """Return the description of the shared memory for the message that gives a runner its role.
 
-        The memory holds `sets` sets of inputs; `buffers` are its buffers by name, such as `inputs`. On cpu a
-        timed runner has no buffer for outputs, but their layout is always part of the description.
+        A runner is a sandboxed process, and its role is what it executes, such as eager. The memory holds
+        `sets` sets of inputs; `buffers` are its buffers by name, such as `inputs`. On cpu a runner whose
+        calls are timed has no buffer for outputs, but their layout is always part of the description.
         """
         header: MemoryLayout = {
             "sets": sets,
@@ -348,9 +380,10 @@ class TaskLayout:
 class RunnerMemory:
     """Memory of one timed runner (a sandboxed process whose calls are timed), or of several in turns.
 
-    `buffers` has the shared buffers by name: parameters, inputs, and on cuda outputs. If the runner gets its
+    `buffers` has the shared buffers by name: parameters, inputs, and on cuda outputs. If the runner gets the
     inputs call by call (`TaskLayout.by_call`), there are also buffers for the inputs of the next call and for
-    the outputs of the last call. `results` is the judge's copy of the outputs of a round, as bytes.
+    the outputs of the last call. `results` is the judge's copy, as bytes, of the outputs of a round (a series
+    of timed calls).
     """
 
     buffers: dict[RegionName, Buffer]
@@ -358,9 +391,11 @@ class RunnerMemory:
 
     @classmethod
     def allocate(cls, device: Device, layout: TaskLayout) -> Self:
-        """Allocate buffers for the task's parameters, the inputs of a round, and on cuda the round's outputs.
+        """Allocate buffers for a task's parameters, the inputs of a round, and on cuda the round's outputs.
 
-        If an allocation fails, its error is raised after the buffers that were already made are closed.
+        A round is a series of timed calls. The judge's copy of the outputs is allocated too, and buffers for
+        the inputs and outputs of a single call if `layout.by_call` is set. If an allocation fails, its error
+        is raised after the buffers that were already made are closed.
         """
         sizes: dict[RegionName, int] = {
             "parameters": layout.parameters.stride,

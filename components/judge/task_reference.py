@@ -1,8 +1,9 @@
 """Secret inputs, parameters and reference outputs of one task, made by a runner of the task's own source.
 
-A runner is a sandboxed process (sandbox/runner_process.py). All candidates of the task are judged with the
-same inputs, parameters and reference outputs. Each candidate runs in a new process, in which no data of an
-earlier judgement are left (`role_processes.ProcessPerRole`).
+A runner is a sandboxed process (sandbox/runner_process.py), and a candidate is an implementation of the
+task's module that is judged. All candidates of the task are judged with the same inputs, parameters and
+reference outputs. Each candidate runs in a new process, in which no data of an earlier judgement are left
+(`role_processes.ProcessPerRole`).
 """
 
 import contextlib
@@ -32,9 +33,10 @@ from components.sandbox.runner_process import Runner
 class TaskReference:
     """Secret inputs, parameters and reference outputs of one task.
 
-    `processes` starts the processes of all roles of the task, and `layout` has the places of the tensors in
-    the buffers of this object. The first input sets are the correctness sets, which have reference outputs;
-    timed inputs are mixed from the others.
+    `processes` starts the sandboxed processes of the task, each for a role such as `eager` or `candidate`,
+    and `layout` has the places of the tensors in the buffers of this object. An input set has the inputs of
+    one call. The first input sets are the correctness sets, which have reference outputs; timed inputs are
+    mixed from the others.
     """
 
     def __init__(
@@ -51,11 +53,12 @@ class TaskReference:
         largest_bytes: int | None = None,
         makes_data: bool = True,
     ):
-        """Start a runner of the task's source, and make the data in the layout that its description requires.
+        """Start a runner of the task's source, and make the data in the layout that the task requires.
 
-        `code` is the task's source, `params` are the judge's settings, and `processes` starts the task's
-        runners. `sizing` determines how many calls and input sets there are. If `makes_data` is false, only
-        the layout is determined.
+        A runner is a sandboxed process. It first sends a description of the task, from which the layout
+        follows. `code` is the task's source, `params` are the judge's settings, and `processes` starts the
+        task's runners. `sizing` determines how many calls and input sets there are. If `makes_data` is false,
+        only the layout is determined.
 
         `memory_share` is the share of a GPU's memory that the runner may allocate. Device memory of
         `describing_bytes` is reserved while the runner describes the task, and of `extra_bytes` beyond the
@@ -85,7 +88,11 @@ class TaskReference:
             cleanup.pop_all()
 
     def _describe(self) -> Description:
-        """Start the runner of the task's source, and return its description of the task."""
+        """Start a sandboxed process of the task's source, and return the description of the task from it.
+
+        The description has shapes, dtypes and the duration of a call. Raises RunnerError if the process
+        fails, and pydantic's ValidationError if the description is invalid.
+        """
         params = self.params
         header: RoleHeader = {"role": "describe", "code": self.code, "precision": params.precision}
         self.runner = self.processes.start(header, seconds=params.sandbox.run_seconds)
@@ -95,19 +102,23 @@ class TaskReference:
 
     @property
     def construction_seed(self) -> int | None:
-        """Secret seed under which runners construct the model, or None if sandbox.weights is state_dict."""
+        """Secret seed under which each process of the task constructs the model.
+
+        It is None if sandbox.weights is state_dict, because the parameters that the constructor makes are
+        then replaced by the judge's.
+        """
         return self.parameter_seed if self.params.sandbox.weights == "seed" else None
 
     def _fill(self, extra_bytes: int) -> None:
         """Reserve device memory, and make the parameters, input sets and reference outputs in it.
 
-        `self.bytes` plus `extra_bytes` bytes are reserved. The runner of the task's source draws all data
-        under secret random seeds; with sandbox.weights=seed the parameters are those of the constructor. The
-        first input sets, the correctness sets, get reference outputs at the task's precision and in float64.
-        Each of these sets is changed as `layout.distributions` says (such as `scaled`), or left as it is
-        drawn (`given`) if the change would destroy a structure of the inputs (`input_structure.py`) or the
-        task fails on the changed inputs. The other sets, from which the inputs of timed calls are mixed, are
-        not changed and get no outputs.
+        `self.bytes` plus `extra_bytes` bytes are reserved. The runner of the task's source, a sandboxed
+        process, draws all data under secret random seeds; with sandbox.weights=seed the parameters are those
+        of the constructor. An input set has the inputs of one call. The first input sets, the correctness
+        sets, get reference outputs at the task's precision and in float64. Each of these sets is changed as
+        `layout.distributions` says (such as `scaled`), or left as it is drawn (`given`) if the change would
+        destroy a structure of the inputs (`input_structure.py`) or the task fails on the changed inputs. The
+        other sets, from which the inputs of timed calls are mixed, are not changed and get no outputs.
         """
         layout, shares_buffers = self.layout, self.layout.placement.shares_buffers
         correctness_sets = len(layout.distributions)
@@ -173,12 +184,13 @@ class TaskReference:
                 torch.cuda.empty_cache()
 
     def _fill_set(self, index: int, distribution: str, parameters: int | None) -> bool:
-        """Have the runner make input set `index` with the change `distribution`; return whether that works.
+        """Have the task's process make input set `index`, and return whether the change `distribution` works.
 
-        If the set is a correctness set, its reference outputs are made too. `parameters` is the seed of the
-        task's parameters, or None if they keep their initial values. A change other than `given` (none) does
-        not work if the task's source fails on it, for example because a probability is then above 1, or if an
-        output is then not finite although the same output is finite on the inputs of set 0.
+        An input set has the inputs of one call. If the set is a correctness set, its reference outputs are
+        made too. `parameters` is the seed of the task's parameters, or None if they keep their initial
+        values. A change other than `given` (none) does not work if the task's source fails on it, for example
+        because a probability is then above 1, or if an output is then not finite although the same output is
+        finite on the inputs of set 0. Raises RunnerError if the source fails on inputs that are not changed.
         """
         is_correctness_set = index < len(self.distributions)
         answer = self._request(
@@ -210,7 +222,9 @@ class TaskReference:
     def _switch_to_reference(self, buffers: dict[RegionName, Buffer], sets: int) -> None:
         """Switch the runner to the role `reference`, in which it makes inputs and outputs.
 
-        `buffers` is the memory that the runner gets beside the parameters, with space for `sets` input sets.
+        The runner is the sandboxed process of the task's source. `buffers` is the memory that it gets beside
+        the parameters, with space for `sets` input sets (the inputs of one call each). Raises RunnerError if
+        it fails.
         """
         assert self.runner is not None
         runner = self.runner
@@ -225,6 +239,7 @@ class TaskReference:
     def _request(self, order: dict[str, Any]) -> bytes:
         """Have the runner, in the role `reference`, carry out an order, and return its answer.
 
+        The runner is the sandboxed process of the task's source, which makes inputs and outputs in this role.
         An order is a message such as `{"op": "exact"}`. The answer is empty, or the text of an error of the
         task's source. Raises RunnerError if the runner fails.
         """
@@ -235,8 +250,9 @@ class TaskReference:
     def write_inputs(self, mix: InputMix, views: list[torch.Tensor]) -> None:
         """Write the inputs of the call that `mix` describes into `views`, one flat tensor for each input.
 
-        A runner of the task's source may draw them, so no runner of a candidate may compute meanwhile. Raises
-        TaskError if the task's `get_inputs` fails.
+        A sandboxed process of the task's source may draw them, so no process of a candidate may compute
+        meanwhile. Raises TaskError if the task's `get_inputs` fails or takes too long, and
+        InfrastructureError if that process fails otherwise.
         """
         if mix.seed is None:
             for index, view in enumerate(views):
@@ -249,11 +265,11 @@ class TaskReference:
     def probe(self, changes: list[dict[str, Any]]) -> Generator[list[torch.Tensor]]:
         """Yield the task's outputs for changed versions of the first input set, one list for each change.
 
-        Each item of `changes` has the entries to replace in the message `fill` with which the judge orders
-        the set from the runner (`sandbox.inside.reference.ReferenceModel.fill`), for example `{"other_input":
-        0}` so that input 0 comes from another seed. Each list has the output tensors of one call at the
-        task's precision. They are views of a buffer that the next change overwrites. Raises TaskError if the
-        task's source fails.
+        The task's process makes the set (the inputs of one call) by an order, the message `fill`
+        (`sandbox.inside.reference.ReferenceModel.fill`). Each item of `changes` has the entries that are
+        replaced in this order, for example `{"other_input": 0}` so that input 0 comes from another seed. Each
+        list has the output tensors of one call at the task's precision. They are views of a buffer that the
+        next change overwrites. Raises TaskError if the task's source fails.
         """
         order = {
             "op": "fill",
@@ -291,12 +307,13 @@ class TaskReference:
     ) -> Mismatch | None:
         """Return why an output in `memory` is wrong, or None if all outputs are right.
 
-        `memory` has the bytes of the outputs for the correctness sets that `mixes` names, one set after
-        another. The reason is a code that ends with the name of the input distribution, such as
-        `max_error:given`. `loose`, if it is not 0, allows errors up to this multiple of the absolute
-        tolerance, and is meant for baselines. `repeats` says that the task's own module has computed the
-        outputs; with KernelBench's tolerances they must then equal the reference outputs. Raises TaskError if
-        the task's own output is too inexact to tell.
+        `memory` is a uint8 tensor with the outputs for the correctness sets (input sets with reference
+        outputs) to which the entries `first` of `mixes` refer, one set after another. The reason is a code
+        that ends with the name of the input distribution (the change that was made to the inputs), such as
+        `max_error:given`, where `given` means none. `loose`, if it is not 0, allows errors up to this
+        multiple of the absolute tolerance, and is meant for baselines such as torch.compile. `repeats` says
+        that the task's own module has computed the outputs; with KernelBench's tolerances they must then
+        equal the reference outputs. Raises TaskError if the task's own output is too inexact to tell.
         """
         for i, mix in enumerate(mixes):
             references = self._references(mix.first)
@@ -308,9 +325,10 @@ class TaskReference:
         return None
 
     def _references(self, index: int) -> list[ReferenceOutput]:
-        """Return the reference outputs of one correctness set, prepared for comparison.
+        """Return the reference outputs of correctness set `index`, prepared for comparison.
 
-        The prepared outputs are kept for later uses if `TaskLayout.keeps_references` is set.
+        A correctness set is an input set with reference outputs. The prepared outputs are kept for later uses
+        if `TaskLayout.keeps_references` is set.
         """
         if index in self._outputs:
             return self._outputs[index]
@@ -320,10 +338,10 @@ class TaskReference:
         return prepared
 
     def prepared(self, single: list[torch.Tensor], expected: list[torch.Tensor]) -> list[ReferenceOutput]:
-        """Return the outputs of one call, at the task's precision and in float64, prepared for comparison.
+        """Return a `ReferenceOutput`, with which other outputs are compared, for each output of one call.
 
-        `single` and `expected` have the output tensors in the same order. The tensors of `single` may be
-        flat.
+        `single` and `expected` have the output tensors of the call at the task's precision and in float64, in
+        the same order. The tensors of `single` may be flat.
         """
         return [
             ReferenceOutput(
@@ -338,23 +356,30 @@ class TaskReference:
         ]
 
     def correctness_outputs(self, index: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the reference outputs of correctness set `index`, at the task's precision and in float64."""
+        """Return the reference outputs of correctness set `index`, at the task's precision and in float64.
+
+        A correctness set is an input set with reference outputs. Each of the two lists has one tensor for
+        each output.
+        """
         return (
             self.layout.outputs.tensors(self.output_buffer, index),
             self.layout.expected.tensors(self.expected_buffer, index),
         )
 
     def end_runner(self, *, wait: bool = False) -> None:
-        """End the runner of the task's source, after which no more data can be made.
+        """End the sandboxed process of the task's source, after which no more data can be made with it.
 
-        If `wait` is set, the runner's GPU memory is free when the method returns.
+        If `wait` is set, the GPU memory of the process is free when the method returns.
         """
         if self.runner is not None:
             self.runner.close(wait=wait)
             self.runner = None
 
     def close(self) -> None:
-        """End the runner, and free the data and the memory that the runners of several roles share."""
+        """End the process of the task's source, and free the data.
+
+        The memory that the task's other processes share is freed too.
+        """
         with self.scheduler.preparing():  # freeing device memory blocks the whole device
             self.end_runner()
             self._outputs.clear()

@@ -51,7 +51,11 @@ def _secret_generator(device: torch.device) -> torch.Generator:
 
 
 class TimedRunner:
-    """Sandboxed process whose calls are timed: it runs a candidate or a baseline."""
+    """Sandboxed process whose calls are timed: it runs a candidate or a baseline.
+
+    A candidate is an implementation of a task's module that is judged, and a baseline is eager,
+    torch.compile, or the no-op, which computes nothing.
+    """
 
     def __init__(
         self,
@@ -60,11 +64,12 @@ class TimedRunner:
         library: int | None,
         seconds: float,
     ):
-        """Start the runner for the role `header["role"]`, such as `eager`, and wait until it is ready.
+        """Start the process for the role `header["role"]`, such as `eager`, and wait until it is ready.
 
-        The runner gets a copy of the parameters of the task of `reference`. `library` is the file descriptor
-        of a candidate's library or of torch.compile's archive, and None for the other baselines. `seconds`
-        limits the runner's wall time until a later call sets another limit. Raises RunnerError if it fails.
+        A role is what the sandboxed process executes. The process gets a copy of the parameters of the task
+        of `reference`. `library` is the file descriptor of a candidate's library or of torch.compile's
+        archive, and None for the other baselines. `seconds` limits the wall time of the process until a later
+        call sets another limit. Raises RunnerError if it fails.
         """
         self.reference = reference
         self.processes = processes = reference.processes
@@ -112,7 +117,11 @@ class TimedRunner:
             cleanup.pop_all()
 
     def _resume(self, runner: Runner) -> None:
-        """Resume the runner for a round; raise RunnerError if it has computed since the judge stopped it."""
+        """Resume `runner` for a series of calls, after checking that it did not compute while it was stopped.
+
+        Raises RunnerError if the CPU time of this sandboxed process has grown by more than `STOPPED_SECONDS`
+        since the judge stopped it.
+        """
         seconds = runner.cpu_seconds() - runner.stopped_cpu_seconds
         if seconds > STOPPED_SECONDS:
             raise RunnerError("protocol", f"it computed for {seconds:.3f} s while it was stopped")
@@ -121,8 +130,9 @@ class TimedRunner:
     def work_untimed(self, operation: Literal["warm", "save"], seconds: float) -> None:
         """Have the runner carry out an operation that is not timed, within `seconds` of wall time.
 
-        With `warm` it makes one call, in which torch.compile compiles, and ignores the result. With `save`
-        torch.compile writes what it compiled to its archive file.
+        The runner is the sandboxed process. With `warm` it makes one call, in which torch.compile compiles,
+        and ignores the result. With `save` torch.compile writes what it compiled to its archive file. Raises
+        RunnerError if the runner fails or takes too long.
         """
         assert self.runner is not None
         self.runner.deadline = time.monotonic() + seconds
@@ -133,14 +143,15 @@ class TimedRunner:
     def verify(self, operation: Operation, *, loose: float = 0.0) -> Mismatch | None:
         """Return why an output for a correctness set is wrong, or None if all outputs are right.
 
-        A correctness set is an input set with reference outputs. The outputs are computed in rounds of the
-        kind `operation`. With `check` the runner also checks the number, shapes, dtypes and device of each
-        call's outputs, and that they do not overlap the inputs; with `time` it is called as in a timed round.
-        `loose`, if it is not 0, allows every error up to this multiple of the absolute tolerance
-        (`sandbox.absolute_tolerance` times the largest absolute value of the reference output) and is for
-        baselines; without it the limits of errors are smaller, as for candidates. If the outputs are right
-        but the candidate changed its inputs, the reason is `inputs_changed`. Raises RunnerError if the runner
-        fails or a check does, and TaskError if the task's own output is too inexact to tell.
+        A correctness set is an input set with reference outputs. The outputs are computed in rounds (series
+        of calls) of the kind `operation`. With `check` the runner (the sandboxed process) also checks the
+        number, shapes, dtypes and device of each call's outputs, and that they do not overlap the inputs;
+        with `time` it is called as in a timed round. `loose`, if it is not 0, allows every error up to this
+        multiple of the absolute tolerance (`sandbox.absolute_tolerance` times the largest absolute value of
+        the reference output) and is for baselines; without it the limits of errors are smaller, as for
+        candidates. If the outputs are right but the candidate changed its inputs, the reason is
+        `inputs_changed`. Raises RunnerError if the runner fails or a check does, and TaskError if the task's
+        own output is too inexact to tell.
         """
         mixes, capacity = self.reference.inputs.correctness_sets(), self.layout.capacity
         staged = StagedInputs(self.reference, capacity)
@@ -155,8 +166,10 @@ class TimedRunner:
     def round(self, operation: Operation, staged: StagedInputs) -> tuple[float, torch.Tensor]:
         """Run one round on the staged inputs, and return the seconds per call and the results as bytes.
 
-        In a round of the kind `check`, the runner also checks the shapes, dtypes and device of each result.
-        The results are read before the runner can change them. Raises RunnerError if the runner fails.
+        A round is a series of calls, each with inputs of its own, and the runner is the sandboxed process
+        that makes them. In a round of the kind `check`, the runner also checks the shapes, dtypes and device
+        of each result. The results are read before the runner can change them. Raises RunnerError if the
+        runner fails.
 
         On cpu the judge reads each result out of the runner's memory, and then overwrites it if the runner is
         a candidate's. Results on cuda are overwritten before the next round. What a candidate does not write
@@ -175,8 +188,8 @@ class TimedRunner:
 
         With sandbox.input_delivery=call, and if the task is small enough (`TaskLayout.by_call`), the judge on
         cuda does not use the device while its clock runs. The judge writes the inputs of each call to host
-        memory after it has read the outputs of the call before from host memory, and the runner copies both
-        to and from the device.
+        memory after it has read the outputs of the call before from host memory, and the runner copies the
+        inputs to the device and the outputs from it.
         """
         assert self.runner is not None
         calls = len(staged.mixes)
@@ -278,7 +291,12 @@ class TimedRunner:
         return seconds
 
     def _wake(self, runner: Runner, operation: Operation) -> None:
-        """Resume the runner on the core of timed rounds, and before a timed round make an untimed launch."""
+        """Resume `runner` on the CPU core of timed rounds, and before a timed round wake the GPU.
+
+        `runner` is the sandboxed process, and a round is a series of calls, which is timed if `operation` is
+        `time`. The GPU is woken by a call of the runner that is not timed and whose inputs are not those of
+        the round. Raises RunnerError if the runner fails or has computed while it was stopped.
+        """
         runner.set_cores(self.scheduler.timed_cores)
         self._resume(runner)
         if operation == "time":  # without inputs, so that nothing can be computed untimed
@@ -337,8 +355,9 @@ class TimedRunner:
     def _inputs_differ(self, inputs: torch.Tensor, staged: torch.Tensor) -> bool:
         """Return whether the candidate changed its inputs, which is always False for a baseline.
 
-        `inputs` is the runner's memory, and `staged` has the bytes that the judge copied to it. A change is
-        not allowed, because working in place would save memory traffic that eager cannot avoid.
+        `inputs` is the memory of the sandboxed process, and `staged` has the bytes that the judge copied to
+        it. A change is not allowed, because working in place would save memory traffic that eager cannot
+        avoid.
         """
         return self.role == "candidate" and not torch.equal(as_bits(inputs), as_bits(staged))
 
@@ -346,14 +365,19 @@ class TimedRunner:
     def prepares_results(self) -> bool:
         """Whether most large results lay in memory that had no earlier result, as if prepared in advance.
 
-        Results are large from `LARGE_RESULT_BYTES` on. The property is always False on cuda. A kernel that
-        allocates its results gets the same memory again and again. Memory with an earlier result was
-        overwritten, so that all of a result must be written in its call.
+        A result is an output tensor of one call, and is large from `LARGE_RESULT_BYTES` on. A kernel that
+        allocates its results gets the same memory again and again. The judge has overwritten memory with an
+        earlier result, so that all of a result there must be written in its call, which does not hold for
+        other memory. Up to `FEW_ADDRESSES` results in other memory are never suspicious. The property is
+        always False on cuda.
         """
         return self.new_results > max(FEW_ADDRESSES, self.results / 2)
 
     def extend_deadline(self, seconds: float) -> None:
-        """Extend the runner's deadline by `seconds`, during which the runner waited for other work."""
+        """Extend the deadline of the process by `seconds`, during which the process waited for other work.
+
+        Nothing is done if the process was not started.
+        """
         if self.runner is not None:
             self.runner.deadline += seconds
 

@@ -1,8 +1,9 @@
 """Records that the judge returns: the verdict on one candidate, and the admission of a task.
 
-`milestone` computes the reward of a trajectory from its verdict (CUDA Agent, eq. 1). `rejecting` converts a
-candidate's failures into the status, reason and log of its verdict. The version of the judge (`VERSION`) is a
-digest of the sources of the packages `judge` and `sandbox`.
+A candidate is an implementation of a task's module, and an admission says whether candidates of a task can be
+judged. `milestone` computes the reward of a trajectory (an attempt of the policy) from its verdict (CUDA
+Agent, eq. 1). `rejecting` converts a candidate's failures into the status, reason and log of its verdict. The
+version of the judge (`VERSION`) is a digest of the sources of the packages `judge` and `sandbox`.
 """
 
 import contextlib
@@ -52,12 +53,13 @@ Status = Literal[
 class Labels(FrozenModel):
     """Rules under which a verdict was reached, which are parameters of the section sandbox.
 
-    `rules` is `kernel-only` if a candidate may compute only with its own kernels, and `any` if it may use
-    torch too. `weights` is `state_dict` if candidates get parameters that the judge has drawn, and `seed` if
-    they keep those of their constructor under the judge's seed. `tolerance` is `strict` for errors relative
-    to float64, and `kernelbench` if an output within KernelBench's tolerances is correct too. `input_cache`
-    is `cold` if a GPU's L2 cache holds no inputs when the calls of a timed round begin. Verdicts with
-    different labels must not be compared. The defaults are the labels of training and promotion.
+    A candidate is an implementation of a task's module that is judged. `rules` is `kernel-only` if it may
+    compute only with its own kernels, and `any` if it may use torch too. `weights` is `state_dict` if
+    candidates get parameters that the judge has drawn, and `seed` if they keep those that their constructor
+    makes under the judge's seed. `tolerance` is `strict` for errors relative to float64, and `kernelbench` if
+    an output within KernelBench's tolerances is correct too. `input_cache` is `cold` if a GPU's L2 cache
+    holds no inputs when the calls of a round (a series of timed calls) begin, and otherwise `warm`. Verdicts
+    with different labels must not be compared. The defaults are the labels of training and promotion.
     """
 
     rules: Literal["kernel-only", "any"] = "kernel-only"
@@ -86,16 +88,17 @@ def protocol_digest(params: JudgeParams) -> str:
 def with_standard_labels(params: AnyParams) -> AnyParams:
     """Return a copy of `params` with the rules of judging for training and promotion (`Labels`).
 
-    These are the parameters of the section sandbox that are fields of `Labels`.
+    The parameters of the section sandbox that are fields of `Labels` get the default values of that class.
     """
     sandbox = params.sandbox.model_copy(update=Labels().model_dump())
     return params.model_copy(update={"sandbox": sandbox})
 
 
 def require_standard_labels(sandbox: Sandbox, purpose: str) -> None:
-    """Raise UserError unless `sandbox` has the rules of judging for training and promotion (`Labels`).
+    """Raise UserError unless `sandbox` has the rules of judging for training and promotion.
 
-    `purpose` is what the parameters are to be used for, such as `training`, for the error's text.
+    These rules are the default values of `Labels`. `purpose` is what the parameters are to be used for, such
+    as `training`, for the error's text.
     """
     for name, default in Labels().model_dump().items():
         value = getattr(sandbox, name)
@@ -106,8 +109,9 @@ def require_standard_labels(sandbox: Sandbox, purpose: str) -> None:
 class Ratio(FrozenModel):
     """Ratio of baseline seconds to candidate seconds over paired rounds, with a 95 % interval.
 
-    `estimate` is the ratio, above 1 if the candidate is faster. `low` and `high` are the ends of the
-    interval, which is computed with a block bootstrap (`statistics.paired_ratio`).
+    A baseline is for example eager, a candidate is the implementation that is judged, and a round is a series
+    of timed calls. `estimate` is the ratio, above 1 if the candidate is faster. `low` and `high` are the ends
+    of the interval, which is computed with a block bootstrap (`statistics.paired_ratio`).
     """
 
     estimate: float
@@ -118,9 +122,10 @@ class Ratio(FrozenModel):
 class Seconds(FrozenModel):
     """Median seconds of one call of the candidate and of each baseline; a field is None if not measured.
 
-    The time of the no-op, a runner that computes nothing, has been subtracted. `limit` is not a median but a
-    lower bound that follows from the measured speed of the device (`judge/limit.py`). `against` is the median
-    of the candidate with which this one was compared.
+    The candidate is the implementation that is judged, and the baselines are eager, torch.compile, and
+    `against`, another candidate with which it was compared. The time of the no-op, a process that computes
+    nothing, has been subtracted. `limit` is not a median but a lower bound that follows from the measured
+    speed of the device (`judge/limit.py`).
     """
 
     candidate: float | None = None
@@ -133,7 +138,8 @@ class Seconds(FrozenModel):
 class Speedup(FrozenModel):
     """Speed-ups of a candidate over eager, over torch.compile, and over another candidate (`against`).
 
-    A field is None if it was not measured.
+    A candidate is an implementation of a task's module that is judged. A field is None if it was not
+    measured.
     """
 
     eager: Ratio | None = None
@@ -144,8 +150,8 @@ class Speedup(FrozenModel):
 class WorkloadFigures(FrozenModel):
     """Median seconds and speed-ups of a candidate on one workload, which `call` names: `get_inputs(32, 128)`.
 
-    A workload is one call of the task's `get_inputs` on which candidates are judged. All figures are None if
-    the candidate failed on this workload.
+    A candidate is an implementation of a task's module, and a workload is one call of the task's `get_inputs`
+    on which candidates are judged. All figures are None if the candidate failed on this workload.
     """
 
     call: str
@@ -157,10 +163,10 @@ class Verdict(FrozenModel):
     """The judge's verdict on one candidate, an implementation of a task's module with its own kernels.
 
     `reason` is a short code for programs, such as `max_error:given`, or "" if the candidate is correct, and
-    `log` is a short text for the policy. `evidence` has what shows how the verdict was reached, such as
-    versions, seeds and the seconds of each round. `milestone` is the reward that the function of the same
-    name computes: 1 for a correct candidate, 2 if it is faster than eager, 3 if it is faster than
-    torch.compile too, and -1 if it is not correct.
+    `log` is a short text for the policy that wrote the candidate. `evidence` has what shows how the verdict
+    was reached, such as versions, seeds and the seconds of each round (series of timed calls). `milestone` is
+    the reward that the function of the same name computes: 1 for a correct candidate, 2 if it is faster than
+    eager, 3 if it is faster than torch.compile too, and -1 if it is not correct.
 
     `workloads` is empty unless the task names workloads, which are calls of its `get_inputs`
     (core/workloads.py). It then has the figures on each of them, in their order, and `seconds` and `speedup`
@@ -180,17 +186,22 @@ class Verdict(FrozenModel):
 
 
 def workload_line(figures: WorkloadFigures) -> str:
-    """Return the speed-ups on one workload as text: `get_inputs(32, 128): 1.20x eager, 1.10x compile`."""
+    """Return the speed-ups on one workload as text: `get_inputs(32, 128): 1.20x eager, 1.10x compile`.
+
+    A workload is one call of a task's `get_inputs`. Speed-ups that were not measured are left out.
+    """
     ratios = [f"{ratio.estimate:.2f}x {name}" for name, ratio in figures.speedup if ratio is not None]
     return f"{figures.call}: {', '.join(ratios)}"
 
 
 def rates_line(verdict: Verdict) -> str:
-    """Return the rates that the candidate attains, as text, beside those that the device was measured at.
+    """Return a text with the rates that the candidate of a verdict attains, and those measured of the device.
 
-    The text is, for example, `Memory: 8.5 of 20.8 GB/s.` for moving each input, parameter and output once in
-    the candidate's time. A task with matrix products or convolutions also has the rate of their operations:
-    `Products: 31.0 of 82.3 GFLOP/s.` (`limit.Limit`). The text is empty if no single call was measured.
+    The text is, for example, `Memory: 8.5 of 20.8 GB/s.` The first figure is the rate at which each input,
+    parameter and output is moved once in the candidate's time per call, and the second is the device's
+    bandwidth. A task with matrix products or convolutions also has the rate of their operations: `Products:
+    31.0 of 82.3 GFLOP/s.` (`limit.Limit`). The text is empty if no single call was measured, as for a
+    candidate that failed or a task with several workloads (calls of its `get_inputs`).
     """
     limit, seconds = verdict.evidence.get("limit"), verdict.seconds.candidate
     if not limit or not seconds:
@@ -205,12 +216,12 @@ def rates_line(verdict: Verdict) -> str:
 
 
 def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
-    """Return the reward of a verdict, which is -1, 1, 2 or 3.
+    """Return the reward of a verdict on a candidate, which is -1, 1, 2 or 3.
 
     It is -1 for a candidate that is not correct, 1 for a correct one, 2 if it is also faster than eager, and
     3 if it is also faster than both eager and torch.compile. Faster means that the estimated speed-up is
-    above `MARGIN`, and that none on a workload (a call of the task's `get_inputs`) is below
-    `WORKLOAD_MARGIN`. The field `milestone` of the verdict is not read.
+    above `MARGIN` (1.05), and that none on a workload (a call of the task's `get_inputs`) is below
+    `WORKLOAD_MARGIN` (0.9). The field `milestone` of the verdict is not read.
     """
     if verdict.status != "correct":
         return -1
@@ -222,7 +233,8 @@ def milestone(verdict: Verdict) -> Literal[-1, 1, 2, 3]:
 def holds_everywhere(workloads: Sequence[WorkloadFigures], baseline: Literal["eager", "compile"]) -> bool:
     """Return whether the ratio of the times of baseline and candidate is at least 0.9 on every workload.
 
-    It is also true without workloads, and false if a ratio was not measured.
+    A workload is one call of a task's `get_inputs`. The result is also True without workloads, and False if a
+    ratio was not measured.
     """
     ratios = [one.speedup.eager if baseline == "eager" else one.speedup.compile for one in workloads]
     return all(ratio is not None and ratio.estimate >= WORKLOAD_MARGIN for ratio in ratios)
@@ -235,7 +247,7 @@ def _is_faster(verdict: Verdict, baseline: Literal["eager", "compile"]) -> bool:
 
 @dataclass(frozen=True)
 class Admission:
-    """Result of checking whether candidates of a task can be judged.
+    """Result of checking whether candidates (implementations of its module) of a task can be judged.
 
     `reason` is a short code, such as `does_not_run`, which is empty if the task is admitted. `evidence` holds
     the measured figures, such as `eager_seconds`, or the text of a failure under `detail`.
@@ -284,7 +296,10 @@ LOAD_ERRORS: dict[str, Rejection] = RUN_ERRORS | {
 
 @dataclass(eq=False)
 class Rejected(Exception):
-    """Exception for a candidate that fails, with the status, reason and log of its verdict (`Verdict`)."""
+    """Exception for a candidate that fails, with the status, reason and log of its verdict (`Verdict`).
+
+    A candidate is an implementation of a task's module that is judged.
+    """
 
     status: Status
     reason: str
@@ -295,10 +310,11 @@ class Rejected(Exception):
 def rejecting(errors: Mapping[str, Rejection], *, hide_text: bool = False) -> Iterator[None]:
     """Convert a RunnerError raised inside the context into Rejected, as `errors` defines for its kind.
 
-    `errors` maps a kind, such as `timed_out`, to status, reason and log of a verdict, in which `{text}` is
-    replaced by the runner's message. A kind without an entry gets the status `crashed`. If `hide_text` is
-    set, only the part of the runner's message that matches `PLAIN_REASON` is used; a message without a match
-    is replaced by `HIDDEN`.
+    A RunnerError is a failure of the sandboxed process of a candidate, and Rejected has the status, reason
+    and log of the candidate's verdict. `errors` maps a kind, such as `timed_out`, to these three, in which
+    `{text}` is replaced by the process's message. A kind without an entry gets the status `crashed`. If
+    `hide_text` is set, only the part of the message that matches `PLAIN_REASON` is used; a message without a
+    match is replaced by `HIDDEN`.
     """
     try:
         yield

@@ -2,5 +2,5 @@
 
 The main entry points for other packages are `open_pool.open_pool`, `measurable.refused_tasks` (the check
 which tasks can be judged), and `JudgePool`, `Job` and `Candidate` of `local_pool.py`. The pool in that file
-also keeps the journal of verdicts. Start with `local_pool.py`.
+also keeps the journal, a folder of stored verdicts. Start with `local_pool.py`.
 """

@@ -1,9 +1,9 @@
 """Pool of judges, which accepts jobs and returns verdicts.
 
-Each verdict is written to a journal, a folder of results, before it is returned. Its key is made of task,
-candidate, epoch (the caller's name for one set of judgements) and protocol (a digest of the judge's
-settings). A stage that was killed and runs again therefore gets the same verdicts
-(docs/design/caching-and-resume.md).
+A job asks for the verdict on one candidate (an implementation of a task's module). Each verdict is written to
+a journal, a folder of results, before it is returned. Its key is made of task, candidate, epoch (the caller's
+name for one set of judgements) and protocol (a digest of the judge's settings). A stage of the pipeline that
+was killed and runs again therefore gets the same verdicts (docs/design/caching-and-resume.md).
 """
 
 import threading
@@ -58,7 +58,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Job:
-    """Request to judge one candidate on one task.
+    """Request to judge one candidate (an implementation of a task's module) on one task.
 
     `epoch` is the caller's name for a set of judgements, for example `step-12` for one update of the policy.
     Jobs with the same task, candidate and epoch share one measurement and one entry in the journal, the
@@ -84,7 +84,8 @@ Backend: TypeAlias = "Judge | RayBackend | ServiceClient"
 def verdict_key(protocol: str, job: Job) -> str:
     """Return the journal's key of a job's verdict under the judge's settings with the digest `protocol`.
 
-    The journal is a folder with a file for each verdict, and the key is the file's name.
+    A job is a request to judge one candidate on one task. The journal is a folder with a file for each
+    verdict, and the key is the file's name without its suffix.
     """
     return digest_json(["verdict", protocol, job.task.code_digest, job.candidate.digest, job.epoch])
 
@@ -94,9 +95,10 @@ def admission_key(
 ) -> str:
     """Return the key of the admission of the task with source `code` in the journal, a folder of results.
 
-    `protocol` is the digest of the judge's settings, and `window` the parameter `data.eager_seconds`, the
-    smallest and the largest time of one eager call. `headroom` is whether torch.compile is measured too, and
-    `memory_only` whether nothing is measured, in which case `window` and `headroom` do not enter the key.
+    An admission says whether the task can be judged. `protocol` is the digest of the judge's settings, and
+    `window` the parameter `data.eager_seconds`, the smallest and the largest time in seconds of one eager
+    call. `headroom` is whether torch.compile is measured too, and `memory_only` whether nothing is measured,
+    in which case `window` and `headroom` do not enter the key.
     """
     if memory_only:
         return digest_json(["memory", protocol, digest_bytes(code.encode())])
@@ -123,11 +125,12 @@ def infrastructure_verdict(params: Params, error: InfrastructureError) -> Verdic
 
 
 def judge_with_retries(params: Params, judge: Callable[[], Verdict]) -> Verdict:
-    """Return the first verdict of `judge` whose status is not `infrastructure`.
+    """Call `judge` until its verdict is not `infrastructure`, and return the verdict.
 
-    This status means that the judge or the task failed. `judge` is called at most `sandbox.attempts` times. A
-    verdict `infrastructure` is returned if another call would not help (`TASK_FAULTS`), or if it is that of
-    the last call. An InfrastructureError of `judge` counts as such a verdict.
+    The status `infrastructure` means that the judge or the task failed. `judge` is called at most
+    `sandbox.attempts` times. A verdict `infrastructure` is returned if another call would not help
+    (`TASK_FAULTS`), or if it is that of the last call. An InfrastructureError of `judge` counts as such a
+    verdict.
     """
     with telemetry.judging() as status:
         for _ in range(params.sandbox.attempts):
@@ -144,8 +147,8 @@ def judge_with_retries(params: Params, judge: Callable[[], Verdict]) -> Verdict:
 def admit_with_retries(params: Params, admit: Callable[[], Admission]) -> Admission:
     """Return the admission that `admit` returns, calling it again if the judge itself failed.
 
-    If all `sandbox.attempts` calls fail by the judge's own fault, the task is refused with the reason
-    `infrastructure`.
+    An admission says whether a task can be judged. `admit` is called at most `sandbox.attempts` times. If all
+    calls raise InfrastructureError, the task is refused with the reason `infrastructure`.
     """
     for _ in range(params.sandbox.attempts):
         try:
@@ -156,11 +159,11 @@ def admit_with_retries(params: Params, admit: Callable[[], Admission]) -> Admiss
 
 
 class JudgePool(Protocol):
-    """Interface through which episodes and evaluations get verdicts and check tasks.
+    """Interface through which training and evaluations get verdicts and check tasks.
 
-    `prepare` starts the judges before they are needed, `submit` returns a future of the verdict on a job,
-    `check` one of whether the task with source `code` can be judged, `drop` cancels jobs that no judge has
-    begun, and `close` ends the judges.
+    `prepare` starts the judges before they are needed. `submit` returns a future of the verdict on a job,
+    which is one candidate and its task. `check` returns a future that says whether the task with source
+    `code` can be judged. `drop` cancels jobs that no judge has begun, and `close` ends the judges.
     """
 
     def prepare(self) -> Future[None]: ...
@@ -178,11 +181,11 @@ class LocalPool:
     """Pool whose journal is on this machine, with one judge on this machine or several on a Ray cluster.
 
     The judges are on a Ray cluster if `pool.judges`, their number, is not 0. Each judge builds and prepares
-    several candidates at once, and measures one at a time. `verdicts` is the journal's folder, with a file
-    for each verdict or admission. Entries are added to the journal and never changed. `folder` is where a
-    judge on this machine keeps its builds and caches; by default it is the folder `judge` beside the journal.
-    If `use_service` is true and a service of this account (`cuda-agent serve`) runs on `folder`, the pool
-    uses it and starts no judge.
+    several candidates (implementations of a task's module) at once, and measures one at a time. `verdicts` is
+    the journal's folder, with a file for each verdict or admission (the check whether a task can be judged).
+    Entries are added to the journal and never changed. `folder` is where a judge on this machine keeps its
+    builds and caches; by default it is the folder `judge` beside the journal. If `use_service` is true and a
+    service of this account (`cuda-agent serve`) runs on `folder`, the pool uses it and starts no judge.
     """
 
     def __init__(
@@ -208,7 +211,8 @@ class LocalPool:
     def judge(self) -> Backend:
         """Backend that judges for this pool, which is started at the first access and then kept.
 
-        The pool accesses it for the first job whose result is not stored, or in `prepare`.
+        The backend is a judge, a group of judges on a Ray cluster, or a client of a service. The pool
+        accesses it in `prepare`, or for the first job (request for a verdict) whose result is not stored.
         """
         with self.lock:
             if self._judge is None:
@@ -218,9 +222,10 @@ class LocalPool:
     def start(self) -> Backend:
         """Return the judges on a Ray cluster, a client of the running service, or a new judge.
 
-        The cluster is used if `pool.judges` is not 0, and the service if `use_service` is set and one runs.
-        The modules of these classes are imported in this method, because a run whose results are all stored
-        needs neither torch nor a client.
+        The cluster is used if `pool.judges` is not 0, and the service if `use_service` is set and a service
+        of this account runs on the pool's folder; otherwise a judge is made in this process. The modules of
+        these classes are imported in this method, because a run whose results are all stored needs neither
+        torch nor a client.
         """
         if self.params.pool.judges:
             from components.judge.pool.ray_pool import RayBackend
@@ -236,14 +241,19 @@ class LocalPool:
         return Judge(self.params, self.folder)
 
     def prepare(self) -> Future[None]:
-        """Start the judge and its processes in a background thread, before the first jobs need them."""
+        """Start the judge and its processes in a background thread, before the first jobs need them.
+
+        A job is a request for a verdict or an admission. When the returned future is done, the judge is ready
+        for jobs, while its processes may still be starting.
+        """
         return self.executor.submit(lambda: self.judge.prepare())
 
     def submit(self, job: Job) -> Future[Verdict]:
-        """Return a future of the verdict, which is read from the journal or measured.
+        """Return a future of the verdict on a job, which is read from the journal or measured.
 
-        The journal is the folder of stored results. If the judge itself fails repeatedly, the verdict has the
-        status `infrastructure`, which is not written to the journal.
+        A job is one candidate and its task, and the journal is the folder of stored results. If the judge
+        itself fails in every attempt, the verdict has the status `infrastructure`. A verdict with this status
+        is not written to the journal.
         """
         key = verdict_key(self.protocol, job)
 
@@ -256,20 +266,21 @@ class LocalPool:
         return self._measure_once(key, measure, Verdict.model_validate)
 
     def ask(self, job: Job) -> Verdict:
-        """Return the judge's verdict on a job for which no verdict is stored."""
+        """Return the judge's verdict on a job (a candidate and its task) for which no verdict is stored."""
         return self.judge.verdict(job.task, dict(job.candidate.files), compare_compile=job.compare_compile)
 
     def check(self, code: str) -> Future[Admission]:
         """Return a future that says whether candidates of the task with source `code` can be judged here.
 
-        The task's source runs in a sandboxed process that only describes the task, and nothing is measured.
-        The reason of a refusal is `too_large`, `does_not_run` or `infrastructure`. Refusals are not stored,
-        because the memory of the machine may suffice the next time.
+        A candidate is an implementation of the task's module. The task's source runs in a sandboxed process
+        that only describes the task, and nothing is measured. The reason of a refusal is `too_large`,
+        `does_not_run` or `infrastructure`. Refusals are not stored, because the memory of the machine may
+        suffice the next time.
         """
         return self.admit(code, memory_only=True)
 
     def admit(self, code: str, *, headroom: bool = False, memory_only: bool = False) -> Future[Admission]:
-        """Return a future of the admission of the task with source `code`.
+        """Return a future of the admission of the task with source `code`: whether it can be judged.
 
         The result is read from the journal (the folder of stored results) or measured. With `headroom`, the
         task must compile and leave device memory for other tasks, and its time under torch.compile is
@@ -291,7 +302,7 @@ class LocalPool:
         return self._measure_once(key, measure, lambda record: Admission(**record))
 
     def _measure_once(self, key: str, measure: Callable[[], T], read: Callable[[Any], T]) -> Future[T]:
-        """Return a future of the result for `key`, and submit `measure` only if it is needed.
+        """Return a future of the result for `key`, and have a thread call `measure` only if there is none.
 
         `key` is the result's key in the journal, the folder of stored results. If `measure` has been
         submitted for `key` and has not ended, its future is returned. If the journal has an entry for `key`,
@@ -318,7 +329,7 @@ class LocalPool:
         return future
 
     def drop(self) -> None:
-        """Cancel the jobs that no judge has begun.
+        """Cancel the jobs (requests for a verdict or an admission) that no judge has begun.
 
         Threads that wait for a cancelled job get concurrent.futures.CancelledError.
         """
@@ -328,7 +339,11 @@ class LocalPool:
             future.cancel()
 
     def close(self) -> None:
-        """Cancel the jobs that have not begun, wait for the running jobs, and end every sandboxed process."""
+        """Cancel the jobs that have not begun, wait for the running jobs, and end every sandboxed process.
+
+        A job is a request for a verdict or an admission. A service, or judges that another process has
+        started on the Ray cluster, are not ended.
+        """
         self.executor.shutdown(wait=True, cancel_futures=True)
         with self.lock:
             judge, self._judge = self._judge, None
@@ -337,6 +352,9 @@ class LocalPool:
 
 
 def with_any_duration(params: Params) -> Params:
-    """Return a copy of `params` with which a task of any eager time can be admitted."""
+    """Return a copy of `params` with which a task can be admitted however long its eager call takes.
+
+    The parameter `data.eager_seconds`, the smallest and the largest time in seconds, becomes 1e-9 to 1e9.
+    """
     data = params.data.model_copy(update={"eager_seconds": (1e-9, 1e9)})
     return params.model_copy(update={"data": data})

@@ -1,7 +1,8 @@
-"""Check, before the first episode, which tasks of a data set or a suite the judge can measure on its device.
+"""Check, before training or an evaluation begins, which tasks the judge can measure on its device.
 
-A data set that was built on another device or with other parameters may have tasks whose source does not run
-here, or that take more memory than `sandbox.device_bytes` allows.
+A task is a PyTorch module that is to be made faster. A data set that was built on another device or with
+other parameters may have tasks whose source does not run here, or that take more memory than
+`sandbox.device_bytes` allows.
 """
 
 import logging
@@ -38,11 +39,12 @@ def refused_tasks(
 ) -> dict[str, tuple[str, str]]:
     """Return the tasks whose candidates cannot be judged: reason (such as `too_large`) and detail by task id.
 
-    The result is stored in `file`. If `file` has the result of an earlier call with the same tasks and the
-    same settings of the judge, it is returned without a check. The checks are made by `pool`, and `progress`
-    is told how many have ended. `origin` names the tasks in messages, for example by the path of their data
-    set. Raises UserError, and stores nothing, if the judge fails, if no task can be judged, or if the share
-    of those that can be judged is below `least_share`, which is sandbox.measurable_share or 0.
+    A candidate is an implementation of a task's module. The result is stored in `file`. If `file` has the
+    result of an earlier call with the same tasks and the same settings of the judge (in `params`), it is
+    returned without a check. The checks are made by `pool`, and `progress` is told how many have ended.
+    `origin` names the tasks in messages, for example by the path of their data set. Raises UserError, and
+    stores nothing, if the judge fails, if no task can be judged, or if the share of those that can be judged
+    is below `least_share`, which is sandbox.measurable_share or 0.
     """
     subject = digest_json([protocol_digest(params), [task.task_id for task in tasks]])
     if file.is_file() and (stored := read_json(file))["subject"] == subject:

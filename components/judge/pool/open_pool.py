@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 def open_pool(params: Params, verdicts: Path, *, use_service: bool = False) -> LocalPool:
     """Return a pool whose judges are where the parameters of the section pool say.
 
-    A pool accepts candidates and returns verdicts. `verdicts` is the folder in which it keeps a file for each
-    verdict (the journal). With `use_service`, a pool on this machine starts no judge if a service of this
-    account (`cuda-agent serve`) runs on the pool's folder, and uses this service. If the judge is on this
-    machine, the isolation of runners is checked at once, because the caller may do long work before the first
-    job. Raises IsolationUnavailable if runners, the sandboxed processes of candidates, cannot be isolated,
-    and UserError if both `pool.service` and `pool.judges` are set.
+    A pool accepts candidates (implementations of a task's module) and returns verdicts. `verdicts` is the
+    folder in which it keeps a file for each verdict (the journal). With `use_service`, a pool on this machine
+    starts no judge if a service of this account (`cuda-agent serve`) runs on the pool's folder, and uses this
+    service. If the judge is on this machine, the isolation of runners, the sandboxed processes of candidates,
+    is checked at once, because the caller may do long work before the first candidate is judged. Raises
+    IsolationUnavailable if runners cannot be isolated, and UserError if both `pool.service` and `pool.judges`
+    are set.
     """
     if params.pool.service:
         if params.pool.judges:
@@ -55,12 +56,13 @@ def judge_workdir(
 ) -> Verdict:
     """Return the verdict on a candidate, which is compared with eager, and with torch.compile or `against`.
 
-    `workdir` and `against`, another candidate, are workspaces or single Python files. `task` is the path of a
-    task file; if it is None, the task is the workspace's model.py. If the parameter `pool.service` is set,
-    the HTTP service at this address judges. Otherwise the service whose socket is in `folder` judges, or, if
-    none runs there, a new judge that keeps its builds in `folder`. `report` is called with the name of each
-    step when it begins. If the judge itself fails, the verdict has the status `infrastructure`. Raises
-    UserError if a file is missing or not valid, or if no judge can be started here.
+    A candidate is an implementation of a task's module. `workdir`, and `against` for another candidate, are
+    workspaces (folders with model_new.py and kernels/) or single Python files. `task` is the path of a task
+    file; if it is None, the task is the workspace's model.py. If the parameter `pool.service` is set, the
+    HTTP service at this address judges. Otherwise the service whose socket is in `folder` judges, or, if none
+    runs there, a new judge that keeps its builds in `folder`. `report` is called with the name of each step
+    when it begins. If the judge itself fails, the verdict has the status `infrastructure`. Raises UserError
+    if a file is missing or not valid, or if no judge can be started here.
     """
     files, others = read_candidate(workdir), None if against is None else read_candidate(against)
     if task is None and workdir.is_file():
@@ -81,7 +83,7 @@ def start_judge(params: Params, folder: Path, report: Report) -> Judge:
     """Start the processes of a new judge, import torch while they start, and return the judge.
 
     `folder` is where the judge keeps its builds. `report` is called with a text for the user, who has to wait
-    for the start.
+    for the start. Raises UserError if the judge cannot be started here; the processes are then ended.
     """
     factory = open_factory(params.sandbox, params.device, folder)
     report("starting a judge; cuda-agent serve keeps one ready")
@@ -96,12 +98,13 @@ def start_judge(params: Params, folder: Path, report: Report) -> Judge:
 
 
 class HttpPool(LocalPool):
-    """Pool whose journal is on this machine and whose judge is the service at `pool.service`.
+    """Pool whose judge is the service at `pool.service`, and whose journal is on this machine.
 
-    An epoch is the caller's name for a set of judgements (`Job`). Requests to the service identify a
-    measurement of a candidate by a number, and not by an epoch. This pool therefore numbers the epochs of
-    each candidate and task in the order in which they first occur in jobs. The numbers are stored in the
-    journal's folder, so that a run that continues gets the same measurements.
+    The journal is a folder of stored verdicts. An epoch is the caller's name for a set of judgements (`Job`).
+    Requests to the service identify a measurement of a candidate (an implementation of a task's module) by a
+    number, and not by an epoch. This pool therefore numbers the epochs of each candidate and task from 1, in
+    the order in which they first occur in jobs. The numbers are stored in the journal's folder, so that a run
+    that continues gets the same measurements.
     """
 
     def start(self) -> ServiceClient:

@@ -1,10 +1,11 @@
 """Judges that are actors of a Ray cluster, among which `LocalPool` distributes its jobs.
 
-Each actor is one judge with a device of its own. The devices belong to a placement group that only the judges
-use, and not the run's trainers and samplers. The node of an actor needs this project, bubblewrap and the
-compilers. The actors have names, so that all processes of a run, such as the flow and a trainer, use the same
-judges. The calling process keeps the journal of verdicts. The next run with the same folder can therefore
-judge on one machine, or on a cluster again, and reuses these verdicts.
+A job is a request for a verdict or an admission. Each actor is one judge with a device of its own. The
+devices belong to a placement group that only the judges use, and not the run's trainers and samplers. The
+node of an actor needs this project, bubblewrap and the compilers. The actors have names, so that all
+processes of a run, such as the flow (the main process) and a trainer, use the same judges. The calling
+process keeps the journal, the folder of verdicts. The next run with the same folder can therefore judge on
+one machine, or on a cluster again, and reuses these verdicts.
 """
 
 import secrets
@@ -42,8 +43,9 @@ class RayActor:
     """Ray actor that runs one judge on a node of the cluster, with a folder of its own.
 
     The methods `verdict` and `admit` return plain dictionaries and not the records `Verdict` and `Admission`,
-    because the caller may have been started with an older version of these classes. `verdict` also returns
-    the actor's identifier (`incarnation`).
+    because the caller may have been started with an older version of these classes. `verdict` returns a pair,
+    whose first item is the actor's identifier (`incarnation`). The argument of the constructor is a
+    dictionary of all parameters.
     """
 
     def __init__(self, params: dict[str, Any]):
@@ -52,7 +54,7 @@ class RayActor:
         self.judge = Judge(Params.model_validate(params), self.folder)
 
     def incarnation(self) -> str:
-        """Return an identifier that changes when Ray restarts the actor."""
+        """Return a random identifier of this actor's process, which changes when Ray restarts the actor."""
         return self.incarnation_id
 
     def verdict(
@@ -77,8 +79,8 @@ class RayActor:
 class RayBackend:
     """Group of judges that run as Ray actors, with the methods of a `Judge` that `LocalPool` calls.
 
-    Each call of `verdict` or `admit` is sent to one of the actors. `prepare` and `close` are sent to all, but
-    only the process that started the actors closes them.
+    Each call of `verdict` or `admit` is sent to one of the actors. `prepare` is sent to all of them. `close`
+    ends all of them if this process has started them, and otherwise does nothing.
     """
 
     def __init__(self, params: Params):
@@ -164,10 +166,10 @@ class RayBackend:
     def _actor(self, key: str) -> Iterator[Any]:
         """Yield the actor for a job with this key, and count the job as one of the actor's jobs meanwhile.
 
-        The key is the task's id for a judgement, and a digest of the task's source for an admission. Jobs
-        with equal keys get the same actor, because it keeps the baselines of the task. Another actor is
-        chosen if that actor failed on the last job with this key, or if it has at least
-        `sandbox.build_workers` jobs more than the least loaded actor.
+        A job is a request for a verdict or an admission. The key is the task's id for a verdict, and a digest
+        of the task's source for an admission. Jobs with equal keys get the same actor, because an actor keeps
+        the baselines of its tasks running. Another actor is chosen if that actor failed on the last job with
+        this key, or if it has at least `sandbox.build_workers` jobs more than the least loaded actor.
         """
         with self.lock:
             indices = [index for index in range(len(self.actors)) if index != self.failed.get(key)] or [0]
@@ -192,8 +194,9 @@ class RayBackend:
 def _result(reference: Any) -> Any:
     """Wait for the result of a call of an actor's method, and return it.
 
-    Raises InfrastructureError if the actor died. An InfrastructureError or UserError that the method raised
-    is raised unchanged, and any other error of the method as RayTaskError.
+    `reference` is the Ray object reference that the call returned. Raises InfrastructureError if the actor
+    died. An InfrastructureError or UserError that the method raised is raised unchanged, and any other error
+    of the method as RayTaskError.
     """
     try:
         return ray.get(reference)

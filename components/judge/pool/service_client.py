@@ -41,11 +41,11 @@ UNAVAILABLE = (429, 502, 504)
 class ServiceClient:
     """Client of the judge's HTTP service, with the methods of a judge (`judge.Judge`).
 
-    By default, the service is the one at `pool.service`. It has to have the same settings as `params`,
-    because verdicts with other settings must not be mixed. With `socket`, the path of a Unix socket, the
-    service of this account at this socket is used; each request then has all parameters. The constructor
-    raises UserError if there is no service at `pool.service`, if it refuses the token, or if it has other
-    settings.
+    By default, the service is the one at `pool.service`. It has to have the same settings of judging as
+    `params`, because verdicts with other settings must not be mixed. With `socket`, the path of a Unix
+    socket, the service of this account at this socket is used; each request then has all parameters. The
+    constructor raises UserError if there is no service at `pool.service`, if the service refuses the token,
+    or if it has other settings.
     """
 
     def __init__(self, params: Params, *, socket: Path | None = None):
@@ -102,7 +102,8 @@ class ServiceClient:
     ) -> Verdict:
         """Return the service's verdict on the candidate with `files` on `task`.
 
-        `files` maps each workspace path to the text of the file. `compare_compile` determines when a correct
+        A candidate is an implementation of the task's module. `files` maps each workspace path
+        (`model_new.py`, `kernels/NAME`) to the text of the file. `compare_compile` determines when a correct
         candidate is also compared with torch.compile: True always, with the fastest mode of torch.compile on
         the task; False only if the candidate is faster than eager, with the default mode; None never. If
         `against` is given, the files of another candidate, the candidate is compared with eager and with this
@@ -140,13 +141,14 @@ class ServiceClient:
         headroom: bool = False,
         memory_only: bool = False,
     ) -> Admission:
-        """Return the service's admission of the task with source `code`.
+        """Return the service's admission of the task with source `code`, which says whether it can be judged.
 
         `eager_seconds` has the smallest and the largest time in seconds that one eager call may take. With
         `headroom`, the task must also compile and leave device memory for other tasks, and its time under
         torch.compile is measured too. With `memory_only`, nothing is measured, and the task is admitted if
-        its source runs and the memory suffices to judge its candidates. Raises InfrastructureError if the
-        service or its judge fails, and UserError if the service refuses the request.
+        its source runs and the memory suffices to judge candidates (implementations of the task's module).
+        Raises InfrastructureError if the service or its judge fails, and UserError if the service refuses the
+        request.
         """
         request = {
             "code": code,
@@ -162,13 +164,14 @@ class ServiceClient:
     def _ask(self, path: str, request: dict[str, Any], report: Report) -> dict[str, Any]:
         """Post `request` to `path` until its job is done or failed, and return the job's record.
 
-        The record has the `state` of the job (`done` or `failed`), the result under `verdict` or `admission`,
-        or the text `error`. The HTTP status of the answer is added as `status`.
+        A job is the service's work for one request. `path` is a path of the service, such as
+        `/v1/judgements`. The record has the `state` of the job (`done` or `failed`), the result under
+        `verdict` or `admission`, or the text `error`. The HTTP status of the answer is added as `status`.
 
-        `path` is a path of the service, such as `/v1/judgements`. If `report` is not `ignore`, it is called
-        with the job's progress. The request may be sent several times, also to a service that was restarted,
-        because equal requests have the same job. Raises InfrastructureError if the service does not answer
-        for `RESTART_SECONDS` or cannot serve, and UserError if it refuses the request.
+        If `report` is not `ignore`, it is called with the job's progress. The request may be sent several
+        times, also to a service that was restarted, because equal requests have the same job. On a Unix
+        socket the parameters are added to `request`. Raises InfrastructureError if the service does not
+        answer for `RESTART_SECONDS` or cannot serve, and UserError if it refuses the request.
         """
         if self.is_local:
             request["params"] = self.params.model_dump(mode="json")
@@ -200,7 +203,11 @@ class ServiceClient:
                 raise InfrastructureError(text) if answer.status_code == JUDGE_FAILED else UserError(text)
 
     def _follow(self, job_id: str, report: Report) -> httpx.Response:
-        """Report each new step of the job `job_id` until it ends, and return the service's last answer."""
+        """Call `report` with each new step of the job `job_id` until it ends, and return the last answer.
+
+        A job is the service's work for one request. The answer is the HTTP response with the record of the
+        job. Raises httpx.HTTPError if the service does not answer.
+        """
         reported = ""
         while True:
             answer = self.client.get(f"/v1/jobs/{job_id}", params={"wait": PROGRESS_SECONDS})
@@ -219,7 +226,7 @@ class ServiceClient:
 
 
 def token_headers(path: str, option: str) -> dict[str, str]:
-    """Return the HTTP header `Authorization` with the bearer token that the file `path` has.
+    """Return the HTTP header `Authorization` with the bearer token that is the content of the file `path`.
 
     `option` is the name of the parameter or option that gave `path`, for messages. Raises UserError if the
     file cannot be read.
@@ -238,10 +245,10 @@ def socket_path(folder: Path, device: Device) -> Path:
 
 
 def socket_address(path: Path, resources: contextlib.ExitStack) -> str:
-    """Return a short path of the socket `path`, which is valid until `resources` are closed.
+    """Return a short path of the socket `path`, which is valid until the stack `resources` is closed.
 
     The path of a Unix socket is limited to 107 bytes, and the path of a folder may be longer. The short path
-    therefore leads through a descriptor of the folder.
+    therefore leads through a descriptor of the folder, which is closed with `resources`.
     """
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     resources.callback(os.close, descriptor)
@@ -251,9 +258,9 @@ def socket_address(path: Path, resources: contextlib.ExitStack) -> str:
 def connect(params: Params, folder: Path) -> ServiceClient | None:
     """Return a client of the service whose Unix socket is in `folder`, or None if no service answers there.
 
-    Raises UserError if one runs whose sources differ from those of the caller. None is not returned in this
-    case, because the caller would start a second judge, and two judges of one device would disturb each
-    other's measurements.
+    Raises UserError if a service runs there whose sources differ from those of the caller. None is not
+    returned in this case, because the caller would start a second judge, and two judges of one device would
+    disturb each other's measurements.
     """
     path = socket_path(folder, params.device)
     if not path.exists():
