@@ -1,8 +1,9 @@
-"""Rollouts over a chat server: each episode exchanges messages with the server in a thread of its own.
+"""Sample rollouts from a chat server, with which each episode exchanges messages in threads.
 
-Each request describes the tools, and native tool calls (which the server has parsed) are used if an answer
-has any; otherwise calls are parsed from the text of the answer. If the server refuses requests that describe
-tools, the descriptions are written into the first message, and all calls are parsed from text.
+An episode is one attempt of the policy at a task. Each request describes the tools, and native tool calls
+(which the server has parsed) are used if an answer has any; otherwise calls are parsed from the text of the
+answer. If the server refuses requests that describe tools, the descriptions are written into the first
+message, and all calls are parsed from text.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ You get what the tools say as the next message. An answer without a call ends yo
 
 
 class ChatEpisode(Episode):
-    """Episode whose policy is a chat server, with which it exchanges messages."""
+    """Episode (one attempt at a task) whose policy is a chat server, with which it exchanges messages."""
 
     def __init__(self, request: RolloutRequest, index: int, chat: ChatClient):
         super().__init__(request, index, chat)
@@ -38,7 +39,10 @@ class ChatEpisode(Episode):
         self.messages: list[dict[str, Any]] = [self.first_message()]
 
     async def take_turn(self) -> None:
-        """Sample a turn and run its calls, both in threads; if the server fails, the episode ends."""
+        """Sample a turn and run its tool calls, both in threads, and append the messages to the history.
+
+        If the server fails, the episode ends with the `finish_reason` server, and `error` says why.
+        """
         try:
             reply = await asyncio.to_thread(self._ask, self._history())
         except ServerFailed as error:
@@ -93,9 +97,9 @@ class ChatEpisode(Episode):
     def _history(self) -> list[dict[str, Any]]:
         """Return the messages to send to the server, and set `shortened` to the number of shortened ones.
 
-        The oldest messages with observations are shortened until all messages and a turn of `max_new_tokens`
-        fit into the context window, by an estimate from the number of characters. The latest message with an
-        observation is never shortened.
+        The oldest messages with observations (what tool calls returned) are replaced by the text SHORTENED
+        until all messages and a turn of `max_new_tokens` tokens fit into the context window, by an estimate
+        from the number of characters. The latest message with an observation is never shortened.
         """
         capacity = (self.params.policy.context - self.request.max_new_tokens) * CHARACTERS_PER_TOKEN
         size = sum(len(json.dumps(message, ensure_ascii=False)) for message in self.messages)
@@ -112,9 +116,10 @@ class ChatEpisode(Episode):
 
 
 def run_chats(request: RolloutRequest, chat: ChatClient) -> list[Trajectory]:
-    """Sample one trajectory for each task of `request` from the server of `chat`, and return them in order.
+    """Sample one trajectory for each task of `request` from the server of `chat`, in the order of the tasks.
 
-    A trajectory during which the server failed has the `finish_reason` server and keeps its earlier turns.
+    A trajectory is the record of one attempt at a task. A trajectory during which the server failed has the
+    `finish_reason` server and keeps its earlier turns.
     """
 
     async def run(index: int) -> Trajectory:

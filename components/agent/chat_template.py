@@ -1,8 +1,9 @@
-"""Token ids that a chat template puts around the sampled turns of an episode, and parsing of sampled turns.
+"""Compute the token ids that a chat template puts around the sampled turns of an episode, and read turns.
 
-Sampled token ids are kept as they are and never computed from text again. The template renders what stands
-between them: the task's message, and after each turn the messages of its tools with the generation prompt.
-Text of a task or a tool that looks like a special token is never encoded as one.
+An episode is one attempt of a policy at a task, and a turn is one message that the policy samples. Sampled
+token ids are kept as they are and never computed from text again. The template renders what stands between
+them: the task's message, and after each turn the messages of its tools with the generation prompt. Text of a
+task or a tool that looks like a special token is never encoded as one.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ THOUGHT_START, THOUGHT_TOKENS = "<think>", 8
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer, which encodes the task and the observations and reads sampled turns."""
+    """Chat template of a tokenizer, which encodes the task and the observations and reads sampled turns.
+
+    An observation is the text that a tool call returns to the policy.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, described: bool):
         """Use the template of `tokenizer`, which describes the tools to the policy if `described` is set.
@@ -61,18 +65,18 @@ class ChatTemplate:
         self.reserved = re.compile(f"(?={'|'.join(reserved)})." if reserved else r"(?!)", re.DOTALL)
 
     def first_ids(self, content: str) -> list[int]:
-        """Return the ids of a user message with the text `content` and of the generation prompt."""
+        """Return the token ids of a user message with the text `content` and of the generation prompt."""
         messages = [{"role": "user", "content": self._broken(content)}]
         return self._encode(self._render(messages))
 
     def suffix_ids(self, observations: Sequence[str], call: str = "Bash") -> list[int]:
         """Return the token ids between the last token of a sampled turn and the first of the next turn.
 
-        They are the `observations` as tool messages, followed by the generation prompt. If the template
-        describes the tools, each observation is a message of its own. Otherwise one message has all of them.
-        `call` is the name of the tool that the turn calls, which some templates repeat. Raises UserError if
-        the template refuses tool messages, leaves out messages of the assistant, or ends them without a
-        special token.
+        They are the `observations` (the texts that the tool calls of the turn returned) as tool messages,
+        followed by the generation prompt. If the template describes the tools, each observation is a message
+        of its own. Otherwise one message has all of them. `call` is the name of the tool that the turn calls,
+        which some templates repeat. Raises UserError if the template refuses tool messages, leaves out
+        messages of the assistant, or ends them without a special token.
         """
         if self.tools is None:
             observations = ["\n".join(observations)]
@@ -86,7 +90,8 @@ class ChatTemplate:
 
         The mask has a 1 for each token of a turn and a 0 for each other token. Each message has a `role` and
         a `content`. The first one is the task, from the user. The others are turns of the assistant, each
-        followed by its observations from the tool. A turn includes its end-of-turn token.
+        followed by its observations (the outputs of its calls) from the tool. A turn includes its end-of-turn
+        token.
         """
         ids = self.first_ids(messages[0]["content"])
         mask = [0] * len(ids)
@@ -131,8 +136,9 @@ class ChatTemplate:
     def _after_turn(self, observations: Sequence[str], name: str) -> str:
         """Render a turn that calls the tool `name`, its answers `observations` and the generation prompt.
 
-        Returns the rendered text from the placeholder of the turn's content or call on, whichever is later.
-        Raises UserError if the template cannot render these messages or leaves out both placeholders.
+        The turn has the placeholder TURN_MARK as its content and CALL_MARK as the argument of its call.
+        Returns the rendered text from the later of the two placeholders on. Raises UserError if the template
+        cannot render these messages or leaves out both placeholders.
         """
         rendered = ""
         # Some templates iterate over the arguments of a call, others join them as text.

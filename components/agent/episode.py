@@ -1,11 +1,12 @@
-"""Rollouts, and the episodes of which they consist: attempts of a policy at a task.
+"""Run rollouts, and the episodes of which they consist: attempts of a policy at a task.
 
-A `RolloutRequest` has the tasks, the judge pool and the limits of a rollout. An `Episode` has a workspace and
-tools, runs the tool calls of each turn, and ends with a verdict on its files. `TokenEpisode` is sampled as
-token ids, which are appended to its history as they are and never computed from text again; observations are
-inserted in the form that the chat template gives tool messages. Each trajectory is sampled by a coroutine,
-from its prompt to its final verdict, independently of the others. The episode of a policy that is a chat
-server, which exchanges messages in place of token ids, is `ChatEpisode` in chat_rollout.py.
+A `RolloutRequest` has the tasks, the pool of judges and the limits of a rollout. An `Episode` has a workspace
+and tools, runs the tool calls of each turn, and ends with a verdict on its files. `TokenEpisode` is sampled
+as token ids, which are appended to its history as they are and never computed from text again; observations
+(what tool calls return) are inserted in the form that the chat template gives tool messages. Each trajectory
+(the record of an episode) is sampled by a coroutine, from its prompt to its final verdict, independently of
+the others. The episode of a policy that is a chat server, which exchanges messages in place of token ids, is
+`ChatEpisode` in chat_rollout.py.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ MAX_LOST_SHARE = 0.25
 def judge_failures(failures: Sequence[tuple[str, str]]) -> str:
     """Return a phrase such as "3 REASON: LOG; 1 REASON: LOG" on the failures of a judge.
 
-    `failures` are pairs of reason and log. The phrase has each reason with the number of its failures and the
-    first 300 characters of its first log.
+    `failures` are pairs of the reason (a short code) and the log of a judgement that failed. The phrase has
+    each reason with the number of its failures and the first 300 characters of its first log.
     """
     logs = dict(reversed(failures))
     counts = Counter(reason for reason, _ in failures)
@@ -64,9 +65,10 @@ def judge_failures(failures: Sequence[tuple[str, str]]) -> str:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Tasks, judge pool and limits of one rollout.
+    """Tasks, pool of judges and limits of one rollout, in which a policy attempts the tasks.
 
-    One trajectory is sampled for each entry of `tasks`, which may list a task several times. `epoch` is a
+    One trajectory, the record of an attempt, is sampled for each entry of `tasks`, which may list a task
+    several times. `pool` judges candidates, which are the policy's implementations of a task. `epoch` is a
     name that the caller chooses, such as "episodes/3f2a". It is part of the key under which the judge keeps
     its verdicts, so equal candidates for a task share one measurement only within one epoch.
 
@@ -80,7 +82,7 @@ class RolloutRequest:
     `on_progress` is called with the numbers of finished and of all trajectories, and `on_verdict`, in the
     episode's thread, with each candidate that was judged and its verdict. `stopped` is set when the rollout
     ends early; no further candidate is judged then. `sampling` and `judging` meter the time during which at
-    least one episode waits for the policy, and for a verdict.
+    least one episode waits for the policy, and for a verdict; a chat rollout does not use `sampling`.
     """
 
     tasks: Sequence[KernelTask]
@@ -124,9 +126,9 @@ def first_prompt(params: Params, code: str, *, in_turns: bool) -> str:
     If `policy.prompt` is full, the message has instructions, the source, and an ending that depends on
     `in_turns`, which says whether the policy may take several turns. If it is compact, the message is the
     source, with an ending only if `in_turns` is true. If forward() then is a chain of operators for which the
-    cold start has demonstrations, the source is first rewritten so that each line of forward() has one
-    operator, as in composed tasks (`bootstrap.canonicalize`). A policy that was trained from scratch has seen
-    only this layout.
+    cold start (the training of a policy from scratch) has demonstrations, the source is first rewritten so
+    that each line of forward() has one operator, as in composed tasks (`bootstrap.canonicalize`). A policy
+    that was trained from scratch has seen only this layout.
     """
     if params.policy.prompt == "compact":
         code = canonicalize(code) or code
@@ -134,7 +136,7 @@ def first_prompt(params: Params, code: str, *, in_turns: bool) -> str:
 
 
 class Episode(abc.ABC):
-    """One attempt of a policy at one task, which is returned as a trajectory when it ends."""
+    """One attempt of a policy at one task, whose record is returned as a trajectory when the attempt ends."""
 
     def __init__(self, request: RolloutRequest, index: int, policy: Sampler | ChatClient):
         """Prepare the attempt of `policy` at the task `request.tasks[index]`."""
@@ -179,7 +181,10 @@ class Episode(abc.ABC):
 
     @abc.abstractmethod
     async def take_turn(self) -> None:
-        """Sample one turn and run its tool calls, or set `finish_reason`, which ends the episode."""
+        """Sample one turn (a message of the policy) and run its tool calls, or end the episode.
+
+        The episode ends when `finish_reason` is set.
+        """
 
     def first_message(self) -> dict[str, str]:
         """Return the message, with the keys `role` and `content`, in which the user states the task."""
@@ -206,9 +211,10 @@ class Episode(abc.ABC):
     def perform(self, text: str, requests: Sequence[Request], *, cut: bool) -> tuple[ToolCall, ...]:
         """Run the tool calls of a sampled turn, record the turn, and return the calls with observations.
 
-        `text` is the turn as text, and `requests` are the calls in it. `cut` says whether the turn reached
-        its token limit. Sets `finish_reason` if the turn ends the trajectory. If the judge fails in a call,
-        the trajectory ends, and neither this call nor those after it are returned.
+        A turn is one message of the policy, `text` is the turn as text, and `requests` are the calls in it.
+        `cut` says whether the turn reached its token limit. Sets `finish_reason` if the turn ends the
+        episode. If the judge fails in a call, the episode ends, and neither this call nor those after it are
+        returned.
         """
         run: list[ToolCall] = []
         try:
@@ -229,7 +235,10 @@ class Episode(abc.ABC):
         return calls
 
     def finish(self) -> Trajectory:
-        """End the episode, judge the final files unless the judge has failed, and return the trajectory."""
+        """End the episode, judge the final files unless the judge has failed, and return the trajectory.
+
+        The trajectory has a reward unless the judge failed.
+        """
         self.tools.close()
         final = self.failure or self.judge()
         trajectory = Trajectory(
@@ -261,7 +270,7 @@ def run_all(
     run: Callable[[int], Coroutine[Any, Any, Trajectory]],
     capacity: Callable[[], int],
 ) -> list[Trajectory]:
-    """Run the coroutine `run(index)` for every task of `request`, and return the trajectories in order.
+    """Run the coroutine `run(index)` for every task of `request`, and return the trajectories in their order.
 
     At most `capacity()` coroutines, but at least one, run at a time. If a coroutine raises an error, or this
     call is interrupted, the other coroutines and the judge jobs that have not begun are cancelled. The error
@@ -287,7 +296,7 @@ def run_all(
 
 
 class TokenEpisode(Episode):
-    """Episode whose policy is sampled as token ids, all of which are recorded."""
+    """Episode (one attempt at a task) whose policy is sampled as token ids, all of which are recorded."""
 
     def __init__(
         self, request: RolloutRequest, index: int, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
@@ -317,10 +326,10 @@ class TokenEpisode(Episode):
     def prompt(self) -> list[int]:
         """Return the token ids of the history from which the next turn is sampled.
 
-        If `request.shorten_history` is set, the observations of the oldest turns are shortened, those of one
-        turn together, until an eighth of the context window, or 4096 tokens if that is less, is free for the
-        next turn. The observations of the latest turn are never shortened. Sets `shortened` to the number of
-        turns whose observations are shortened.
+        If `request.shorten_history` is set, the observations (what tool calls returned) of the oldest turns
+        are shortened, those of one turn together, until an eighth of the context window, or 4096 tokens if
+        that is less, is free for the next turn. The observations of the latest turn are never shortened. Sets
+        `shortened` to the number of turns whose observations are shortened.
         """
         ids, self.shortened = self.ids, 0
         capacity = self.params.policy.context - min(self.params.policy.context // 8, 4096)
@@ -340,7 +349,11 @@ class TokenEpisode(Episode):
         return ids
 
     async def take_turn(self) -> None:
-        """Sample a turn and run its tool calls; without room in the context window, the episode ends."""
+        """Sample a turn, which is one message of the policy, and run its tool calls.
+
+        If fewer than `MIN_TURN_TOKENS` tokens are left in the context window, the episode ends instead, with
+        the `finish_reason` length.
+        """
         prompt = self.prompt()
         room = self.params.policy.context - len(prompt)
         if room < MIN_TURN_TOKENS:
@@ -357,7 +370,7 @@ class TokenEpisode(Episode):
         await asyncio.to_thread(self._act, completion)
 
     def _act(self, completion: Completion) -> None:
-        """Append a sampled turn to the history and run its tool calls.
+        """Append a sampled turn, which is one message of the policy, to the history and run its tool calls.
 
         Unless the turn ends the episode, the observations of the calls are appended as well.
         """
@@ -374,11 +387,12 @@ class TokenEpisode(Episode):
 async def run_episode(
     request: RolloutRequest, index: int, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
 ) -> Trajectory:
-    """Sample a trajectory for the task `request.tasks[index]` and return it.
+    """Sample a trajectory, the record of one attempt, for the task `request.tasks[index]` and return it.
 
-    The final verdict is on the candidate's files at the end of the episode. A mistake of the policy, such as
-    a wrong tool call, raises no exception. If the final verdict has the status `infrastructure`, the judge
-    failed, so the trajectory must not be used to assess the policy, and it has no reward.
+    The final verdict is on the files of the candidate, the policy's implementation of the task, at the end. A
+    mistake of the policy, such as a wrong tool call, raises no exception. If the final verdict has the status
+    `infrastructure`, the judge failed, so the trajectory must not be used to assess the policy, and it has no
+    reward.
     """
     episode = await asyncio.to_thread(TokenEpisode, request, index, sampler, tokenizer)
     return await episode.run()
@@ -387,7 +401,7 @@ async def run_episode(
 def run_episodes(
     request: RolloutRequest, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
 ) -> list[Trajectory]:
-    """Sample one trajectory for each task of `request` with `run_episode`, and return them in order.
+    """Sample one trajectory for each task of `request` with `run_episode`, in the order of the tasks.
 
     At most `sampler.capacity()` episodes run at the same time.
     """

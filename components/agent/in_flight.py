@@ -1,8 +1,8 @@
-"""Run many trajectories at the same time, each in a coroutine of its own.
+"""Run many trajectories, which are attempts of a policy at tasks, at the same time in coroutines.
 
 Blocking parts of a trajectory, such as tool calls, run in threads, of which there are as many as needed,
 because a waiting thread costs little. Scarce resources are limited elsewhere: sequences by the capacity of
-the sampler, judge jobs by the judge pool, and shell commands by the number of cores (`shell.py`).
+the sampler, jobs of the judge by the pool of judges, and shell commands by the number of cores (`shell.py`).
 """
 
 import asyncio
@@ -55,12 +55,13 @@ async def keep_in_flight(
 ) -> None:
     """Run the coroutines that `start` returns, at most `max(1, capacity())` at a time, each until its end.
 
-    `start` is called for one coroutine at a time and returns None if there is none to start at present. This
-    function returns when no coroutine runs and `start` returns None. If the event `changed` is given, this
-    function never returns by itself and calls `start` again whenever the event is set. If a coroutine raises
-    an error, the other coroutines are cancelled and the error is raised. A coroutine that ends because it was
-    cancelled, for instance because the judge cancelled its job, counts as one that raised StageFailed. The
-    running event loop gets a default executor of at most `MAX_THREADS` threads.
+    `start` is called for one coroutine at a time and returns None if there is none to start at present.
+    Without `changed`, this function returns when no coroutine runs and `start` returns None. If the event
+    `changed` is given, the function does not return but waits for the event or the end of a coroutine, and
+    then calls `start` again. If a coroutine raises an error, the other coroutines are cancelled and the error
+    is raised. A coroutine that ends because it was cancelled, for instance because the judge cancelled its
+    job, counts as one that raised StageFailed. The running event loop gets a default executor of at most
+    `MAX_THREADS` threads.
     """
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="trajectory")

@@ -1,4 +1,4 @@
-"""Policies that write kernels: checkpoints sampled on this machine, and models of OpenAI-compatible servers.
+"""Open policies that write kernels: checkpoints on this machine, and models of OpenAI-compatible servers.
 
 Both kinds are sampled through the class `Policy`, by the command `cuda-agent optimize` and by evaluations.
 """
@@ -46,8 +46,9 @@ class Policy:
     """A model that writes kernels, with the parameters and the function with which it is sampled.
 
     `name` is the folder of the policy, or the names of its server and model, for messages. `version` is the
-    short name of its weights, which trajectories record. Equal policies have equal digests. `params` are the
-    parameters with which it is sampled. `sample` returns one trajectory for each task of a request, in order.
+    short name of its weights, which trajectories (records of attempts at tasks) contain. `digest` is equal
+    for equal policies. `params` are the parameters with which the policy is sampled. `sample` returns one
+    trajectory for each task of a request, in the order of the tasks.
     """
 
     name: str
@@ -60,9 +61,9 @@ class Policy:
 def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
     """Return the policy in `folder`, to be sampled by the backend that the parameter `policy.backend` names.
 
-    `digest` is the digest of the folder's files. The model is loaded when it is sampled for the first time,
-    so no model is loaded if an evaluation is complete already. Raises UserError if vLLM servers of this
-    process are to sample it and cannot be started.
+    `digest` is the digest of the folder's files. The model is loaded when the policy is sampled for the first
+    time, so no model is loaded if an evaluation is complete already. Raises UserError if the policy is to be
+    sampled by vLLM servers that this process starts, and they cannot be started.
     """
     check_own_servers(params)
 
@@ -80,7 +81,7 @@ def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
 def open_sampler(
     params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
 ) -> Sampler:
-    """Return a sampler of the model in `folder` by the backend `policy.backend`.
+    """Return a sampler of the model in `folder` by the backend that the parameter `policy.backend` names.
 
     `version` is the name of the model's weights in trajectories. With the backend vllm-server, the weights
     are sent to the vLLM servers before the sampler is returned, and again if a server was restarted.
@@ -113,7 +114,8 @@ def open_sampler(
 def checkpoint_policy(folder: Path, params: Params) -> Policy:
     """Return the policy of the checkpoint `folder`, to be sampled with `params` unchanged.
 
-    Raises UserError if the folder has no manifest (manifest.json), or a file with another digest than there.
+    Raises UserError if the folder has no manifest.json, which lists the digests of its files, or if a file
+    has another digest than the manifest says.
     """
     return _folder_policy(folder, params, verify_checkpoint(folder).digest)
 

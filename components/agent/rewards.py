@@ -1,9 +1,10 @@
-"""The reward of a trajectory, which training maximises.
+"""Compute the reward of a trajectory, which training maximises.
 
-The parameter `reward` names the function that computes it by the function's import path. The function
-`components.agent.rewards.milestone` returns the milestone of the final verdict, which judge/verdict.py
-defines. A user's own function takes a finished trajectory, with all of its turns and verdicts, and returns a
-number. This number is stored in the trajectory, and PPO, rejection fine-tuning and the critic learn from it.
+A trajectory is the record of one attempt of a policy at a task. The parameter `reward` names the function
+that computes it by the function's import path. The function `components.agent.rewards.milestone` returns the
+milestone of the final verdict, which is -1, 1, 2 or 3 and which judge/verdict.py defines. A user's own
+function takes a finished trajectory, with all of its turns and verdicts, and returns a number. This number is
+stored in the trajectory, and PPO, rejection fine-tuning and the critic learn from it.
 """
 
 import math
@@ -18,7 +19,7 @@ Reward = Callable[[Trajectory], float]
 
 
 def milestone(trajectory: Trajectory) -> float:
-    """Return the milestone of the final verdict (CUDA Agent paper, equation 1).
+    """Return the milestone of the final verdict of a trajectory (CUDA Agent paper, equation 1).
 
     It is -1 for a kernel that is not correct, 1 for a correct one, 2 if it is also faster than eager PyTorch,
     and 3 if it is also faster than torch.compile.
@@ -27,7 +28,7 @@ def milestone(trajectory: Trajectory) -> float:
 
 
 def load_reward(path: str) -> Reward:
-    """Import the function whose import path is `path`, the value of the parameter `reward`.
+    """Import the function whose import path is `path`, the value of the parameter `reward`, and return it.
 
     The function takes a `Trajectory` and returns its reward. Raises UserError if the module cannot be
     imported or has no such function.

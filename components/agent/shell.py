@@ -1,9 +1,10 @@
 """Run the shell commands of an agent in one sandboxed bash.
 
-The bash runs from the first command to the end of the trajectory, so the working directory, variables and
-functions persist. Each command writes its output to a file of its own, because the end of a pipe would not be
-reached as long as a background process keeps it open. The isolated shell may write to /workspace, /output and
-/tmp, and it sends requests to the judge through a socket in /control (components/agent/utilities.py).
+The bash runs from the first command to the end of the trajectory, which is one attempt of the agent at a
+task, so the working directory, variables and functions persist. Each command writes its output to a file of
+its own, because the end of a pipe would not be reached as long as a background process keeps it open. The
+isolated shell may write to /workspace, /output and /tmp, and it sends requests to the judge through a socket
+in /control (components/agent/utilities.py).
 """
 
 import contextlib
@@ -79,10 +80,10 @@ class CommandResult:
 
 
 class Shell:
-    """Sandboxed bash in which all shell commands of one trajectory run.
+    """Sandboxed bash in which all shell commands of one trajectory (an attempt at a task) run.
 
-    It starts with the first command. If it has ended, for instance because a command took too long, the next
-    command starts it again.
+    The bash starts with the first command. If it has ended, for instance because a command took too long, the
+    next command starts it again.
     """
 
     def __init__(
@@ -93,10 +94,11 @@ class Shell:
     ):
         """Create the shell's folders and the socket through which its commands call the utilities.
 
-        `texts` are the contents of the read-only files of the workspace that are not in utils/, by name, such
-        as model.py. `serve_utility` is called with the name of a utility (compile, verification or profiling)
-        and returns its text and exit code. The duration of such a call does not count towards the time limit
-        of the command that uses the utility.
+        `sandbox` are the parameters that say how the shell is isolated. `texts` are the contents of the
+        read-only files of the workspace that are not in utils/, by name, such as model.py. `serve_utility` is
+        called with the name of a utility (compile, verification or profiling) and returns its text and exit
+        code. The duration of such a call does not count towards the time limit of the command that uses the
+        utility.
         """
         self.sandbox, self.texts = sandbox, texts
         self.base = Path(tempfile.mkdtemp(prefix="agent-", dir=scratch_folder()))
@@ -130,8 +132,9 @@ class Shell:
     def push(self, files: Mapping[str, str], before: Mapping[str, str]) -> None:
         """Update the candidate's files in the shell's workspace to `files`.
 
-        `before` are the files that the workspace held when it was last written or read. Both arguments have
-        texts by workspace path. Only the differences between `before` and `files` are written.
+        The candidate is the agent's implementation of the task. `files` are the new files, and `before` are
+        those that the workspace held when it was last written or read. Both have texts by workspace path.
+        Only the differences between them are written, and files that are missing in `files` are removed.
         """
         untrusted_folder.open_up(self.workspace, "kernels")
         for path in before.keys() - files.keys():
@@ -143,8 +146,9 @@ class Shell:
     def pull(self) -> dict[str, str]:
         """Return the candidate's files in the shell's workspace: model_new.py and those in kernels/.
 
-        The result has texts by workspace path. Files that are too large, and files beyond the largest number
-        in a folder (untrusted_folder.py), are left out.
+        The candidate is the agent's implementation of the task. The result has texts by workspace path. Files
+        that are too large, and files beyond the largest number in a folder (untrusted_folder.py), are left
+        out.
         """
         untrusted_folder.open_up(self.workspace, "kernels")
         files = {
@@ -161,9 +165,9 @@ class Shell:
     def run(self, command: str, seconds: float) -> CommandResult:
         """Run `command`, wait until it ends, and return its output and exit code.
 
-        Waits first while `COMMANDS_PER_CORE` commands for each core are running in this process. After
-        `seconds`, in which neither this wait nor the time of the judge counts, the shell is ended, and the
-        result has no exit code.
+        Before the command starts, this method waits while `COMMANDS_PER_CORE` commands for each core are
+        running in this process. After `seconds`, in which neither this wait nor the time of the judge counts,
+        the shell is ended, and the result has no exit code.
         """
         number = self._save(command)
         with COMMAND_PLACES:
@@ -181,8 +185,9 @@ class Shell:
     def new_output(self, name: str) -> tuple[str, str] | None:
         """Return the output of a background command since the last call, and a text about its state.
 
-        The text says that the command is running, that it ended (with its exit code), or that it was killed
-        with its shell. Returns None if there is no background command of this name.
+        `name` is what `start` returned for the command. The text says that the command is running, that it
+        ended (with its exit code), or that it was killed with its shell. Returns None if there is no
+        background command of this name.
         """
         number = name.removeprefix("bash_")
         if number not in self.read_until:
@@ -201,7 +206,8 @@ class Shell:
     def kill(self, name: str) -> bool:
         """Kill a background command and its child processes.
 
-        Returns False if there is no background command of this name.
+        `name` is what `start` returned for the command. Returns False if there is no background command of
+        this name, and True otherwise, also if the command has ended before.
         """
         number = name.removeprefix("bash_")
         if number not in self.read_until:
@@ -229,8 +235,8 @@ class Shell:
         """Send the line `order` to the script `DRIVER`, which the bash runs, and return the reply.
 
         The reply is an exit code, or a sentence that says why there is none. `order` is the word run, start
-        or kill, followed by the number of a command. `seconds` is the time limit of the order. The bash is
-        started first if it does not run.
+        or kill, followed by the number of a command. `seconds` is the time limit of the order. If the bash
+        does not run, it is started before the line is sent.
         """
         with self.lock:
             if self.process is None or self.process.poll() is not None:
@@ -343,7 +349,8 @@ class Shell:
     def _read(self, number: str, start: int = 0) -> tuple[str, int]:
         """Return the output of command `number` from byte `start` on, and the offset of its end in bytes.
 
-        An output longer than 2 * `KEPT_BYTES` is shortened in the middle.
+        An output longer than 2 * `KEPT_BYTES` is shortened in the middle. If the file of the output cannot be
+        read, an empty text and `start` are returned.
         """
         try:
             with untrusted_folder.opened(

@@ -1,4 +1,4 @@
-"""This module parses the tool calls in a policy's turn.
+"""Parse the tool calls in a turn, which is one message of a policy.
 
 A call may be a native call, which a chat server has parsed already, or text in one of these forms: between
 the tags of Qwen and Hermes models (`<tool_call>`), as JSON or as `<function=…>` with parameters, or with the
@@ -7,7 +7,7 @@ function in the harmony format of gpt-oss; as JSON in a fenced code block; or as
 write. The first tag or token in a text decides on its form, so a value may contain those of other forms.
 
 Text that looks like a call but cannot be parsed as a whole becomes a request with an `error`, which is shown
-to the policy as the observation of the call.
+to the policy as the observation of the call, that is, in place of the tool's output.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ FORM = (
 class Request:
     """A tool call that the policy requests.
 
+    `name` is the name of the tool, and `arguments` are its arguments by name, which are not validated yet.
     `error` says why the call could not be accepted and is empty otherwise. `call_id` is the id of a native
-    call and empty for calls in text.
+    call (one that a chat server has parsed) and empty for calls in text.
     """
 
     name: str
@@ -99,11 +100,13 @@ class Request:
 
 
 def parse_calls(text: str, *, in_thought: bool = False) -> list[Request]:
-    """Return the first `MAX_CALLS` tool calls in the text of a message.
+    """Return the first `MAX_CALLS` tool calls in the text of a message, in their order.
 
-    `in_thought` says whether the prompt opened the reasoning with which the text begins. If the text begins
-    in the harmony format, only messages to a function are calls. Otherwise, text between `<think>` tags is
-    ignored, and fenced and bare JSON is parsed only if the text has no call between tags or tokens.
+    `in_thought` says whether the prompt ended with `<think>`, so that the text begins inside the policy's
+    reasoning. If the text begins in the harmony format, only messages to a function are calls. Otherwise,
+    text between `<think>` tags is ignored, and fenced and bare JSON is parsed only if the text has no call
+    between tags or tokens. A call that cannot be parsed, or has more than `MAX_ARGUMENT_CHARACTERS`
+    characters of arguments, gives a request with an error and without arguments.
     """
     if HARMONY.match(text):
         return [_limited(request) for request in _harmony_calls(text)][:MAX_CALLS]
@@ -138,7 +141,11 @@ def _calls_between_tags(text: str) -> list[Request]:
 
 
 def _calls_in_json(text: str) -> list[Request]:
-    """Return the calls in fenced blocks of JSON, or in a text that is JSON."""
+    """Return the calls in the fenced blocks of `text` that begin like a call in JSON.
+
+    If there is no such block and `text` itself begins like a call in JSON, the calls in it are returned, and
+    otherwise an empty list. JSON that cannot be read gives a request with an error.
+    """
     fenced = [block for block in FENCE.findall(text) if LOOKS_LIKE_A_CALL.match(block)]
     if not fenced and LOOKS_LIKE_A_CALL.match(text):
         fenced = [text]
@@ -148,7 +155,8 @@ def _calls_in_json(text: str) -> list[Request]:
 def _blocks(text: str) -> Iterator[Request]:
     """Yield the calls in all blocks `<tool_call>`, of which the last may have no end.
 
-    The end of a call in JSON is found by parsing the JSON, because a string in it may contain `</tool_call>`.
+    A block without a call gives a request with an error. The end of a call in JSON is found by parsing the
+    JSON, because a string in it may contain `</tool_call>`.
     """
     position = 0
     while (start := text.find(BLOCK_START, position)) >= 0:
@@ -169,10 +177,10 @@ def _blocks(text: str) -> Iterator[Request]:
 
 
 def _leading_json(text: str) -> tuple[list[Request], int]:
-    """Return the calls in the JSON values with which a text begins, and a position in the text.
+    """Return the calls in the JSON values with which a text begins, and the position at which reading ended.
 
-    The position is after the last of these values, and before any other text. If the next value cannot be
-    read, the last request has an error.
+    The position is that of the first character after these values that is not blank, or the end of the last
+    value if only blanks follow. If a value cannot be read or is no call, the last request has an error.
     """
     requests, end = list[Request](), 0
     try:
@@ -188,7 +196,12 @@ def _leading_json(text: str) -> tuple[list[Request], int]:
 
 
 def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
-    """Return requests for the first `MAX_CALLS` of the tool calls that a chat server has parsed itself."""
+    """Return requests for the first `MAX_CALLS` of the tool calls that a chat server has parsed itself.
+
+    A request has an error if the arguments of its call are no JSON object or have more than
+    `MAX_ARGUMENT_CHARACTERS` characters. A call without an id gets the id call_N, where N is its index from
+    0.
+    """
     requests = []
     for index, call in enumerate(calls[:MAX_CALLS]):
         arguments = call.arguments or {}
@@ -198,7 +211,10 @@ def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
 
 
 def _function_call(block: str) -> Request:
-    """Return the call in a block of Qwen's form, which begins with `<function=`."""
+    """Return the call in a block of Qwen's form, which begins with `<function=`.
+
+    The request has an error if the block has no `</function>` or has text that is no whole parameter.
+    """
     function = FUNCTION.match(block)
     if function is None:
         return Request("", {}, f"it has no </function>; {FORM}")
@@ -206,9 +222,11 @@ def _function_call(block: str) -> Request:
 
 
 def _call_with_parts(name: str, body: str, part: re.Pattern[str]) -> Request:
-    """Return a request to call the tool `name` with the names and values that `part` matches in `body`.
+    """Return a request to call the tool `name` with the arguments that `part` matches in `body`.
 
-    If `part` does not match all of `body`, the request has no arguments and an error.
+    `part` is a pattern of one argument, whose groups are the argument's name and value. If a value begins
+    with a line feed, this one and a line feed at the end of the value are removed. If the matches of `part`
+    do not cover all of `body`, the request has no arguments and an error.
     """
     values, end = dict[str, str](), 0
     for found in part.finditer(body):
@@ -227,21 +245,29 @@ def _call_with_parts(name: str, body: str, part: re.Pattern[str]) -> Request:
 def _invoke_call(name: str, body: str, end: str) -> Request:
     """Return a request to call the tool `name` with the parameters in `body`, which has MiniMax's form.
 
-    It has an error if `end`, the text of the tag that ends the call, is empty.
+    `end` is the text of the tag that ends the call. If it is empty, the request has an error.
     """
     request = _call_with_parts(name, body, INVOKE_PARAMETER)
     return request if end or request.error else Request(name, {}, f"it has no </invoke>; {FORM}")
 
 
 def _kimi_call(part: str) -> Request:
-    """Return the call at the beginning of `part`, the text after a token that begins a call of Kimi-K2."""
+    """Return the call at the beginning of `part`, the text after a token that begins a call of Kimi-K2.
+
+    The request has an error if `part` does not begin with a name and the token before the arguments, or if
+    the arguments are no JSON object.
+    """
     if (name := KIMI_NAME.match(part)) is None:
         return Request("", {}, f"it has no name and arguments; {FORM}")
     return _named_call(name.group(1), KIMI_END.split(part[name.end() :], 1)[0])
 
 
 def _mistral_calls(text: str) -> list[Request]:
-    """Return the calls in `text`, which follows the first token `[TOOL_CALLS]` of a model of Mistral."""
+    """Return the calls in `text`, which follows the first token `[TOOL_CALLS]` of a model of Mistral.
+
+    The text is JSON with the calls, or it has a name and arguments for each call, with the token
+    `[TOOL_CALLS]` between two calls. A part without a name and arguments gives a request with an error.
+    """
     if text.startswith(("[", "{")):
         return _leading_json(text)[0]
     requests = []
@@ -282,9 +308,11 @@ def _named_call(name: str, arguments: str) -> Request:
 
 
 def _call(value: Any) -> Request:
-    """Return the request in a JSON value, whose key `function` may take the place of `name` or hold the call.
+    """Return the request that the decoded JSON value `value` describes.
 
-    Raises KeyError, TypeError or ValueError if the value is no call.
+    The value is an object with the keys `name` and `arguments` (or `parameters`), of which the latter is an
+    object or its JSON text. The key `function` may have the name instead, or may be the object with these
+    keys. Raises KeyError, TypeError or ValueError if the value is no call.
     """
     function = value.get("function") if isinstance(value, dict) else None
     if isinstance(function, dict):
@@ -298,7 +326,10 @@ def _call(value: Any) -> Request:
 
 
 def _limited(request: Request) -> Request:
-    """Return `request`, or a copy with an error and without arguments if the arguments are too long."""
+    """Return `request`, or a copy with an error and without arguments if the arguments are too long.
+
+    They are too long if all of them together have more than `MAX_ARGUMENT_CHARACTERS` characters.
+    """
     size = sum(
         len(value) if isinstance(value, str) else len(repr(value)) for value in request.arguments.values()
     )

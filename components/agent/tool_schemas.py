@@ -1,4 +1,4 @@
-"""Names and arguments of the tools, validated here and described to the policy as JSON schemas.
+"""Validate the names and arguments of tool calls, and describe the tools to the policy as JSON schemas.
 
 The docstring of each class in `TOOLS` is the description of the tool that the policy reads.
 """
@@ -145,7 +145,10 @@ TOOLS: dict[str, type[Arguments]] = {
 
 
 def validated(name: str, values: dict[str, Any]) -> Arguments | str:
-    """Return `values` as the arguments of the tool `name`, or a clause that says what is wrong with them."""
+    """Return `values` as the arguments of the tool `name`, or a clause that says what is wrong with them.
+
+    `values` has the arguments of a call by name. An unknown tool, too, gives such a clause.
+    """
     kind = TOOLS.get(name)
     if kind is None:
         return f"no tool is called {name[:40]}; there are {', '.join(TOOLS)}"

@@ -1,8 +1,9 @@
-"""The agent's tools, such as Bash, Read and Edit, whose names and arguments are common among coding agents.
+"""Execute the agent's tools, such as Bash, Read and Edit, whose names and arguments are common among agents.
 
-The candidate's files are kept in memory. A shell is started by the first command that needs one and gets a
-copy of the files. After each command, the changes that the shell made to model_new.py and kernels/ are copied
-back. A command that consists only of utilities (compile, verification, profiling) needs no shell.
+The files of the candidate (the agent's implementation of the task) are kept in memory. A shell is started by
+the first command that needs one and gets a copy of the files. After each command, the changes that the shell
+made to model_new.py and kernels/ are copied back. A command that consists only of utilities (compile,
+verification, profiling) needs no shell.
 """
 
 import shlex
@@ -36,7 +37,10 @@ FAILURE = "invalid tool call"
 
 
 class JudgeFailed(Exception):
-    """Error raised in place of an observation if the judge itself failed; `verdict` says why."""
+    """Error raised in place of an observation if the judge itself failed.
+
+    `verdict` is the judge's result with the status `infrastructure`, whose reason and log say why.
+    """
 
     def __init__(self, verdict: Verdict):
         super().__init__(f"{verdict.reason}: {verdict.log}")
@@ -44,12 +48,13 @@ class JudgeFailed(Exception):
 
 
 class Tools:
-    """Executor of the tool calls of one trajectory on its workspace.
+    """Executor of the tool calls of one trajectory, an attempt of a policy at a task, on its workspace.
 
-    `judge` returns the verdict on the current files of the workspace. `context` is the policy's context
-    window in tokens. An observation has at most `context` / 4 characters, which fill about a sixteenth of the
-    window, but this limit is never below `MIN_OBSERVATION` or above `MAX_OBSERVATION`. With `read_first`,
-    a file cannot be overwritten or edited before the policy has seen its current text.
+    `sandbox` are the parameters of the isolation of shell commands. `judge` returns the verdict on the
+    current files of the workspace. `context` is the policy's context window in tokens. An observation (the
+    text that a call returns to the policy) has at most `context` / 4 characters, which fill about a sixteenth
+    of the window, but this limit is never below `MIN_OBSERVATION` or above `MAX_OBSERVATION`. With
+    `read_first`, a file cannot be overwritten or edited before the policy has seen its current text.
     """
 
     def __init__(
@@ -80,9 +85,10 @@ class Tools:
     def run(self, request: Request) -> ToolCall:
         """Execute one tool call and return its record.
 
-        A mistake in the call raises no exception but is described in the observation. Raises JudgeFailed if
-        the judge failed in this call or for a command in the background, so that no observation tells the
-        policy of the failure. Raises CancelledError if a shell is needed after `close`.
+        A mistake in the call raises no exception but is described in the observation, which is the text that
+        the call returns to the policy. Raises JudgeFailed if the judge failed in this call or for a command
+        in the background, so that no observation tells the policy of the failure. Raises CancelledError if a
+        shell is needed after `close`.
         """
         arguments = request.error or validated(request.name, request.arguments)
         if isinstance(arguments, str):
@@ -137,7 +143,10 @@ class Tools:
         return problem or f"Written {plain}."
 
     def edit(self, path: str, edits: Sequence[tool_schemas.OneEdit | tool_schemas.Edit]) -> str:
-        """Apply all edits to the file `path` in order, or none if one fails, and return the observation."""
+        """Apply all edits to the file `path` in order, or none if one fails.
+
+        Returns the observation for the policy: that the file was edited, or why it was not.
+        """
         plain = self.workspace.writable(path)
         text = self.workspace.files.get(plain) if plain is not None else None
         if plain is None or text is None:
@@ -153,7 +162,11 @@ class Tools:
         return self._keep(plain, text) or f"Edited {plain}."
 
     def _keep(self, path: str, text: str) -> str:
-        """Store the text of a file, and return an empty string, or why the text is refused."""
+        """Store the text of a candidate's file.
+
+        Returns an empty string, or a sentence that says why the text is refused, which is that it is too
+        long.
+        """
         limit = untrusted_folder.MAX_FILE_BYTES
         if len(text) > limit:
             return f"{path}: {len(text)} characters are more than the {limit} that a source file may have."
@@ -162,17 +175,21 @@ class Tools:
         return ""
 
     def _unread(self, path: str) -> str:
-        """Return the reason why the policy may not overwrite an existing file, or an empty string."""
+        """Return the reason why the policy may not overwrite the existing file `path`, or an empty string.
+
+        The policy may not if `read_first` is set and the policy has not seen the present text of the file.
+        """
         if not self.read_first or self.last_seen.get(path) == self.workspace.files[path]:
             return ""
         reason = "it has changed since you read it" if path in self.last_seen else "you have not read it"
         return f"{path}: {reason}; Read it first."
 
     def _text(self, path: str) -> str | None:
-        """Return the text of a file, or None if there is no such file.
+        """Return the text of the file `path`, or None if there is no such file.
 
-        Files that are not the candidate's, such as files that shell commands have written, are read from the
-        shell's workspace.
+        The task, the template's files and the files of the agent's implementation are read from memory. Other
+        files, such as those that shell commands have written, are read from the shell's workspace if they are
+        in it or in a folder directly below it.
         """
         text = self.workspace.read(path)
         if text is None and self._shell is not None and path.count("/") <= 1:
@@ -214,9 +231,9 @@ class Tools:
         return "\n".join(matching) or f"No file matches {pattern[:80]}."
 
     def grep(self, arguments: tool_schemas.Grep) -> str:
-        """Run GNU grep in the shell and return the observation.
+        """Run GNU grep in the shell and return its output, or that nothing was found, as the observation.
 
-        An expression that backtracks without end is stopped by the time limit of the shell command.
+        A regular expression that backtracks without end is stopped by the time limit of the shell command.
         """
         start = plain_path(arguments.path or ".")
         if start is None:
@@ -259,7 +276,8 @@ class Tools:
     def _run_utilities(self, utilities: list[Utility]) -> str:
         """Judge the files once and return the output of `utilities`, up to the first utility that fails.
 
-        Raises JudgeFailed if the judge itself fails.
+        The success of compile is reported only if no other utility was run. Raises JudgeFailed if the judge
+        itself fails.
         """
         verdict = self._verdict()
         outputs = []
@@ -279,7 +297,11 @@ class Tools:
         return verdict
 
     def _serve_utility(self, utility: Utility) -> tuple[str, int]:
-        """Return the text and exit code for a utility that a command in the shell has called."""
+        """Return the text and exit code for a utility that a command in the shell has called.
+
+        The files are first copied from the shell into memory, and then judged. Raises JudgeFailed if the
+        judge itself fails.
+        """
         self._pull()
         return utility_output(utility, self._verdict())
 
@@ -302,8 +324,8 @@ class Tools:
     def _pull(self) -> None:
         """Copy the changes that shell commands made to the candidate's files into memory.
 
-        A file that the shell did not change is left alone in memory, because the text in memory may be newer
-        than the text in the shell's workspace.
+        The candidate is the agent's implementation of the task. A file that the shell did not change is left
+        alone in memory, because the text in memory may be newer than the text in the shell's workspace.
         """
         if self._shell is None:
             return

@@ -1,8 +1,9 @@
-"""The trajectory, a record of one episode with all turns, observations and verdicts, and its files on disk.
+"""Define the trajectory, which is the record of one attempt of a policy at a task, and its files on disk.
 
-`Trajectory.ids` holds the token ids of the prompt, of the sampled turns and of the observations. The ids of
-the turns are those that the policy sampled; they are never computed from text again, because encoding a text
-can give other tokens.
+A trajectory has all turns of the attempt, the observations (what tool calls returned), and the verdicts of
+the judge. `Trajectory.ids` holds the token ids of the prompt, of the sampled turns and of the observations.
+The ids of the turns are those that the policy sampled; they are never computed from text again, because
+encoding a text can give other tokens.
 """
 
 import itertools
@@ -29,10 +30,11 @@ SEQUENCES: dict[str, type] = {"ids": np.int32, "action_mask": np.uint8, "sampler
 class ToolCall:
     """One call of the tool `name`, with its observation, the text that the policy gets as the answer.
 
-    `valid` is False if the call could not be parsed or its arguments do not fit the tool. `verdicts` is the
-    number of verdicts that the judge gave between the end of the previous valid call and the end of this one,
-    some of them perhaps to commands in the background. `Trajectory.verdicts` begins with these verdicts, in
-    the order of the calls.
+    `arguments` are the arguments by name. `valid` is False if the call could not be parsed or its arguments
+    do not fit the tool. `verdicts` is the number of verdicts (results of the judge, which builds, checks and
+    times the policy's kernel) that were given between the end of the previous valid call and the end of this
+    one, some of them perhaps to commands in the background. `Trajectory.verdicts` begins with these verdicts,
+    in the order of the calls.
     """
 
     name: str
@@ -60,19 +62,20 @@ class Turn:
 class Trajectory:
     """Record of one episode, which is one attempt of a policy at a task.
 
-    `ids`, `action_mask` and `sampler_logprob` have one entry for each token and are empty if the policy is a
-    chat server. `action_mask` is 1 on the tokens that the policy sampled. `sampler_logprob` is the
-    log-probability of these tokens in nats and 0 on all other tokens. `policy_version` names the policy's
-    weights; if they changed during the episode, it names the latest. `versions` lists the names of all
-    weights that sampled tokens, in order, each with its number of tokens.
+    `task_id` is the id of the task. `ids`, `action_mask` and `sampler_logprob` have one entry for each token
+    and are empty if the policy is a chat server. `action_mask` is 1 on the tokens that the policy sampled.
+    `sampler_logprob` is the log-probability of these tokens in nats and 0 on all other tokens.
+    `policy_version` names the policy's weights; if they changed during the episode, it names the latest.
+    `versions` lists the names of all weights that sampled tokens, in order, each with its number of tokens.
 
-    `verdicts` are all verdicts of the episode in order. The last verdict is on the candidate's files at the
-    end, or its status is `infrastructure`, because the judge failed during or after the last turn. `reward`
-    is what the function that the parameter `reward` names gave, and None if the judge failed. `finish_reason`
-    is stop (the last turn has no tool call), length (a token or context limit), turns (the limit of turns),
-    time (the deadline), server (the policy's server failed) or judge (the judge failed when a tool call
-    needed it, so this call and those after it are missing in the last turn). `error` says why a server or the
-    judge failed.
+    `verdicts` are all verdicts of the episode in order. A verdict is the judge's result for the candidate,
+    which is the policy's implementation of the task. The last verdict is on the candidate's files at the end,
+    or its status is `infrastructure`, because the judge failed during or after the last turn. `reward` is
+    what the function that the parameter `reward` names gave, and None if the judge failed. `finish_reason` is
+    stop (the last turn has no tool call), length (a token or context limit), turns (the limit of turns), time
+    (the deadline), server (the policy's server failed) or judge (the judge failed when a tool call needed it,
+    so this call and those after it are missing in the last turn). `error` says why a server or the judge
+    failed.
 
     `files` are the candidate's files at the end by workspace path, and `start` are its files before the first
     turn. `task` is the source of the task. `settings` has the keys `device`, `in_turns` (whether several
@@ -108,12 +111,12 @@ class Trajectory:
 
     @property
     def is_judged(self) -> bool:
-        """Whether the judge did not fail, so that the final verdict is one on the policy's kernel."""
+        """Return whether the judge did not fail, so that the final verdict is one on the policy's kernel."""
         return self.final.status != "infrastructure"
 
     @property
     def earned(self) -> float:
-        """The reward of a trajectory on which the judge did not fail; an AssertionError if it failed."""
+        """Return the reward of the trajectory; raise AssertionError if the judge failed on it."""
         assert self.reward is not None, f"the judge failed on a trajectory of task {self.task_id}"
         return self.reward
 
@@ -121,7 +124,7 @@ class Trajectory:
 def updates_of(version: str) -> int:
     """Return the number of steps that the weights named `version` were trained, such as 3 for 0123+3.
 
-    It is 0 if there is no plus sign, or if the part after the last one is not a number.
+    The result is 0 if `version` has no plus sign, or if the part after the last one is not a number.
     """
     _, sign, number = version.rpartition("+")
     return int(number) if sign and number.isdigit() else 0
@@ -149,7 +152,7 @@ def save_trajectories(folder: Path, trajectories: Sequence[Trajectory]) -> None:
 
     trajectories.jsonl has one line for each trajectory, without the sequences of tokens. tokens.safetensors
     has the sequences of all trajectories one after the other, and the `offsets` at which each trajectory
-    begins.
+    begins. `folder` is replaced as a whole, in one step.
     """
     lines = []
     for trajectory in trajectories:
@@ -171,7 +174,7 @@ def save_trajectories(folder: Path, trajectories: Sequence[Trajectory]) -> None:
 
 
 def load_tokens(folder: Path) -> TokenFile:
-    """Map the token sequences of a folder that `save_trajectories` has written.
+    """Return the token sequences of a folder that `save_trajectories` has written, mapped into memory.
 
     Raises UserError if tokens.safetensors is missing or damaged.
     """

@@ -24,8 +24,8 @@ class Action:
     """One tool call as the viewer shows it.
 
     `title` is the call's main argument, such as a path or a command. `diff` has the lines of a diff if the
-    call changed a file with Write, Edit or MultiEdit. `verdicts` are those that the judge gave between the
-    end of the previous valid call and the end of this one.
+    call changed a file with Write, Edit or MultiEdit, and is empty otherwise. `verdicts` are those that the
+    judge gave on the policy's kernel between the end of the previous valid call and the end of this one.
     """
 
     call: ToolCall
@@ -36,9 +36,10 @@ class Action:
 
 @dataclass(frozen=True)
 class Step:
-    """One turn as the viewer shows it.
+    """One turn, which is one message of the policy, as the viewer shows it.
 
-    `number` counts from 1, and `text` is the policy's message without the calls in `<tool_call>` tags.
+    `number` counts from 1, `text` is the message without the calls in `<tool_call>` tags, and `actions` are
+    its tool calls.
     """
 
     number: int
@@ -96,7 +97,8 @@ def _title(call: ToolCall) -> str:
 def _change(call: ToolCall, files: dict[str, str]) -> Iterator[str]:
     """Yield the lines of a diff if the call changed a file, and apply the change to `files`.
 
-    `files` has the texts of the files before the call, by workspace path.
+    `files` has the texts of the files before the call, by workspace path. The observation of the call, such
+    as `Written PATH.`, says whether it changed a file and which.
     """
     path = call.observation.removeprefix("Written ").removeprefix("Edited ").removesuffix(".")
     if call.observation == f"Written {path}.":
@@ -121,7 +123,9 @@ def _diff(before: str, after: str) -> Iterator[str]:
 def words(verdict: Verdict) -> str:
     """Describe the verdict in one line, such as "correct, 1.52x eager (1.40 to 1.65), milestone 2".
 
-    A kernel that is not correct has its status and the reason: "build_failed: …".
+    Each speed-up is followed by its 95 % interval. The milestone is 1 for a correct kernel, 2 if it is also
+    faster than eager PyTorch, and 3 if it is also faster than torch.compile. For a kernel that is not
+    correct, the line has the status and the reason of the verdict: "build_failed: …".
     """
     if verdict.status != "correct":
         return f"{verdict.status}{f': {verdict.reason}' if verdict.reason else ''}"

@@ -1,4 +1,4 @@
-"""Safe access to a folder to which an untrusted process also writes.
+"""Read, write and remove files safely in a folder to which an untrusted process also writes.
 
 Symbolic links are not followed. FIFOs, devices and large files are not read. The path of the root folder is
 trusted, and files below it are opened relative to a descriptor of their parent folder.
@@ -36,7 +36,7 @@ def opened(path: str | Path, flags: int, parent: int | None = None) -> Iterator[
 
 
 def read_bytes(root: Path, path: str) -> bytes | None:
-    """Return the bytes of the file `path` (at most two levels) below `root`.
+    """Return the bytes of the file `path` below `root`, where `path` is NAME or FOLDER/NAME.
 
     Returns None if the file cannot be opened, is not a regular file, or is larger than `MAX_FILE_BYTES`.
     """
@@ -67,9 +67,10 @@ def _regular(above: int, name: str) -> bytes | None:
 
 
 def write_text(root: Path, path: str, text: str) -> None:
-    """Replace `path` (at most two levels) below `root` by a new regular file with the content `text`.
+    """Replace `path` below `root` by a new regular file with the content `text`.
 
-    Every user may read and write the new file.
+    `path` is NAME or FOLDER/NAME. If FOLDER is missing or is not a folder, it is replaced by an empty one.
+    Every user may read and write the new file. Raises OSError if the file cannot be written.
     """
     folder, _, name = path.rpartition("/")
     with contextlib.ExitStack() as stack:
@@ -101,7 +102,7 @@ def open_up(root: Path, *names: str) -> None:
 
 
 def remove(root: Path, path: str) -> None:
-    """Remove the file `path` (at most two levels) below `root`; errors are ignored."""
+    """Remove the file `path` below `root`, where `path` is NAME or FOLDER/NAME; errors are ignored."""
     folder, _, name = path.rpartition("/")
     with contextlib.suppress(OSError), opened(root / folder, _FOLDER) as above:
         os.unlink(name, dir_fd=above)

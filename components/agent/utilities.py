@@ -1,11 +1,12 @@
-"""The utilities of a workspace (compile, verification, profiling), for an agent and for a person.
+"""Run the utilities of a workspace (compile, verification, profiling), for an agent and for a person.
 
-A command in the agent's sandboxed shell gets verdicts through a Unix socket. Its request is the name of a
-utility and a newline, and the reply is the exit code of the command, a newline, and the text that it prints.
-A request contains no files and no result, because the candidate's files are read from the workspace when the
-request arrives. A person who works outside the sandbox gets the same lines from the same judge by
-`run_utility`, except that a failed compile prints the whole log of the build. Policies are trained on the
-exact lines of `utility_output`, so their wording must not change.
+A workspace is the folder with a task and the files of a candidate, which is an implementation of the task. A
+command in the agent's sandboxed shell gets verdicts on the candidate through a Unix socket. Its request is
+the name of a utility and a newline, and the reply is the exit code of the command, a newline, and the text
+that it prints. A request contains no files and no result, because the candidate's files are read from the
+workspace when the request arrives. A person who works outside the sandbox gets the same lines from the same
+judge by `run_utility`, except that a failed compile prints the whole log of the build. Policies are trained
+on the exact lines of `utility_output`, so their wording must not change.
 """
 
 import contextlib
@@ -43,8 +44,9 @@ MAX_REQUESTS = 500
 def utility_output(utility: Utility, verdict: Verdict) -> tuple[str, int]:
     """Return the text that a utility prints for the verdict on a candidate, and its exit code.
 
-    `utility` is compile, verification or profiling. The exit code is 0 after success, and 1 if the candidate
-    failed.
+    A candidate is an implementation of a task, and the verdict is the judge's result for it. `utility` is
+    compile, verification or profiling. The exit code is 0 after success, and 1 if the candidate failed to
+    build or, for verification and profiling, is not correct.
     """
     if verdict.status == "build_failed" or (verdict.status, verdict.reason) == ("timed_out", "build_limit"):
         lines = verdict.log.splitlines()
@@ -59,13 +61,14 @@ def utility_output(utility: Utility, verdict: Verdict) -> tuple[str, int]:
 
 
 def _times(verdict: Verdict) -> str:
-    """Return the times of baselines and candidate, the speed-ups with the milestone, and the attained rates.
+    """Return the lines that profiling prints for a correct candidate, an implementation of a task.
 
-    Each has a line. If the task names workloads, times and speed-ups are means, and instead of the rates
-    (`rates_line`) a line for each workload follows.
-
-    The milestone of a correct candidate is 1, or 2 if it is faster than eager mode, or 3 if it is also faster
-    than torch.compile. The first line has the format that the workspace of the CUDA Agent paper prints.
+    The first line has the times of eager PyTorch, torch.compile and the candidate in microseconds, in the
+    format that the workspace of the CUDA Agent paper prints. The second has the speed-ups and the milestone,
+    which is 1, or 2 if the candidate is faster than eager mode, or 3 if it is also faster than torch.compile.
+    The third has the memory and arithmetic rates that the candidate attains, if they are known
+    (`rates_line`). If the task names workloads (several calls of its `get_inputs`), times and speed-ups are
+    geometric means over them, and instead of the rates a line for each workload follows.
     """
     seconds = verdict.seconds
     ratios = [f"{ratio.estimate:.2f}x {name}" for name, ratio in verdict.speedup if ratio is not None]
@@ -88,8 +91,9 @@ class JudgeSocket:
 
     `path` is the file of the socket, which the constructor creates. A request names a utility: compile,
     verification or profiling. `handle` is called with this name, and returns the text that the utility prints
-    and its exit code. If `handle` raises an exception, the exit code is 2, and `failure` has the exception.
-    The exit code is also 2 for another request and after `MAX_REQUESTS` requests.
+    and its exit code. If `handle` raises an exception, the exit code is 2, and the attribute `failure` has
+    the exception. The exit code is also 2 for a request that names no utility, and after `MAX_REQUESTS`
+    requests.
     """
 
     def __init__(self, path: Path, handle: Callable[[Utility], tuple[str, int]]):
@@ -142,10 +146,10 @@ class JudgeSocket:
 def run_utility(utility: Utility) -> None:
     """Run a utility on the current folder, print its output and exit.
 
-    The folder is a workspace with the candidate's files. `compile` also writes the built library to
-    cuda_extension.so there. The exit code is 0 after success and 1 if the candidate failed. If the candidate
-    was not judged, it is 3 if this machine cannot isolate candidates, and 2 because of a bad input or a
-    failure of the judge itself.
+    The folder is a workspace with the files of a candidate, which is an implementation of a task. `compile`
+    also writes the built library to cuda_extension.so there. The exit code is 0 after success and 1 if the
+    candidate failed. If the candidate was not judged, the exit code is 3 if this machine cannot isolate
+    candidates, and 2 because of a bad input or a failure of the judge itself.
     """
     try:
         params = resolve("", (f"device={default_device()}",)).params

@@ -1,8 +1,9 @@
-"""The workspace of one episode: the task, the template's files, and the candidate's files in memory.
+"""Hold the workspace of one episode, which is an attempt of a policy at a task, in memory.
 
-The candidate begins with a `model_new.py` that has the constructor of the task's Model and a forward that
-calls the kernel, if `starter` can derive this file from the task. The judge receives the files from memory.
-Shell commands work on a copy of the files inside the sandbox.
+A workspace has the task, the template's files, and the files of the candidate, which is the policy's
+implementation of the task. The candidate begins with a `model_new.py` that has the constructor of the task's
+Model and a forward that calls the kernel, if `starter` can derive this file from the task. The judge receives
+the files from memory. Shell commands work on a copy of the files inside the sandbox.
 """
 
 import ast
@@ -66,8 +67,9 @@ def matches_glob(path: str, pattern: str) -> bool:
 class Workspace:
     """The files of one workspace, the folder in which a policy works on a task.
 
-    `files` holds the texts of the candidate's files by workspace path. The task's `model.py` and the
-    template's files are read-only and not in `files`.
+    `files` holds the texts of the candidate's files by workspace path; the candidate is the policy's
+    implementation of the task. The task's `model.py` and the template's files are read-only and not in
+    `files`.
     """
 
     def __init__(self, task: KernelTask):
@@ -84,7 +86,10 @@ class Workspace:
         return plain if plain is not None and FILE_NAME.fullmatch(plain) else None
 
     def read(self, path: str) -> str | None:
-        """Return the text of the file at a normalised path, or None if there is no such file."""
+        """Return the text of the file at `path`, or None if there is no such file.
+
+        `path` is relative to the workspace and normalised, as `plain_path` returns it.
+        """
         if path == "model.py":
             return self.task.code
         if path == "SKILL.md":
@@ -102,10 +107,10 @@ def starter(task: KernelTask) -> str | None:
     """Return a `model_new.py` whose forward calls `cuda_extension.forward(inputs…, parameters…, outputs…)`.
 
     A policy begins with this file. The output shapes are taken from `task.evidence`, what the judge recorded
-    when it admitted the task. Returns None if the evidence has no output shapes, if a parameter belongs to a
-    numbered submodule, if the arguments of forward() do not correspond to the inputs, or if one expression
-    cannot allocate an output for all workloads of the task. In these cases the policy has to write the whole
-    file.
+    when it checked that the task can be judged. Returns None if the evidence has no output shapes, if a
+    parameter belongs to a numbered submodule, or if the arguments of forward() do not correspond to the
+    inputs. Returns None also if the task names workloads (several calls of its get_inputs) and one expression
+    cannot allocate an output for all of them. In these cases the policy has to write the whole file.
     """
     shapes = task.evidence.get("workloads", [task.evidence])
     if len(shapes) != len(workloads_of(task.code, task.name)):
@@ -170,7 +175,7 @@ def _allocation(shape: list[int], input_shape: list[int], name: str) -> str:
 def _module(tree: ast.Module) -> ast.Module:
     """Return the syntax tree of a task with an import of cuda_extension, and without some of its parts.
 
-    Left out are its docstring, WORKLOADS, get_inputs and get_init_inputs.
+    Left out are the task's docstring, WORKLOADS, get_inputs and get_init_inputs.
     """
     body = tree.body[1:] if ast.get_docstring(tree) is not None else tree.body
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]

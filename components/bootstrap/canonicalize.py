@@ -42,13 +42,14 @@ Names = dict[str, ast.expr]
 
 
 class _NotAChain(Exception):
-    """Error raised if a source is not a chain of known operators."""
+    """Error raised if a source is no chain of known operators, applied to `x` one after another."""
 
 
 def canonicalize(code: str) -> str | None:
     """Return the source of an operator chain in the layout of composed tasks, or None for another source.
 
-    A source that already has this layout is returned unchanged.
+    The layout (TASK_LAYOUT in operator_chain.py) has one line `x = …` of forward for each operator of the
+    chain. A source that already has this layout is returned unchanged.
     """
     if read_chain(code) is not None:
         return code
@@ -62,9 +63,10 @@ def canonicalize(code: str) -> str | None:
 def _rewrite(tree: ast.Module) -> str:
     """Return the source of a module in the layout of composed tasks, for a module with a class Model.
 
-    Raises _NotAChain if `forward` of the class or get_inputs is missing, if `forward` has not one or two
-    inputs, if it is not a chain of known operators, or if the module names workloads, which this layout has
-    no place for.
+    The layout has one line `x = …` of `forward` for each operator. Raises _NotAChain if `forward` of the
+    class or get_inputs is missing, if `forward` has not one or two inputs, if it is not a chain of known
+    operators, or if the module names workloads (several calls of get_inputs), which this layout has no place
+    for.
     """
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     model = next(
@@ -138,7 +140,11 @@ class _Substitution(ast.NodeTransformer):
     names: Names
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Replace a name of `names` by its expression, and leave any other name."""
+        """Replace a name of `names` by its expression, and leave any other name.
+
+        An expression that is neither a number nor a name is removed from `names`, so that it is used only
+        once.
+        """
         value = self.names.get(node.id)
         if value is None:
             return node
@@ -177,7 +183,8 @@ def _inputs(value: ast.expr) -> tuple[list[str], int | None]:
     `value` is the expression that get_inputs returns. For example, `[torch.rand(64, 256)]` gives
     (["torch.randn(64, 256)"], 2). torch.rand is replaced by torch.randn, as in composed tasks, because the
     kernel does not depend on the distribution of the inputs. The rank is None if the inputs have different
-    ranks, or if one of them is another expression. Raises _NotAChain if `value` is not a list or a tuple.
+    ranks, or if one of them is not a call of torch.rand or torch.randn with numbers. Raises _NotAChain if
+    `value` is not a list or a tuple.
     """
     if not isinstance(value, ast.List | ast.Tuple):
         raise _NotAChain
@@ -225,10 +232,11 @@ def _attributes(init: ast.FunctionDef, init_arguments: ast.expr, constants: Name
 class _Speller(ast.NodeTransformer):
     """A transformer that rewrites expressions of a user's module into the form that composed tasks have.
 
-    For example, `x.relu()` becomes `F.relu(x)`, `2 * x` becomes `x * 2.0`, and `x ** 2` becomes
-    `torch.square(x)`. `attributes` are the attributes of the user's module. `rank` is the rank of its inputs,
-    or None if they have different ranks. `renamed` is filled with the name in the composed task of each
-    attribute with parameters, by its name in the user's module.
+    Composed tasks are chains of operators in a fixed layout. For example, `x.relu()` becomes `F.relu(x)`,
+    `2 * x` becomes `x * 2.0`, and `x ** 2` becomes `torch.square(x)`. `attributes` are the expressions of the
+    attributes of the user's module, by name. `rank` is the rank of its inputs, or None if they have different
+    ranks. `renamed` is filled with the name in the composed task of each attribute with parameters, by its
+    name in the user's module.
     """
 
     attributes: Names
@@ -238,7 +246,8 @@ class _Speller(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Rewrite a call of a function, a method or a module of the constructor.
 
-        Calls of norms stay calls of modules, and everything else becomes a call of a torch function.
+        Calls of norms stay calls of modules, and everything else becomes a call of a torch function. Raises
+        _NotAChain if composed tasks have no such module or function.
         """
         self.generic_visit(node)
         namespace, _, name = ast.unparse(node.func).rpartition(".")
@@ -261,8 +270,9 @@ class _Speller(ast.NodeTransformer):
     def _function(self, name: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.expr:
         """Return the call of a torch function with its arguments as composed tasks write them.
 
-        The dimension is a keyword and negative, other constants are positional, and numbers have a decimal
-        point. Raises _NotAChain if composed tasks have no function `name`.
+        `name` is the function's name without its module. In the call, the dimension is a keyword, which is -1
+        for the last one, other constants are positional, and numbers have a decimal point. Raises _NotAChain
+        if composed tasks have no function `name`, or if there are no arguments.
         """
         if name not in QUALIFIED_NAMES or not arguments:
             raise _NotAChain
@@ -283,7 +293,11 @@ class _Speller(ast.NodeTransformer):
         )
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        """Rewrite a sum, a product or a square. Raises _NotAChain for other arithmetic operators."""
+        """Rewrite a sum, a product or a square as composed tasks write it.
+
+        Numbers, parameters and the second input become the right operand of a sum or product, and a square
+        becomes torch.square. Raises _NotAChain for other arithmetic operators.
+        """
         self.generic_visit(node)
         if isinstance(node.op, ast.Pow) and ast.unparse(node.right) in ("2", "2.0"):
             return self._function("square", [node.left], [])
@@ -337,8 +351,8 @@ class _Speller(ast.NodeTransformer):
         An example is "self.scale = nn.Parameter(torch.randn(256))". The method is called after `forward` was
         rewritten, because that fills `renamed`. Attributes of the user's module that are numbers or
         activation modules need no line. Raises _NotAChain for any other attribute that `forward` does not
-        use. The order is that of the user's constructor, because it determines the order of the kernel's
-        arguments.
+        use. The lines are in the order of the user's constructor, because this order determines that of the
+        kernel's arguments.
         """
         lines = []
         for attribute, value in self.attributes.items():

@@ -1,9 +1,10 @@
-"""Cold start: train a tokenizer and a small Qwen3 from scratch on demonstrations.
+"""Train a tokenizer and a small Qwen3 from scratch on demonstrations, which is called the cold start.
 
-The model learns to predict the assistant's tokens of the demonstrations. Muon trains the matrices, AdamW the
-other parameters. On a cpu with several cores a second process computes half of every step's micro-batches,
-and the processes sum their gradients with gloo. The training state is stored on disk, so a killed run
-continues and gives the same numbers as an uninterrupted one.
+Demonstrations are conversations that are written by rules. The model learns to predict the assistant's tokens
+of the demonstrations. Muon trains the matrices, AdamW the other parameters. On a cpu with several cores a
+second process computes half of every step's micro-batches, and the processes sum their gradients with gloo.
+The training state is stored on disk, so a killed run continues and gives the same numbers as an uninterrupted
+one.
 """
 
 import math
@@ -46,7 +47,7 @@ EPSILON = 1e-7
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return `matrix` with its singular values replaced by values of about 1 (0.7 to 1.2).
+    """Return `matrix` [rows, columns] with its singular values replaced by values of about 1 (0.7 to 1.2).
 
     The result is computed with five quintic Newton-Schulz iterations.
     """
@@ -89,15 +90,16 @@ class Muon(torch.optim.Optimizer):
 def coldstart(
     params: Params, sources: Iterator[KernelTask], out: Path, *, dataset: str, code: str, progress: Progress
 ) -> Manifest:
-    """Train a policy from scratch on demonstrations of `sources` and save it as the checkpoint `out`.
+    """Train a policy from scratch on demonstrations for `sources` and save it as the checkpoint `out`.
 
-    `sources` are tasks. `dataset` and `code` are versions that the checkpoint's manifest, which is returned,
-    records. While the training runs, its corpus, weights and optimizer state are stored in the folder `state`
-    in the parent folder of `out`. If a call that was interrupted left this folder, the next call continues
-    from it, provided that the parameters of device, policy and cold start, `dataset` and `code` are the same.
-    The folder is removed at the end. On a cpu with several cores, a second process that this
-    function starts computes half of every step. Raises StageFailed if that process ends too early, and
-    UserError if `sources` has too few tasks or no demonstration fits into the context window.
+    Demonstrations are conversations that are written by rules for the tasks `sources`. `dataset` and `code`
+    are versions that the checkpoint's manifest, which is returned, records. While the training runs, its
+    corpus, weights and optimizer state are stored in the folder `state` in the parent folder of `out`. If a
+    call that was interrupted left this folder, the next call continues from it, provided that the parameters
+    of device, policy and cold start, `dataset` and `code` are the same; otherwise the folder is deleted
+    first. The folder is removed at the end. On a cpu with several cores, a second process that this function
+    starts computes half of every step. Raises StageFailed if that process ends too early, and UserError if
+    `sources` has too few tasks or no demonstration fits into the context window.
     """
     state = out.parent / "state"
     settings = params.model_dump(include={"device", "policy", "coldstart"})
@@ -150,8 +152,9 @@ def coldstart(
 def _second_rank(port: int, params: Params, state: Path) -> None:
     """Train as the second of the two processes of a cold start on a cpu, which share every step.
 
-    `port` is the port at which the first process waits. The first process makes the corpus and saves the
-    training state, both in `state`. This process ends after the last step, or when the first process ends.
+    A cold start is the training of a policy from scratch. `port` is the port at which the first process
+    waits. The first process makes the corpus and saves the training state, both in `state`. This process ends
+    after the last step, or when the first process ends.
     """
     group = ProcessGroupGloo(TCPStore("127.0.0.1", port), 1, 2, CORPUS_TIMEOUT)
     train(params, load_corpus(state / "corpus"), group, state, Quiet())
@@ -162,7 +165,9 @@ def new_model(
 ) -> PreTrainedModel:
     """Return a Qwen3 with random weights that depend only on the model's shape and coldstart.seed.
 
-    The vocabulary is padded to a multiple of 64. `tokenizer` provides the ids of the special tokens.
+    The shape is in the parameters of the section policy. `vocabulary` is the number of tokens, which is
+    padded to a multiple of 64. `tokenizer` provides the ids of the special tokens; without it, the model has
+    none.
     """
     policy = params.policy
     config = Qwen3Config(
@@ -195,13 +200,16 @@ def optimizers(model: PreTrainedModel, params: Params) -> list[torch.optim.Optim
 
 
 def schedule(step: int, steps: int) -> float:
-    """Return the learning rate of a step as a share of its peak: linear warm-up, then linear decay to 0."""
+    """Return the learning rate of a step as a share of its peak: linear warm-up, then linear decay to 0.
+
+    `step` counts from 0, and `steps` is the number of all steps.
+    """
     warmup = max(1, round(WARMUP_SHARE * steps))
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
 def loss_sum(model: PreTrainedModel, ids: Tensor, action_mask: Tensor) -> Tensor:
-    """Return the sum of the next-token losses (nats) over the assistant's tokens.
+    """Return the sum of the next-token losses (nats) over the assistant's tokens, as a scalar tensor.
 
     Both tensors are [rows, length]; `action_mask` is True on the assistant's tokens.
     """
@@ -215,10 +223,11 @@ def train(
 ) -> tuple[PreTrainedModel, dict[str, float]]:
     """Train a new model on the corpus, or continue from the state saved in the folder `state`.
 
-    `group` connects the processes that share the micro-batches of each step. The first of them also saves the
-    state about once a minute. The result is the model and its figures. The figures are "loss" (nats per
-    assistant's token, an exponential moving average over steps), "tokens" (number of all tokens in the
-    batches of all steps, without padding) and "parameters" (their number).
+    `corpus` has tokenised conversations. `group` connects the processes that share the micro-batches of each
+    step. The first of them also saves the state about once a minute. The result is the model and its figures.
+    The figures are "loss" (nats per assistant's token, an exponential moving average over steps), "tokens"
+    (number of all tokens in the batches of all steps, without padding) and "parameters" (number of the
+    model's parameters).
     """
     settings = params.coldstart
     if params.device == "cpu":
@@ -314,7 +323,8 @@ def _load_state(
 ) -> tuple[int, float]:
     """Restore the state that `_save_state` wrote; return the number of finished steps and the loss.
 
-    The loss is the moving average that `train` computes. Returns (0, 0.0) if there is no such file.
+    `model` and the optimizers are changed in place. The loss is the moving average that `train` computes.
+    Returns (0, 0.0) and restores nothing if there is no such file.
     """
     if not path.is_file():
         return 0, 0.0

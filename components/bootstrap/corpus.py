@@ -1,4 +1,8 @@
-"""The training text of a cold start, and its division into micro-batches."""
+"""Make, store and load the training text of a cold start, and divide it into micro-batches.
+
+A cold start is the training of a policy from scratch on demonstrations, which are conversations that are
+written by rules.
+"""
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,8 +61,9 @@ class Corpus:
 def make_corpus(params: Params, sources: Iterator[KernelTask], folder: Path, progress: Progress) -> None:
     """Write demonstrations of training tasks, train a tokenizer on them, and store both in `folder`.
 
-    The demonstrations are stored as token ids. Raises UserError if `sources` has too few tasks, or if no
-    demonstration fits into the context window.
+    The demonstrations are conversations that are written by rules for the tasks `sources`. They are stored as
+    token ids. Raises UserError if `sources` has too few tasks, or if no demonstration fits into the context
+    window.
     """
     context = params.policy.context
     conversations = write_conversations(params, sources, progress)
@@ -97,10 +102,10 @@ def store_corpus(
 def write_conversations(
     params: Params, sources: Iterator[KernelTask], progress: Progress
 ) -> list[list[Message]]:
-    """Return coldstart.demonstrations demonstrations in random order, of tasks that are not held out.
+    """Return demonstrations, which are conversations written by rules, in random order.
 
-    There are PER_TASK of each task, but the last task may have fewer. Raises UserError if `sources` has too
-    few tasks.
+    Their number is the parameter coldstart.demonstrations. There are PER_TASK of each task of `sources` that
+    is not held out, but the last task may have fewer. Raises UserError if `sources` has too few tasks.
     """
     settings = params.coldstart
     assert isinstance(settings.demonstrations, int)
@@ -121,7 +126,7 @@ def write_conversations(
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Read the corpus that `store_corpus` wrote to `folder`."""
+    """Return the corpus that `store_corpus` wrote to `folder`: tokenised conversations and a tokenizer."""
     return Corpus(**load_file(folder / "tokens.safetensors"), tokenizer=load_tokenizer(folder))
 
 
@@ -130,10 +135,10 @@ def plan_batches(
 ) -> list[list[list[int]]]:
     """Divide conversations into micro-batches of similar length.
 
-    The result [step][microbatch] is a list of indices into `lengths`, which are numbers of tokens.
-    Conversations are used again when all have been used, with the micro-batches in a new random order. A
-    micro-batch has at least one conversation and, if it has more, at most tokens_per_step / microbatches
-    tokens including padding.
+    `lengths` are the numbers of tokens of the conversations. The result [step][microbatch] is a list of
+    indices into `lengths`. Conversations are used again when all have been used, with the micro-batches in a
+    new random order. A micro-batch has at least one conversation and, if it has more, at most tokens_per_step
+    / microbatches tokens including padding.
     """
     rng = random.Random(seed)
     max_tokens = tokens_per_step // microbatches

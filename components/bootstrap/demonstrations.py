@@ -1,8 +1,9 @@
-"""Demonstrations that are written by rules, as training data of a policy that is made from scratch.
+"""Write demonstrations by rules, as training data of a policy that is made from scratch.
 
-Each demonstration has a random schedule, so nothing in the demonstrations says which schedules are fast, and
-some of the kernels are wrong. After the cold start the policy has a low entropy, so reinforcement learning
-can find only what the demonstrations contain.
+A demonstration is a conversation in which the assistant writes kernels for a task. Each of its kernels has a
+random schedule (a choice of how the kernel computes), so nothing in the demonstrations says which schedules
+are fast, and some of the kernels are wrong. After the cold start, which is the training on demonstrations,
+the policy has a low entropy, so reinforcement learning can find only what the demonstrations contain.
 """
 
 import random
@@ -36,12 +37,12 @@ WRONG_OUTPUT_REASONS = ("max_error:given", "max_error:given", "max_error:scaled"
 
 
 def kernel_path(device: Device) -> str:
-    """Return the path of the kernel file in the agent's directory."""
+    """Return the path of the kernel file in the workspace, the folder in which the agent works."""
     return f"kernels/forward.{SUFFIX[device]}"
 
 
 def write_call(kernel: str, device: Device) -> str:
-    """Return the text of the tool call that writes the kernel file."""
+    """Return the text of the tool call that writes the source `kernel` to the kernel file."""
     return (
         "<tool_call>\n<function=Write>\n<parameter=file_path>\n"
         f"{kernel_path(device)}\n</parameter>\n"
@@ -78,9 +79,10 @@ FUNCTION = re.compile("|".join(re.escape(name) + r"(?=\()" for name in WRONG_FUN
 
 @dataclass(frozen=True)
 class Mistake:
-    """A way to make a kernel wrong.
+    """A way to make the source of a kernel wrong.
 
-    `applies` returns whether a line can be changed, and `edit` returns the lines that replace the line.
+    `applies` returns whether a line of the source can be changed, as a value that is true or false. `edit`
+    returns the lines that replace this line, and may draw from the random generator.
     """
 
     applies: Callable[[str], object]
@@ -113,9 +115,9 @@ LOST_CHARACTER = Mistake(lambda line: line.endswith(";") and "v" in line, _lose_
 
 
 def mutate(kernel: str, rng: random.Random) -> str:
-    """Return a wrong version of a kernel.
+    """Return a wrong version of the source of a kernel.
 
-    It has another constant or function, a missing line, or a missing character.
+    One line is changed: it has another constant or function, is missing, or lacks a character.
     """
     mistakes = [OTHER_CONSTANT, OTHER_CONSTANT, DROPPED_LINE, OTHER_FUNCTION]
     rng.shuffle(mistakes)
@@ -138,8 +140,9 @@ def mutate(kernel: str, rng: random.Random) -> str:
 class Outcome:
     """A simulated output of the tool calls that write and measure a kernel.
 
-    The milestone is -1 for a wrong kernel, 1 for a correct one, 2 if it is also faster than eager mode, and 3
-    if it is also faster than torch.compile. `speedup` is that over eager mode, and 0 for a wrong kernel.
+    `observation` is the text that the tool calls return. `milestone` is -1 for a wrong kernel, 1 for a
+    correct one, 2 if it is also faster than eager mode, and 3 if it is also faster than torch.compile.
+    `speedup` is that over eager mode, and 0 for a wrong kernel.
     """
 
     observation: str
@@ -147,14 +150,20 @@ class Outcome:
     speedup: float = 0.0
 
     def is_better_than(self, other: "Outcome") -> bool:
-        """Return whether the milestone is higher, or is equal and the speed-up over eager mode is higher."""
+        """Return whether this outcome is better than `other`.
+
+        It is better if its milestone is higher, or is equal and the speed-up over eager mode is higher.
+        """
         return (self.milestone, self.speedup) > (other.milestone, other.speedup)
 
 
 def simulate_outcome(kernel: str, right: bool, device: Device, rng: random.Random) -> Outcome:
     """Return a simulated outcome of writing and measuring a kernel.
 
-    `right` says whether the kernel is right. The milestone of a right kernel is random.
+    `kernel` is the source of the kernel, and `right` says whether it is right. For a right kernel, the times
+    and the milestone (1, 2 if faster than eager mode, 3 if also faster than torch.compile) are drawn. A wrong
+    kernel fails to build if its parentheses do not match or a line has a wrong end, and otherwise has wrong
+    output.
     """
     written = f"Written {kernel_path(device)}."
     if not right:
@@ -189,7 +198,7 @@ def simulate_outcome(kernel: str, right: bool, device: Device, rng: random.Rando
 
 
 def _balanced(kernel: str) -> bool:
-    """Return whether as many parentheses close as open and all lines of the body end with `;`, `{` or `}`.
+    """Return whether a kernel has as many ")" as "(" and all lines of its body end with `;`, `{` or `}`.
 
     Lines with a pragma may end otherwise.
     """
@@ -205,8 +214,11 @@ def _balanced(kernel: str) -> bool:
 def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) -> tuple[str, bool]:
     """Return a kernel with a random schedule for a composed task, and whether it is right.
 
-    It is made wrong with the probability `wrong_share`. Raises ValueError if `code` is no composed task. A
-    chain of core operators has inputs of two dimensions, the second of which is one of COLS.
+    A composed task is a chain of operators in a fixed layout, and a schedule is a choice of how the kernel
+    computes. `write_kernel` writes the kernel of a chain of core operators (operator_chain.py) if its inputs
+    have two dimensions, the second of which is one of COLS, or if `read_program` cannot read it.
+    `write_program` writes the kernel of another task. The kernel is made wrong with the probability
+    `wrong_share`. Raises ValueError if `code` is no composed task.
     """
     chain, program = read_chain(code), read_program(code)
     if chain is not None and (program is None or program.shape[1:] in [(cols,) for cols in COLS]):
@@ -221,7 +233,7 @@ def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) 
 
 
 def _turn(call: str, observation: str) -> list[Message]:
-    """Return the assistant's message with tool calls, and the message with their output."""
+    """Return the assistant's message with tool calls (`call`), and the message with their output."""
     return [{"role": "assistant", "content": call}, {"role": "tool", "content": observation}]
 
 
@@ -230,11 +242,12 @@ def make_demonstration(
 ) -> list[Message]:
     """Return the messages of one episode on a composed task, for the setting `policy.prompt: compact`.
 
-    In an episode with a single turn, the assistant writes one kernel. In an episode with several turns, the
+    A composed task is a chain of operators in a fixed layout. Each message has a `role` and a `content`. In
+    an episode with a single turn, the assistant writes one kernel. In an episode with several turns, the
     assistant writes a kernel and measures it, and writes and measures a second kernel unless the first
-    reached milestone 3. If the second kernel is no better, the assistant writes the first one again, or a
-    third one if both are wrong, without measuring it. The last turn of such an episode has no tool call.
-    Raises ValueError if `task` is no composed task.
+    reached milestone 3, which is faster than torch.compile. If the second kernel is no better, the assistant
+    writes the first one again, or a third one if both are wrong, without measuring it. The last turn of such
+    an episode has no tool call. Raises ValueError if `task` is no composed task.
     """
     kernel, right = _attempt(task.code, coldstart.wrong_share, device, rng)
     if rng.random() >= coldstart.multi_turn_share:

@@ -1,4 +1,4 @@
-"""The rule-based kernel writer: it turns a chain of operators and a schedule into the text of a kernel.
+"""Turn a chain of operators and a schedule into the text of a kernel, by rules.
 
 A C++ kernel is divided into passes over the memory, which are over all elements or over rows, and a CUDA
 kernel into launches. Operators share a pass or a launch, or have one each, as the schedule says.
@@ -69,7 +69,7 @@ Kernel = tuple[list[str], str]
 
 @dataclass(frozen=True)
 class CpuSchedule:
-    """The choices for a C++ kernel.
+    """The choices by which C++ kernels for one chain of operators differ.
 
     `fusion` says whether all operators share a pass over the memory or each has its own, `math` whether
     functions such as exp are those of libm or of vec.h, `loops` whether loops are vectorised, `accumulator`
@@ -86,12 +86,12 @@ class CpuSchedule:
 
 @dataclass(frozen=True)
 class CudaSchedule:
-    """The choices for a CUDA kernel.
+    """The choices by which CUDA kernels for one chain of operators differ.
 
-    `fusion` says whether all operators share a launch or each has its own, `threads` the number of threads of
-    a block, `width` the elements of one memory access of a kernel of which all operators are elementwise and
-    share a launch, and `combine` how the threads of a block combine their sums and maxima: in shared memory
-    or, within a warp, by shuffles.
+    `fusion` says whether all operators share a launch or each has its own, and `threads` is the number of
+    threads of a block. `width` is the number of elements of one memory access, in kernels of which all
+    operators are elementwise and share a launch. `combine` says how the threads of a block combine their sums
+    and maxima: in shared memory or, within a warp, by shuffles.
     """
 
     fusion: Literal["none", "all"]
@@ -106,26 +106,38 @@ TYPES: dict[Device, type[CpuSchedule] | type[CudaSchedule]] = {"cpu": CpuSchedul
 
 @cache
 def choices(device: Device) -> dict[str, tuple[Any, ...]]:
-    """Return the possible values of each choice in the schedules of a device, by the name of the choice."""
+    """Return the possible values of each choice in the schedules of a device, by the name of the choice.
+
+    A schedule is one combination of the choices by which kernels for one chain of operators differ, such as
+    the type of sums.
+    """
     hints = get_type_hints(TYPES[device])
     return {field.name: get_args(hints[field.name]) for field in fields(TYPES[device])}
 
 
 @cache
 def all_schedules(device: Device) -> tuple[Schedule, ...]:
-    """Return all schedules of a device, in a fixed order."""
+    """Return all schedules of a device, in a fixed order.
+
+    A schedule is one combination of the choices by which kernels for one chain of operators differ.
+    """
     return tuple(TYPES[device](*values) for values in itertools.product(*choices(device).values()))
 
 
 def draw_schedule(rng: random.Random, device: Device) -> Schedule:
-    """Return a random schedule; every one has the same probability."""
+    """Return a random schedule for kernels on `device`; every one has the same probability.
+
+    A schedule is one combination of the choices by which kernels for one chain of operators differ.
+    """
     return rng.choice(all_schedules(device))
 
 
 def write_kernel(chain: OperatorChain, schedule: Schedule) -> str:
     """Return the text of kernels/forward.cpp (or .cu) for the chain according to the schedule.
 
-    A kernel in half precision reads and writes the types of vec.h, and computes in float.
+    The chain has the operators of the kernel, and the schedule says how it computes them: in C++ for a
+    `CpuSchedule`, and in CUDA for a `CudaSchedule`. A kernel in half precision reads and writes the types of
+    vec.h, and computes in float.
     """
     if isinstance(schedule, CpuSchedule):
         text = write_cpu_kernel(chain, schedule)
@@ -159,9 +171,10 @@ def for_loop(name: str, end: str, body: Sequence[str]) -> list[str]:
 
 
 def pragma(schedule: CpuSchedule, clause: str = "") -> list[str]:
-    """Return the OpenMP line that vectorises the next loop, or nothing if the schedule's loops are scalar.
+    """Return the OpenMP line that vectorises the next loop, or no line if the schedule's loops are scalar.
 
-    `clause` is the content of the reduction clause, such as "+ : sum". Without it there is no such clause.
+    `clause` is the content of the reduction clause, such as "+ : sum". If it is empty, the line has no such
+    clause.
     """
     if schedule.loops == "scalar":
         return []
@@ -183,12 +196,12 @@ def element_pass(
 def row_pass(
     steps: Sequence[Step], source: str, target: str, schedule: CpuSchedule, *, is_half: bool = False
 ) -> list[str]:
-    """Return the C++ lines of a loop over all rows, for operators that are not elementwise.
+    """Return the C++ lines of a loop over all rows, for operators that are not all elementwise.
 
-    Such an operator reads the whole row, as softmax does, or the index of an element in its row. `source` and
-    `target` are the names of the arrays that the loop reads and writes, as in `element_pass`. If `is_half` is
-    set, the elements of `target` have half precision, so the intermediate values of a row are stored in a
-    buffer of floats, and not in `target`.
+    Operators that are not elementwise read the whole row, as softmax does, or the index of an element in its
+    row. `source` and `target` are the names of the arrays that the loop reads and writes, as in
+    `element_pass`. If `is_half` is set, the elements of `target` have half precision, so the intermediate
+    values of a row are stored in a buffer of floats, and not in `target`.
     """
 
     def over_row(array: str, body: Sequence[str]) -> list[str]:
@@ -219,8 +232,8 @@ def row_pass(
 def write_cpu_kernel(chain: OperatorChain, schedule: CpuSchedule) -> str:
     """Return the text of kernels/forward.cpp for the chain according to the schedule.
 
-    The passes before a reduction write to the buffer `w`, which is as large as the input, and all other
-    passes write to `out`.
+    A pass is one loop over the memory. The passes before a reduction, which returns one value for each row,
+    write to the buffer `w`, which is as large as the input, and all other passes write to `out`.
     """
     groups = [chain.steps] if schedule.fusion == "all" else [(step,) for step in chain.steps]
     changing = next((i for i, group in enumerate(groups) if any(map(is_reduction, group))), 0)
@@ -245,7 +258,11 @@ def write_cpu_kernel(chain: OperatorChain, schedule: CpuSchedule) -> str:
 
 
 def arguments(chain: OperatorChain) -> list[str]:
-    """Return the C++ declarations of the kernel's tensors and, if needed, of the size of the input."""
+    """Return the C++ declarations of the kernel's tensors and of the size of the input.
+
+    The size, in rows and columns, is declared only if an operator works on rows or depends on the position in
+    a row.
+    """
     return [
         *(
             f"{'' if name == 'out' else 'const '}float* {name} = f32(t[{index}]);"
@@ -259,16 +276,20 @@ def arguments(chain: OperatorChain) -> list[str]:
 
 
 def parameters(chain: OperatorChain) -> str:
-    """Return the parameters of a CUDA kernel: the tensors, and the number of columns or of elements."""
+    """Return the parameters of a CUDA kernel, as C++ text: its tensors, and one number.
+
+    It is the number of columns if an operator works on rows or depends on the position in a row, and
+    otherwise the number of elements.
+    """
     tensors = ", ".join(f"{'' if name == 'out' else 'const '}float* {name}" for name in chain.tensors)
     return f"{tensors}, int64_t {'cols' if chain.by_row else 'n'}"
 
 
 def launch(chain: OperatorChain, name: str, grid: str, threads: int, shared: str = "0") -> str:
-    """Return the line that launches the CUDA kernel `name`.
+    """Return the C++ line that launches the CUDA kernel `name` with the tensors of the chain.
 
     `grid` is the expression of the number of blocks, `threads` the number of threads of a block, and `shared`
-    the expression of the bytes of its dynamic shared memory.
+    the expression of the bytes of dynamic shared memory of a block.
     """
     tensors = ", ".join(f"f32(t[{index}])" for index in range(len(chain.tensors)))
     last = "t[0].size[1]" if chain.by_row else "t[0].numel"
@@ -276,9 +297,10 @@ def launch(chain: OperatorChain, name: str, grid: str, threads: int, shared: str
 
 
 def element_kernel(chain: OperatorChain, threads: int, name: str = "fused") -> Kernel:
-    """Return a CUDA kernel `name` that computes one element a thread, in blocks of `threads` threads.
+    """Return a CUDA kernel `name` for the chain, in which each thread computes one element.
 
-    The result has the lines of the kernel, and the line that launches it.
+    `threads` is the number of threads of a block. The result has the lines of the kernel, and the line that
+    launches it.
     """
     kernel = [
         f"__global__ void {name}({parameters(chain)}) {{",
@@ -294,7 +316,7 @@ def element_kernel(chain: OperatorChain, threads: int, name: str = "fused") -> K
 
 
 def float4_kernel(chain: OperatorChain, threads: int) -> Kernel:
-    """Return a CUDA kernel that computes four elements as one float4 in each thread.
+    """Return a CUDA kernel for the chain, in which each thread computes four elements as one float4.
 
     The result has the lines of the kernel, and the line that launches it. `threads` is the number of threads
     of a block. The kernel needs no remainder loop, because composed tasks have a multiple of 16 elements.
@@ -333,10 +355,10 @@ def loop(source: str, body: list[str], threads: int) -> list[str]:
 
 
 def sweep_lines(sweep: Sweep, source: str, body: list[str], threads: int) -> list[str]:
-    """Return the CUDA lines of one sweep of a block over its row in the array `source`.
+    """Return the CUDA lines of one sweep (a loop over a row), in which a block goes over its row.
 
-    `body` are the lines for each element, and `threads` is the number of threads of the block. The
-    accumulators of the threads are combined after the loop.
+    `source` is the array that has the row, `body` are the lines for each element, and `threads` is the number
+    of threads of the block. The accumulators of the threads are combined after the loop.
     """
     kind, names = sweep.clause.split(" : ")
     function = "block_max" if kind == "max" else "block_sum"
@@ -349,10 +371,10 @@ def sweep_lines(sweep: Sweep, source: str, body: list[str], threads: int) -> lis
 
 
 def row_kernel(chain: OperatorChain, threads: int, name: str = "rows") -> Kernel:
-    """Return a CUDA kernel `name` with one block of `threads` threads for each row of the input.
+    """Return a CUDA kernel `name` for the chain, with one block of threads for each row of the input.
 
-    A row that the operators have changed is kept in shared memory. The result has the lines of the kernel,
-    and the line that launches it.
+    `threads` is the number of threads of a block. A row that the operators have changed is kept in shared
+    memory. The result has the lines of the kernel, and the line that launches it.
     """
     row = fuse_row(chain.steps, partial(sweep_lines, threads=threads))
     if row.tail:
@@ -372,7 +394,7 @@ def row_kernel(chain: OperatorChain, threads: int, name: str = "rows") -> Kernel
 
 
 def separate_kernels(chain: OperatorChain, threads: int) -> list[Kernel]:
-    """Return one CUDA kernel for each operator, which are launched one after another.
+    """Return one CUDA kernel for each operator of the chain, in the order in which they are launched.
 
     Each has its lines, and the line that launches it. `threads` is the number of threads of a block. A kernel
     writes its result to the output tensor, and the next one reads it there. A reduction and the operators
@@ -393,7 +415,12 @@ def separate_kernels(chain: OperatorChain, threads: int) -> list[Kernel]:
 
 
 def block_functions(body: str, threads: int, combine: str) -> list[str]:
-    """Return the device functions that `body` calls to combine a value of each of a block's threads."""
+    """Return the device functions that `body` calls to combine a value of each of a block's threads.
+
+    The functions are block_sum, block_max, block_min and block_prod, each as one text. `threads` is the
+    number of threads of the block. They combine in shared memory or, if `combine` is "shuffle", within each
+    warp by shuffles.
+    """
     template = WARP_OPERATION if combine == "shuffle" else BLOCK_OPERATION
     return [
         template.format(
@@ -410,7 +437,7 @@ def block_functions(body: str, threads: int, combine: str) -> list[str]:
 
 
 def write_cuda_kernel(chain: OperatorChain, schedule: CudaSchedule) -> str:
-    """Return the text of kernels/forward.cu for the chain according to the schedule."""
+    """Return the text of kernels/forward.cu for the chain of operators according to the schedule."""
     threads = schedule.threads
     if schedule.fusion == "none":
         kernels = separate_kernels(chain, threads)

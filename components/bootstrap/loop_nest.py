@@ -1,9 +1,10 @@
-"""Loop nests over the axes of tensors, which describe what one kernel or one pass over the memory computes.
+"""Describe what one kernel or one pass over the memory computes, as loop nests over the axes of tensors.
 
-A nest reads the main tensor `a` and further operands and writes the tensor `o`. It has kept axes, over which
-the elements or groups of `o` are spread, and reduced axes, over which the loops of one group go. Sums,
-products of matrices, convolutions, pooling, norms and scans differ only in their axes and in their `Code`.
-The text of the kernels is written by nest_writer.py.
+A nest reads the main tensor `a` and further tensors, its operands, and writes the tensor `o`. A group is the
+set of elements that are combined, such as those of one sum. The nest has kept axes, which go from group to
+group, and reduced axes, over which the loops of one group go. Sums, products of matrices, convolutions,
+pooling, norms and scans differ only in their axes and in their `Code`. The text of the kernels is written by
+nest_writer.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,12 @@ Strides = dict[str, int]
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of a nest: its size, whether it is reduced, and by how many elements it moves each tensor."""
+    """An axis of a loop nest, whose index goes from 0 to `size` - 1.
+
+    `reduced` says whether the axis goes over the elements that are combined into one group, such as those of
+    a sum. `strides` has, by the name of a tensor, the number of elements between neighbours on the axis. The
+    axis does not move a tensor without an entry, unless a `Window` depends on the axis.
+    """
 
     name: str
     size: int
@@ -29,11 +35,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Window:
-    """An index that follows from several axes, and outside of which nothing is added.
+    """An index of the tensor `a` that follows from several axes, such as a position in an image.
 
-    The index is `offset` plus each axis times its factor in `factors`, divided by `divisor`. Only positions
-    at which the division leaves no remainder and the index is from 0 to `size` - 1 are computed. `stride` is
-    that of the index in the tensor `a`.
+    The index is `offset` plus the sum of each axis times its factor in `factors`, divided by `divisor`. Only
+    positions at which the division leaves no remainder and the index is from 0 to `size` - 1 are computed, so
+    that nothing is added elsewhere. `stride` is the number of elements between neighbours of the index in
+    `a`. It is 0 if the window only leaves out positions.
     """
 
     name: str
@@ -46,10 +53,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop over the reduced axes of a group.
+    """One loop over the reduced axes of a group, which is a set of elements that are combined.
 
-    `folds` has the kind (sum, prod, max or min), the variable and the C++ expression of each value that is
-    accumulated. `values` has variables and expressions that are computed after the loop.
+    `folds` has the kind (sum, prod, max or min), the C++ variable and the C++ expression of each value that
+    is accumulated. `values` has C++ variables and expressions that are computed after the loop.
     """
 
     folds: tuple[tuple[str, str, str], ...]
@@ -58,12 +65,14 @@ class Loop:
 
 @dataclass(frozen=True)
 class Code:
-    """C++ code of an operator on groups of elements.
+    """C++ code of an operator on groups, which are sets of elements that are combined, such as rows.
 
-    The loops are followed by the expression `result` if the operator returns one value for each group, and
-    otherwise by the lines `apply` for every element `v`. In the code, `NAME@` is the element of the operand
-    NAME, and COUNT the number of elements of a group. `carry` has variables, with their first values, that
-    the lines `apply` pass on from one element to the next; `backwards` says that they begin with the last.
+    `loops` are run first. They are followed by the expression `result` if the operator returns one value for
+    each group, and otherwise by the lines `apply` for every element `v`. In the code, `NAME@` is the element
+    of the operand NAME, a further tensor that is read, and COUNT is the number of elements of a group.
+    `carry` has variables, with their first values, that the lines `apply` pass on from one element to the
+    next; `backwards` says that they begin with the last element. `type` is the C++ type of the elements of
+    the output.
     """
 
     loops: tuple[Loop, ...] = ()
@@ -77,7 +86,11 @@ class Code:
 
 @dataclass(frozen=True)
 class Line:
-    """A C++ line that changes an element `v`, and the name and the shape of its operand, if it has one."""
+    """A C++ line of an elementwise operator, which changes an element `v`.
+
+    `operand` is the name of a further tensor whose element the line reads as `NAME@`, and `shape` is its
+    shape. Both are empty if there is no such tensor. An empty `text` only declares the operand.
+    """
 
     text: str
     operand: str = ""
@@ -86,12 +99,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Nest:
-    """A loop nest, whose output has the shape `shape`.
+    """A loop nest, which computes the tensor `o` of the shape `shape` from the tensor `a` and operands.
 
-    The lines `before` change each element of `a` when it is read, and the lines `after` each element of `o`
-    before it is written. `start` is the index of the first element of `a`. `rows` is the kept axis of which a
-    thread computes several elements at once, because they share elements of `a` or of an operand; it is empty
-    if there is no such axis.
+    `axes` go over the groups of elements that are combined and over the elements of a group, and `code` is
+    the C++ code of one group. `windows` are indices of `a` that follow from several axes. The lines `before`
+    change each element of `a` when it is read, and the lines `after` each element of `o` before it is
+    written. `start` is the index of the first element of `a`. `rows` is the name of the kept axis (one over
+    which no sum goes) of which a thread computes several elements at once, because they share elements of `a`
+    or of an operand; it is empty if there is no such axis. `source` and `target` are the names of the tensors
+    `a` and `o` if the nest copies an operand of the next nest, and empty otherwise.
     """
 
     axes: tuple[Axis, ...]
@@ -108,7 +124,7 @@ class Nest:
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Return the names of the operands, without `a` and `o`, in a fixed order."""
+        """Return the sorted names of the operands, which are the tensors other than `a` and `o`."""
         return tuple(sorted({name for axis in self.axes for name in axis.strides} - {"a", "o"}))
 
     @property
@@ -118,7 +134,10 @@ class Nest:
 
     @property
     def reads_once(self) -> bool:
-        """Return whether every axis moves `a`, so that no element of it is read by several groups."""
+        """Return whether no element of `a` is read by several groups, such as several sums.
+
+        This is so if there are no windows and every axis of more than one element has a stride in `a`.
+        """
         return not self.windows and all(axis.strides.get("a") or axis.size == 1 for axis in self.axes)
 
 
@@ -130,9 +149,9 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 def broadcast(shape: Shape, stride: int, following: Shape) -> int:
     """Return the stride of an axis in an operand that is broadcast to the shape `following` of a tensor.
 
-    `stride` is the axis's stride in that tensor. Both tensors are contiguous, and strides are in elements.
-    `shape` is the shape of the operand; its dimensions with more than one element must be neighbours. The
-    result is 0 if the operand has the same elements at all indices of the axis.
+    `stride` is the stride of the axis in this tensor. The tensor and the operand are contiguous, and strides
+    are in elements. `shape` is the shape of the operand; its dimensions with more than one element must be
+    neighbours. The result is 0 if the operand has the same elements at all indices of the axis.
     """
     padded = (1,) * (len(following) - len(shape)) + shape
     last = max((index for index, size in enumerate(padded) if size > 1), default=len(padded) - 1)
@@ -141,7 +160,12 @@ def broadcast(shape: Shape, stride: int, following: Shape) -> int:
 
 
 def attach(nest: Nest, line: Line, *, tensor: str, following: Shape) -> Nest:
-    """Return the nest with a line for each element of `tensor`, which is `a` or `o` and has this shape."""
+    """Return the loop nest with the C++ line `line` added for each element of `tensor`.
+
+    `tensor` is "a", whose elements the line changes after they are read, or "o", whose elements it changes
+    before they are written. `following` is the shape of this tensor, to which the operand of the line is
+    broadcast.
+    """
     axes = nest.axes
     if line.operand:
         axes = tuple(
@@ -161,11 +185,12 @@ def attach(nest: Nest, line: Line, *, tensor: str, following: Shape) -> Nest:
 def over_dims(
     shape: Shape, dims: Iterable[int], code: Code, *, keepdim: bool = False, lines: Sequence[Line] = ()
 ) -> Nest:
-    """Return a nest in which `dims` of a contiguous tensor are reduced.
+    """Return a loop nest in which `code` reduces the dimensions `dims` of a contiguous tensor.
 
-    If the code has a result, the output has no such dimensions, or has them with size 1 if `keepdim` is true;
-    otherwise it has the shape of the input. `lines` are added for each element of the input, and follow the
-    code's own lines if it has no result.
+    `shape` is the shape of the tensor. If the code has a result for each group, the output does not have
+    these dimensions, or has them with size 1 if `keepdim` is true; otherwise it has the shape of the input.
+    `lines` are C++ lines. If the code has a result, they change each element of the input after it is read,
+    and otherwise each element of the output before it is written.
     """
     reduced = {dim % len(shape) for dim in dims}
     kept = tuple(1 if index in reduced else size for index, size in enumerate(shape))
@@ -188,16 +213,17 @@ def over_dims(
 
 
 def elementwise_nest(shape: Shape) -> Nest:
-    """Return a nest that copies a contiguous tensor, to which lines can be attached."""
+    """Return a loop nest that copies a contiguous tensor, to which C++ lines can be attached."""
     return over_dims(shape, (), Code())
 
 
 @dataclass(frozen=True)
 class Slide:
-    """How a kernel slides over one spatial dimension, with the names of torch's arguments.
+    """How the kernel of a convolution or a pooling slides over one spatial dimension of the input.
 
-    `padding` is the number of elements that are missing before the first. In a transposed convolution, the
-    stride is that of the input's elements in the output.
+    The fields have the names and meanings of torch's arguments, and `size` is the size of the input.
+    `padding` is the number of elements that are missing before the first. If `transposed` is true, `stride`
+    is the distance of the input's elements in the output.
     """
 
     size: int
@@ -210,14 +236,18 @@ class Slide:
 
     @property
     def out(self) -> int:
-        """Return the number of positions of the output."""
+        """Return the size of the output in this dimension."""
         reach = self.dilation * (self.kernel - 1)
         if self.transposed:
             return (self.size - 1) * self.stride - 2 * self.padding + reach + self.output_padding + 1
         return (self.size + 2 * self.padding - reach - 1) // self.stride + 1
 
     def window(self, index: int, stride: int) -> Window:
-        """Return the window over the input, with `stride` in it, of the axes `p` and `k` with this index."""
+        """Return the window, the index of the input at a position of the output and a tap of the kernel.
+
+        The position and the tap are the axes `p` and `k` followed by `index`, the number of the dimension.
+        `stride` is the number of elements of the input between neighbours in the dimension.
+        """
         position, tap = f"p{index}", f"k{index}"
         if self.transposed:
             factors = {position: 1, tap: -self.dilation}
@@ -227,10 +257,11 @@ class Slide:
 
 
 def sliding(slides: Sequence[Slide], lead: Sequence[Axis], taps: Strides, code: Code, shape: Shape) -> Nest:
-    """Return a nest that slides a kernel over the last dimensions of `a`.
+    """Return a loop nest that slides a kernel over the last dimensions of its input.
 
-    `lead` are the axes before, and `taps` the strides of the whole kernel in the operands. `shape` is the
-    shape of the output.
+    `slides` has an entry for each of these dimensions. `lead` are the axes of the other dimensions, which
+    come first. `taps` has the stride of the kernel's last dimension in each operand that holds such kernels,
+    by name. `code` is the C++ code of one position, and `shape` is the shape of the output.
     """
     sizes, outs = [slide.size for slide in slides], [slide.out for slide in slides]
     inputs, outputs, kernel = (strides_of(part) for part in (sizes, outs, [slide.kernel for slide in slides]))
@@ -252,9 +283,10 @@ def sliding(slides: Sequence[Slide], lead: Sequence[Axis], taps: Strides, code: 
 
 
 def without_windows(nest: Nest) -> list[Nest]:
-    """Return a nest that copies `a` between zeros, and the nest on this copy, which has no windows.
+    """Return a nest that copies the input of a convolution between zeros, and the nest on this copy.
 
-    The result is the nest alone if it has no windows, or is not a convolution.
+    The second nest needs no windows, because no position lies outside of the copy. The result is `nest` alone
+    if it has no windows, or is not a convolution.
     """
     if not nest.windows or not nest.operands or not all(window.stride for window in nest.windows):
         return [nest]
@@ -292,10 +324,10 @@ def without_windows(nest: Nest) -> list[Nest]:
 
 
 def with_near_columns(nest: Nest) -> list[Nest]:
-    """Return a nest that copies the second factor of a product, and the product with this copy.
+    """Return a nest that copies the second factor of a matrix product, and the product with this copy.
 
-    In the copy, neighbouring columns are neighbours in memory. The result is the nest alone if it is no
-    product of matrices, or if they are so already.
+    In the copy, neighbouring columns are neighbours in memory. The result is `nest` alone if it is no product
+    of matrices, or if neighbouring columns are neighbours in memory already.
     """
     axes = {axis.name: axis for axis in nest.axes}
     if nest.rows != PRODUCT_ROWS:
@@ -327,7 +359,10 @@ def with_near_columns(nest: Nest) -> list[Nest]:
 
 
 def merge(nest: Nest) -> Nest:
-    """Return the nest with neighbouring axes joined where every tensor moves as with one axis."""
+    """Return the nest with neighbouring axes joined into one axis, if that changes the index in no tensor.
+
+    Axes of one element are left out. The axis `rows` and axes on which windows depend stay as they are.
+    """
     fixed = {name for window in nest.windows for name in window.factors} | {nest.rows}
     axes: list[Axis] = []
     for axis in [axis for axis in nest.axes if axis.size > 1 or axis.name in fixed]:

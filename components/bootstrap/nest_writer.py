@@ -1,4 +1,4 @@
-"""The writer of C++ and CUDA kernels for programs of loop nests (loop_nest.py, tensor_operators.py).
+"""Write C++ and CUDA kernels for programs of loop nests (loop_nest.py, tensor_operators.py).
 
 Each nest is one pass of a C++ kernel or one CUDA kernel, in which all sizes are constants. A tile is a part
 of an axis whose elements are computed together. The last tile of an axis overlaps the one before where the
@@ -52,14 +52,15 @@ extern "C" int cublasSgemmStridedBatched(void* handle, int, int, int m, int n, i
 
 @dataclass(frozen=True)
 class CpuNestSchedule:
-    """The choices for a C++ kernel of nests.
+    """The choices by which C++ kernels for one program of loop nests differ.
 
-    `fusion` says whether elementwise operators share the pass of their neighbour, `math` whether functions
-    are those of libm or of vec.h, `loops` whether loops are vectorised, and `accumulator` the type of sums.
-    `layout` says whether tensors are read as they are, or are first copied: the input of a convolution
-    between zeros, so that no index lies outside, and the second factor of a product so that its columns are
-    neighbours. `rows` and `lanes` are the elements of a tile: of the axis `rows` of a nest, and of the
-    innermost axis.
+    `fusion` says whether elementwise operators share the pass over the memory of a neighbour ("all") or have
+    their own, `math` whether functions are those of libm or of vec.h, `loops` whether loops are vectorised,
+    and `accumulator` the type of sums. `layout` says whether tensors are read as they are, or are first
+    copied: the input of a convolution between zeros, so that no index lies outside, and the second factor of
+    a matrix product so that its columns are neighbours in memory. A tile is a set of elements that are
+    computed together. `rows` is its size along the axis of which elements share inputs (`Nest.rows`), and
+    `lanes` along the innermost axis.
     """
 
     fusion: Literal["none", "all"]
@@ -73,12 +74,16 @@ class CpuNestSchedule:
 
 @dataclass(frozen=True)
 class CudaNestSchedule:
-    """The choices for CUDA kernels of nests.
+    """The choices by which CUDA kernels for one program of loop nests differ.
 
-    `fusion`, `accumulator`, `layout` and `rows` are those of `CpuNestSchedule`. `threads` is the number of
-    threads of a block, `combine` how the threads of a block combine their values (`CudaSchedule`), and
-    `products` whether products of matrices are computed by cuBLAS or by a kernel with one thread for each
-    tile.
+    `fusion` says whether elementwise operators share the kernel of a neighbour ("all") or have their own, and
+    `accumulator` is the type of sums. `layout` says whether tensors are read as they are, or are first
+    copied: the input of a convolution between zeros, and the second factor of a matrix product so that its
+    columns are neighbours in memory. `rows` is the number of elements that a thread computes together along
+    the axis of which elements share inputs (`Nest.rows`). `threads` is the number of threads of a block,
+    `combine` how the threads of a block combine their values (in shared memory, or within a warp by
+    shuffles), and `products` whether products of matrices are computed by cuBLAS or by a kernel with one
+    thread for each tile.
     """
 
     fusion: Literal["none", "all"]
@@ -98,16 +103,21 @@ TYPES: dict[Device, type[CpuNestSchedule] | type[CudaNestSchedule]] = {
 
 
 def draw_nest_schedule(rng: random.Random, device: Device) -> NestSchedule:
-    """Return a random schedule; every one has the same probability."""
+    """Return a random schedule for kernels of loop nests on `device`; every one has the same probability.
+
+    A schedule is one combination of the choices by which the kernels for a program differ.
+    """
     return TYPES[device](*(rng.choice(get_args(hint)) for hint in get_type_hints(TYPES[device]).values()))
 
 
 def fuse(program: Program, fusion: str, *, cublas: bool = False) -> list[Nest]:
-    """Return the nests of a program, with its elementwise operators as lines of nests.
+    """Return the loop nests of a program, with its elementwise operators as lines of nests.
 
-    If `fusion` is `all`, an elementwise operator is computed by the nest before it, and by the one after it
-    if it is the first and that nest reads each element once. Otherwise it has a nest of its own, as after a
-    product of matrices if `cublas` is true.
+    If `fusion` is `all`, an elementwise operator is computed by the nest before it. Elementwise operators
+    before the first nest are computed by this nest if it reads each element of its input once, and otherwise
+    by one nest of their own. If `fusion` is `none`, each elementwise operator has a nest of its own. If
+    `cublas` is true, elementwise operators after a product of matrices never belong to the nest of the
+    product.
     """
     nests: list[Nest] = []
     pending: tuple[Line, ...] = ()
@@ -129,7 +139,11 @@ def fuse(program: Program, fusion: str, *, cublas: bool = False) -> list[Nest]:
 
 
 def write_program(program: Program, schedule: NestSchedule) -> str:
-    """Return the text of kernels/forward.cpp (or .cu) for a program according to the schedule."""
+    """Return the text of kernels/forward.cpp (or .cu) for a program according to the schedule.
+
+    The program has the loop nests that compute a task. The text is C++ for a `CpuNestSchedule` and CUDA for a
+    `CudaNestSchedule`.
+    """
     device: Device = "cpu" if isinstance(schedule, CpuNestSchedule) else "cuda"
     cublas = isinstance(schedule, CudaNestSchedule) and schedule.products == "cublas"
     nests = fuse(program, schedule.fusion, cublas=cublas)
@@ -169,7 +183,10 @@ def write_program(program: Program, schedule: NestSchedule) -> str:
 
 
 def _buffer(name: str, size: int, device: Device) -> list[str]:
-    """Return the lines that declare a buffer for the output of a nest, which is kept between calls."""
+    """Return the lines that declare a buffer for the output of a loop nest, which is kept between calls.
+
+    `name` is the C++ variable of the buffer, and `size` is its number of floats.
+    """
     if device == "cpu":
         return [
             f"static std::vector<float> {name}_values({size});",
@@ -185,7 +202,11 @@ def _buffer(name: str, size: int, device: Device) -> list[str]:
 
 
 def _for(axis: Axis, body: Sequence[str], *, backwards: bool = False, threads: int = 0) -> list[str]:
-    """Return the lines of a loop over an axis, over all of it or, with `threads`, over a thread's share."""
+    """Return the lines of a C++ loop over an axis, with the lines `body`.
+
+    If `backwards` is true, the loop begins with the last index. If `threads`, the number of threads of a CUDA
+    block, is not 0, the loop goes only over the indices of one thread, which are `threads` apart.
+    """
     head = f"int64_t {axis.name} = 0; {axis.name} < {axis.size}; ++{axis.name}"
     if backwards:
         head = f"int64_t {axis.name} = {axis.size - 1}; {axis.name} >= 0; --{axis.name}"
@@ -195,7 +216,10 @@ def _for(axis: Axis, body: Sequence[str], *, backwards: bool = False, threads: i
 
 
 def _address(nest: Nest, tensor: str) -> str:
-    """Return the C++ expression of the index in a tensor's elements."""
+    """Return the C++ expression of the index of an element of `tensor` from the indices of the nest's axes.
+
+    `tensor` is the nest's input `a`, its output `o`, or one of its operands.
+    """
     terms = [(axis.name, axis.strides[tensor]) for axis in nest.axes if axis.strides.get(tensor)]
     if tensor == "a":
         terms += [
@@ -207,7 +231,10 @@ def _address(nest: Nest, tensor: str) -> str:
 
 
 def _guarded(windows: Iterable[Window], body: list[str]) -> list[str]:
-    """Return the lines `body` inside conditions, so that they run only if the indices are in all windows."""
+    """Return the C++ lines `body` inside conditions, so that they run only if the indices are in all windows.
+
+    A window is an index that follows from several axes, such as a position in an image with a margin.
+    """
     for window in reversed(list(windows)):
         terms = [name if by == 1 else f"{name} * {by}" for name, by in window.factors.items()]
         name = window.name
@@ -225,11 +252,12 @@ def _guarded(windows: Iterable[Window], body: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Group:
-    """The writer of the code of one group, or of one tile of groups, of a nest.
+    """Writer of the code of one group of a loop nest, or of one tile of groups.
 
-    `tiles` has the sizes of tiles by axis. `simd` says whether loops are vectorised. `threads` is the number
-    of threads that share the group, and 0 if one thread computes it. `parts` says whether one thread adds up
-    PART terms at a time, so that sums in float stay exact enough.
+    A group is a set of elements that are combined, such as those of one sum, and a tile has neighbouring
+    groups that are computed together. `tiles` has the sizes of tiles by axis. `simd` says whether loops are
+    vectorised. `threads` is the number of CUDA threads that share the group, and 0 if one thread computes it.
+    `parts` says whether one thread adds up PART terms at a time, so that sums in float stay exact enough.
     """
 
     nest: Nest
@@ -239,7 +267,7 @@ class _Group:
     parts: bool
 
     def over_tile(self, body: list[str]) -> list[str]:
-        """Return the lines of loops over the elements of the tile, whose body has the lines `body`."""
+        """Return the lines of C++ loops over the groups of the tile, whose body has the lines `body`."""
         for index, (name, size) in enumerate(reversed(self.tiles.items())):
             body = [f"const int64_t {name} = {name}_s + {name}_t;", *body] if size > 1 else body
             if size > 1:
@@ -251,10 +279,11 @@ class _Group:
     def over_group(
         self, body: list[str], clause: str, *, vector: bool, around: tuple[list[str], list[str]] = ([], [])
     ) -> list[str]:
-        """Return the lines of loops over the elements of the tile's groups, whose body has the lines `body`.
+        """Return the lines of C++ loops over the elements of the tile's groups.
 
-        `clause` has the OpenMP reductions of the loop. `vector` says whether elements can be computed in any
-        order. `around` are lines before and after each PART of the elements.
+        `body` are the lines of the loops' body. `clause` has the OpenMP reductions of the loop. `vector` says
+        whether elements can be computed in any order, so that the loop may be vectorised. `around` are lines
+        before and after each PART of the elements.
         """
         nest = self.nest
         inner = [window for window in nest.windows if set(window.factors) & set(self.tiles)]
@@ -285,7 +314,7 @@ class _Group:
         return lines if reduced or self.tiles else ["{", *indent(lines), "}"]
 
     def write(self) -> list[str]:
-        """Return the lines that compute the groups of the tile and write their elements of `o`."""
+        """Return the C++ lines that compute the groups of the tile and write the elements of `o`."""
         code, nest = self.nest.code, self.nest
         suffix = "".join(f"[{name}_t]" for name, size in self.tiles.items() if size > 1)
         sizes = "".join(f"[{size}]" for size in self.tiles.values() if size > 1)
@@ -344,11 +373,12 @@ class _Group:
 
 
 def _tiles(nest: Nest, rows: int, lanes: int) -> dict[str, int]:
-    """Return the sizes of the tiles of a nest by axis, none of which is larger than its axis.
+    """Return the sizes of the tiles of a loop nest by axis, none of which is larger than its axis.
 
-    The innermost kept axis has a tile of `lanes` elements, and the axis `rows` of the nest one of `rows`
-    elements. There are no tiles if neighbours on the innermost kept axis are not near each other, because the
-    loops over the group are vectorised then. If `lanes` is 0, only the axis `rows` has a tile.
+    A tile is a part of an axis whose elements are computed together. The innermost kept axis (one over which
+    no sum goes) has a tile of `lanes` elements, and the axis `rows` of the nest one of `rows` elements. There
+    are no tiles if neighbours on the innermost kept axis are not near each other, because the loops over the
+    reduced axes are vectorised then. If `lanes` is 0, only the axis `rows` has a tile.
     """
     kept = [axis for axis in nest.axes if not axis.reduced]
     tiles = {axis.name: min(rows, axis.size) for axis in kept if axis.name == nest.rows and rows > 1}
@@ -359,7 +389,10 @@ def _tiles(nest: Nest, rows: int, lanes: int) -> dict[str, int]:
 
 
 def _is_lane(nest: Nest, axis: Axis) -> bool:
-    """Return whether neighbours on an axis are near each other in `a`, `o` and all operands."""
+    """Return whether neighbours on an axis of a nest are near each other in all of its tensors.
+
+    Near is a distance of at most MAX_LANE_STRIDE elements. The result is False for an axis of one element.
+    """
     inside = sum(
         abs(window.factors.get(axis.name, 0)) * window.stride // window.divisor for window in nest.windows
     )
@@ -367,7 +400,7 @@ def _is_lane(nest: Nest, axis: Axis) -> bool:
 
 
 def _position(axis: Axis, tiles: dict[str, int], index: str) -> str:
-    """Return the C++ line that declares the index in an axis, or the first index of a tile of it.
+    """Return the C++ line that declares the index in an axis, or the first index of a tile of the axis.
 
     `tiles` has the sizes of tiles by axis, and `index` is the expression of the tile's number. An axis with
     tiles of one element has the variable `NAME`, such as `const int64_t d0 = t;`, and another one `NAME_s`.
@@ -387,7 +420,7 @@ def _count(axis: Axis, tiles: dict[str, int]) -> int:
 
 
 def _cpu_pass(nest: Nest, schedule: CpuNestSchedule) -> list[str]:
-    """Return the C++ lines that compute a nest."""
+    """Return the C++ lines that compute a loop nest, which read the array `a` and operands and write `o`."""
     nest = merge(nest if schedule.rows > 1 else replace(nest, rows=""))
     tiles = _tiles(nest, schedule.rows, schedule.lanes)
     tiles = {name: size for name, size in tiles.items() if size > 1}
@@ -443,7 +476,10 @@ def _cuda_pass(
 
 
 def _cublas_call(nest: Nest, source: str, target: str) -> list[str]:
-    """Return the lines that compute a product of matrices by cuBLAS."""
+    """Return the C++ lines that compute a loop nest, which is a product of matrices, by cuBLAS.
+
+    `source` and `target` are the C++ variables of the first factor and of the product.
+    """
     axes = {axis.name: axis for axis in nest.axes}
     batches = [axis for axis in merge(nest).axes if axis.name not in "ijk"]
     batch = batches[0] if batches else Axis("b", 1, False, {})
@@ -451,7 +487,7 @@ def _cublas_call(nest: Nest, source: str, target: str) -> list[str]:
     (right,) = nest.operands
 
     def side(outer: Axis, tensor: str) -> tuple[bool, int]:
-        """Return whether neighbours on the axis `outer` are neighbours, and the leading dimension."""
+        """Return whether neighbours on `outer` are neighbours in memory, and the leading dimension."""
         across, along = outer.strides[tensor], k.strides[tensor]
         return (True, max(along, outer.size)) if across == 1 else (False, max(across, k.size))
 

@@ -1,4 +1,4 @@
-"""The core operators, the layout of composed tasks, and a parser that reads a chain from a source.
+"""Define the core operators and the layout of composed tasks, and read the chain of operators in a source.
 
 A chain is a sequence of core operators, each of which is applied to the result of the one before. The core
 operators are the torch operators for which the rule-based kernel writer can write kernels. Each is one line
@@ -58,11 +58,11 @@ THRESHOLDS = ("0.1", "0.2", "0.25", "0.3", "0.4", "0.5")
 
 @dataclass(frozen=True)
 class CoreOperator:
-    """A core operator: its name, kind and line, the permitted values of its constants, and its parameters.
+    """A torch operator for which kernels can be written by rules, as a line of a task's forward writes it.
 
-    A row operator computes along the last dimension and keeps the shape, and a reduction returns one value
-    for each row. A parameter operator uses a parameter with one value for each column, and a second-input
-    operator the second input `y` of the task.
+    An operator of the `kind` row computes along the last dimension and keeps the shape, and a reduction
+    returns one value for each row. An operator of the kind parameter uses a parameter with one value for each
+    column, and one of the kind second_input uses the second input `y` of the task.
 
     `line` is the right-hand side of `x = …`, in which `{0}` and `{1}` stand for the constants. `constants`
     has the permitted values of each. `init` is the statement in `__init__` that creates the parameters, in
@@ -166,7 +166,11 @@ MODULE_TENSORS = {"layer_norm": ("weight", "bias"), "rms_norm": ("gain",)}
 
 @dataclass(frozen=True)
 class Step:
-    """One operator of a chain. The constants are texts from the source."""
+    """One operator of a chain, which is a sequence of operators that are applied to `x` one after another.
+
+    `name` is the name of the operator in CORE_OPERATORS. `constants` are its constants as texts from the
+    source.
+    """
 
     name: str
     constants: tuple[str, ...]
@@ -174,11 +178,11 @@ class Step:
 
 @dataclass(frozen=True)
 class OperatorChain:
-    """The computation of a composed task: its operators and its tensors.
+    """The computation of a composed task, whose forward has one operator in each line.
 
-    `tensors` has the names of the kernel's arguments in their order: inputs, parameters in the order of the
-    state dict (in which the parameters of a module come before those of its submodules), and the output. All
-    of them have the same dtype.
+    `steps` are the operators in the order in which they are applied. `tensors` has the names of the kernel's
+    arguments in their order: inputs, parameters in the order of the state dict (in which the parameters of a
+    module come before those of its submodules), and the output. All of them have the type `dtype`.
     """
 
     steps: tuple[Step, ...]
@@ -194,8 +198,9 @@ class OperatorChain:
 def read_chain(code: str) -> OperatorChain | None:
     """Return the chain of a source in the layout of composed tasks (TASK_LAYOUT), or None for another source.
 
-    The source may be cast to half precision by `in_dtype`. A source in which a line of `forward` is not that
-    of a core operator has no chain either.
+    A chain is the sequence of operators in `forward`, one in each line. The source may be cast to half
+    precision by `in_dtype`. A source in which a line of `forward` is not that of a core operator, for which
+    kernels can be written by rules, has no chain either.
     """
     source = SOURCE.fullmatch(code)
     if source is None:
@@ -217,7 +222,10 @@ def read_chain(code: str) -> OperatorChain | None:
 
 
 def _read_step(line: str) -> Step | None:
-    """Return the operator of a line `x = …` of `forward`, or None if it is not that of a core operator."""
+    """Return the operator of a line `x = …` of `forward`, or None if it is not that of a core operator.
+
+    A core operator is one of CORE_OPERATORS. `line` has the indentation of eight spaces.
+    """
     expression = line.removeprefix("        x = ")
     for name, pattern in PATTERNS.items():
         if match := pattern.fullmatch(expression):

@@ -1,5 +1,6 @@
-"""C++ code of each core operator, which the kernels for cpu and cuda share.
+"""Define the C++ code of each core operator, which the kernels for cpu and cuda share.
 
+The core operators are the torch operators in operator_chain.py, for which kernels can be written by rules.
 The code of an elementwise operator is one line that changes the element `float v`, with functions of vec.h
 (agent_workdir/vec.h, mathematical functions that compilers can vectorise). All text except constants and
 shapes is equal in every kernel, so that the tokenizer merges it into one or two tokens.
@@ -46,11 +47,11 @@ ELEMENTWISE = {
 
 @dataclass(frozen=True)
 class Sweep:
-    """C++ code of one loop over a row.
+    """C++ code of one loop over the elements of a row.
 
     `declare` are the declarations of the accumulators, `clause` is their OpenMP reduction clause, `each` are
-    the lines for each element, and `finish` are the lines after the loop. The clause is empty if the loop
-    cannot be vectorised.
+    the lines for each element `v`, and `finish` are the lines after the loop. The line `b[i] = v;` of `each`,
+    if there is one, stores the element. The clause is empty if the loop cannot be vectorised.
     """
 
     declare: tuple[str, ...]
@@ -62,10 +63,10 @@ class Sweep:
 
 @dataclass(frozen=True)
 class RowOperator:
-    """C++ code of an operator on whole rows.
+    """C++ code of an operator on whole rows, such as softmax.
 
-    The loops `sweeps` are followed by the lines `apply` for every element, or by the expression `result` if
-    the operator returns one value for each row.
+    The loops `sweeps` over the row come first. They are followed by the lines `apply` for every element, or
+    by the expression `result` if the operator returns one value for each row.
     """
 
     sweeps: tuple[Sweep, ...]
@@ -87,10 +88,10 @@ def _sum(name: str, term: str, *finish: str) -> Sweep:
 
 
 def _online(top: str, total: str, *finish: str) -> Sweep:
-    """Return one sweep that computes the maximum and the sum of the exponentials relative to it.
+    """Return the code of one loop that computes the maximum of a row and a sum of exponentials.
 
-    `top` and `total` are the names of the variables of the maximum and of the sum. `finish` are the lines
-    after the loop.
+    The sum is that of exp(v - maximum) over the elements v. `top` and `total` are the names of the C++
+    variables of the maximum and of the sum. `finish` are the lines after the loop.
 
     Source: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
     """
@@ -194,10 +195,10 @@ def elementwise(step: Step) -> str:
 
 @dataclass(frozen=True)
 class FusedRow:
-    """C++ code of a chain with row operators, for one row in the array `a`.
+    """C++ code of a chain of operators of which some work on whole rows, for one row in the array `a`.
 
-    `lines` are the loops of all sweeps. After them, the array `source` contains the row. If the chain ends
-    with one value for each row, `tail` are the lines that compute it as `v`. Otherwise `pending` are the
+    `lines` are all loops over the row. After them, the array named `source` contains the row. If the chain
+    ends with one value for each row, `tail` are the lines that compute it as `v`. Otherwise `pending` are the
     lines that are still to be computed for every element `v`.
     """
 
@@ -210,11 +211,12 @@ class FusedRow:
 def fuse_row(
     steps: Sequence[Step], write_sweep: Callable[[Sweep, str, list[str]], list[str]], algorithm: str = ""
 ) -> FusedRow:
-    """Fuse the operators of a chain, so that elementwise operators are computed in the row's next loop.
+    """Return the code of a chain, in which elementwise operators are computed in the row's next loop.
 
-    `write_sweep` returns the lines of one sweep from the sweep, the array that contains the row, and the
-    lines for each element. A changed row is stored in the array `b`, unless no later loop reads it.
-    The code of an operator on rows is that in ALGORITHMS[algorithm] if there is one, and else that in ROW.
+    `steps` are the operators of the chain. A sweep is one loop over a row. `write_sweep` returns the lines of
+    a sweep from the sweep, the array that contains the row, and the lines for each element. A changed row is
+    stored in the array `b`, unless no later loop reads it. The code of an operator on rows is that in
+    ALGORITHMS[algorithm] if there is one, and else that in ROW.
     """
     row_operators = ROW | ALGORITHMS.get(algorithm, {})
     lines: list[str] = []

@@ -1,4 +1,7 @@
-"""Tensor operators that return one number: the losses."""
+"""Define the tensor operators that return one number, which are losses.
+
+A tensor operator is a row of the table in tensor_operators.py, for which kernels can be written by rules.
+"""
 
 from collections.abc import Callable
 from math import prod
@@ -11,9 +14,12 @@ from components.bootstrap.tensor_reductions import TOP, reduction_of, sum_of
 
 
 def _loss(code: Code, *, elements: bool = True) -> Callable[..., Parts]:
-    """Return the builder of a loss: one value for each row by the code, and the sum of these over a count.
+    """Return a function that builds the loop nests of a loss, for `TensorOperator.build`.
 
-    The count is that of all elements if `elements` is true, and else that of rows.
+    The function takes the shape of x, the shapes of the further inputs by name, and the loss's constants.
+    `code` computes one value for each row, which has the elements of x with the same first index. The loss is
+    the sum of these values, divided by the number of all elements of x if `elements` is true, and otherwise
+    by the number of rows.
     """
 
     def build(shape: Shape, inputs: dict[str, Shape], name: str, **numbers: Any) -> Parts:

@@ -1,4 +1,9 @@
-"""The form of a row of the table of tensor operators, and how a composer draws common arguments."""
+"""Define the row of the table of tensor operators, and functions that draw arguments for operators.
+
+A tensor operator is an operation on tensors of any shape, such as a convolution, for which kernels can be
+written by rules. The table is in tensor_operators.py. A composer (components/synthesis/tensor_composer.py)
+makes tasks of its rows with arguments that it draws.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -17,13 +22,19 @@ Drawn = Callable[[random.Random, Shape], Arguments]
 
 @dataclass(frozen=True)
 class TensorOperator:
-    """One row of the table.
+    """One row of the table of tensor operators: how tasks write an operator, and what its kernels compute.
 
-    `line` is the right-hand side of `x = …`, in which `{self}` is the attribute that the statement `init`
-    creates, and the other fields are arguments. `build` is called with the shape of x, the shapes of the
-    task's further inputs by name, the name of the attribute, and the arguments by name. It returns what
-    computes the operator: nests, and lines for elementwise operators. `draw` returns arguments for an x of
-    some shape, or None if the operator does not fit it; without it the operator is not composed.
+    `line` is the right-hand side of `x = …` in a task's forward. In it, `{self}` is the attribute to which
+    the constructor assigns the expression `init` (empty if there is none), and the other fields in braces are
+    arguments. `state` has the endings of the names of this attribute's entries in the state dict, in their
+    order, such as `_weight`.
+
+    `build` is called with the shape of x, the shapes of the task's further inputs by name, the name of the
+    attribute without `self.`, and the arguments by name. It returns what computes the operator: loop nests
+    (loop_nest.py), and C++ lines for elementwise operators. `draw` is called with a random generator and the
+    shape of x. It returns arguments by name, of which `inputs` has the shapes of further inputs, or None if
+    the operator does not fit the shape. If `draw` is None, no task is composed with the operator. `ranks` are
+    the ranks of x for which arguments can be drawn.
     """
 
     line: str
@@ -42,12 +53,19 @@ ALL_RANKS = (1, 2, 3, 4, 5)
 
 
 def constants_of(**palettes: Sequence[str]) -> Drawn:
-    """Return the function that draws a constant from each palette."""
+    """Return a function that draws one value for each keyword from its palette.
+
+    A palette has the permitted numbers as texts. The function takes a random generator and a shape, which it
+    ignores, and returns floats by keyword. It is a `TensorOperator.draw`.
+    """
     return lambda rng, shape: {name: float(rng.choice(values)) for name, values in palettes.items()}
 
 
 def same_shape(rng: random.Random, shape: Shape) -> Arguments:
-    """Draw a second input with the shape of the first."""
+    """Return the argument `inputs` of an operator with a second input `y` of the shape of x.
+
+    `shape` is the shape of x. `rng` is not used, because there is nothing to draw.
+    """
     return {"inputs": {"y": shape}}
 
 
@@ -56,7 +74,12 @@ def channels(rng: random.Random, shape: Shape) -> Arguments:
 
 
 def further_inputs(*names: str, **palettes: Sequence[str]) -> Drawn:
-    """Return the function that draws further inputs of the same shape, and constants, for a loss."""
+    """Return a function that draws the arguments of an operator with further inputs of the shape of x.
+
+    `names` are the names of these inputs. The function takes a random generator and the shape of x. It
+    returns the shapes of the inputs in the argument `inputs`, and for each keyword of `palettes` one of its
+    numbers, which are texts, as a float.
+    """
 
     def draw(rng: random.Random, shape: Shape) -> Arguments:
         return {"inputs": dict.fromkeys(names, shape), **constants_of(**palettes)(rng, shape)}

@@ -1,8 +1,9 @@
-"""The tensor operators: a table of what single operators and short chains of KernelBench's kind are made of.
+"""Define the table of the tensor operators, and read the computation of a task that is a chain of them.
 
-Each row has the operator's line in the layout of composed tasks (TASK_LAYOUT), the loop nests that compute
-it, and the arguments that a composer draws for it. `read_program` reads a source in that layout, and
-nest_writer.py writes its kernels. Inputs have any rank, and dimensions any size. The rows of elementwise
+Tensor operators are what single operators and short chains of the kind of KernelBench's tasks are made of.
+Each row of the table has the operator's line in the layout of composed tasks (TASK_LAYOUT), the loop nests
+that compute it, and the arguments that a composer draws for it. `read_program` reads a source in that layout,
+and nest_writer.py writes its kernels. Inputs have any rank, and dimensions any size. The rows of elementwise
 operators are below, and the others in tensor_reductions.py, tensor_losses.py and tensor_products.py.
 """
 
@@ -32,10 +33,11 @@ from components.bootstrap.tensor_reductions import ALONG, NORMS, REDUCTIONS
 
 @dataclass(frozen=True)
 class Program:
-    """The computation of a task: its nests and lines, the shape of its first input, and its tensors.
+    """The computation of a task: its parts, the shape of its first input, and the arguments of its kernel.
 
-    `tensors` has the names of the kernel's arguments in their order, and `types` the C++ types of those that
-    are not float.
+    `parts` are loop nests (loop_nest.py), and C++ lines for elementwise operators, in the order of
+    computation. `shape` is the shape of the first input. `tensors` has the names of the kernel's arguments in
+    their order, and `types` the C++ types of those that are not float, by name.
     """
 
     parts: tuple[Nest | Line, ...]
@@ -48,10 +50,11 @@ class Program:
 
 
 def _line(code: str, operand: str = "") -> Callable[..., Parts]:
-    """Return the builder of an elementwise operator with this C++ line.
+    """Return a function that builds the line of an elementwise operator, for `TensorOperator.build`.
 
-    In the line, `{NAME}` is a constant and `NAME@` the operand: an input, or a parameter, whose name begins
-    with `self`.
+    `code` is the C++ line of the operator, which changes the element `v`. In the line, `{NAME}` stands for
+    the constant argument NAME, and `NAME@` for the element of the operand NAME. `operand` is the name of this
+    operand: an input, or a parameter, whose name begins with `self`. It is empty if there is no operand.
     """
 
     def build(shape: Shape, inputs: dict[str, Shape], name: str, **constants: Any) -> Parts:
@@ -67,7 +70,11 @@ def _line(code: str, operand: str = "") -> Callable[..., Parts]:
 
 
 def _parameter(rng: random.Random, shape: Shape) -> Arguments:
-    """Draw the shape of a parameter: of the channels of images, or of the last dimension of rows."""
+    """Return the argument `size`, the shape of a parameter for an input of the shape `shape`.
+
+    For an input of more than three dimensions, the parameter has one value for each channel (the second
+    dimension), and otherwise one for each index of the last dimension. `rng` is not used.
+    """
     return {"size": (shape[1], *(1,) * (len(shape) - 2)) if len(shape) > 3 else (shape[-1],)}
 
 
@@ -139,7 +146,11 @@ OPERATORS = LINES | REDUCTIONS | ALONG | NORMS | LOSSES | SLIDING | PRODUCTS
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    """Return the pattern of a line or a statement, with a group for each field."""
+    """Return the pattern of a line or a statement, with a named group for each field `{NAME}` of `template`.
+
+    The field `{self}` matches an attribute such as `self.scale`, and any other field matches any text. A
+    field that occurs again matches only the same text.
+    """
     seen: set[str] = set()
 
     def group(match: re.Match[str]) -> str:
@@ -157,7 +168,12 @@ INPUT = re.compile(r"torch\.(randn?\(|randint\(0, \d+, \()([\d, ]+?),?\)+(\.bool
 
 
 def read_program(code: str) -> Program | None:
-    """Return the program of a source in the layout of composed tasks, or None for another source."""
+    """Return the program of a source in the layout of composed tasks, or None for another source.
+
+    The layout is TASK_LAYOUT, which has one operator in each line of forward. The program has the loop nests
+    and C++ lines that compute the task. Returns None also if a line of forward is not that of a tensor
+    operator, or if an input is not created by torch.rand, torch.randn or torch.randint.
+    """
     source = SOURCE.fullmatch(code)
     if source is None:
         return None
@@ -196,16 +212,22 @@ def read_program(code: str) -> Program | None:
 
 
 def uses_operator(code: str, name: str) -> bool:
-    """Return whether a line of a source is that of the tensor operator `name`."""
+    """Return whether a line of the source `code` is that of the tensor operator `name`.
+
+    If the operator has a module or a parameter, a line of the constructor must create it, too. The result is
+    False if there is no operator `name`.
+    """
     line, init = PATTERNS.get(name, (None, None))
     texts = [text.strip().partition(" = ")[2] for text in code.splitlines()]
     return all(any(map(pattern.fullmatch, texts)) for pattern in (line, init) if pattern) and line is not None
 
 
 def _read_operator(line: str, created: dict[str, str]) -> tuple[TensorOperator, str, Arguments] | None:
-    """Return the row, the attribute and the arguments of a line, or None if it is not that of an operator.
+    """Return the tensor operator of a line, or None if it is not that of an operator.
 
-    `created` has the statements of the constructor by attribute.
+    `line` is the right-hand side of `x = …`, and `created` has the right-hand sides of the statements of the
+    constructor by attribute, such as `self.scale`. The result is the row of the table, the attribute that the
+    line uses (empty if none), and the operator's arguments by name.
     """
     for name, (pattern, init) in PATTERNS.items():
         match = pattern.fullmatch(line)

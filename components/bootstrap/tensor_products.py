@@ -1,4 +1,8 @@
-"""Tensor operators that combine many elements of several tensors: pooling, convolutions, and products."""
+"""Define the tensor operators that combine many elements of several tensors.
+
+These are pooling, convolutions, and products of matrices. A tensor operator is a row of the table in
+tensor_operators.py, for which kernels can be written by rules.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -34,7 +38,12 @@ def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
 
 
 def _pool(code: Code) -> Callable[..., Parts]:
-    """Return the builder of a pooling, with torch's arguments, over all dimensions but the first two."""
+    """Return a function that builds the loop nest of a pooling, for `TensorOperator.build`.
+
+    The pooling applies `code` to each window. The function takes the shape of x and torch's arguments
+    `kernel`, `stride`, `padding` and `dilation`. Each of these is one number, or has one for each dimension
+    of x after the first two, over which the windows slide.
+    """
 
     def build(
         shape: Shape,
@@ -57,7 +66,13 @@ def _pool(code: Code) -> Callable[..., Parts]:
 
 
 def _convolution(*, transposed: bool) -> Callable[..., Parts]:
-    """Return the builder of a convolution with these arguments of torch."""
+    """Return a function that builds a convolution, which may be `transposed`, for `TensorOperator.build`.
+
+    The function takes the shape of x, the name of the module, and torch's arguments: `ins` and `outs` are
+    numbers of channels, and each of `kernel`, `stride`, `padding`, `dilation` and `output_padding` is one
+    number, or has one for each dimension of x after the first two. It returns a loop nest and, if `bias` is
+    true, a C++ line that adds the bias.
+    """
 
     def build(
         shape: Shape,
@@ -113,7 +128,11 @@ def _convolution(*, transposed: bool) -> Callable[..., Parts]:
 
 
 def _sides(rng: random.Random, shape: Shape, kernels: Sequence[int]) -> list[int]:
-    """Draw the sizes of a kernel, which are equal in two thirds of all cases."""
+    """Draw the sizes of a window or kernel, one for each dimension of `shape` after the first two.
+
+    Each is one of `kernels`. With the probability 0.65 all sizes are equal, and otherwise each is drawn by
+    itself.
+    """
     sizes = [rng.choice(kernels) for _ in shape[2:]]
     return sizes if rng.random() < 0.35 else sizes[:1] * len(sizes)
 
@@ -204,9 +223,9 @@ def _matrices(
 ) -> Nest:
     """Return the loop nest of the product of the matrices `a` and the operand `name`.
 
-    `shape` and `right` are their shapes in memory, and `transposed` says of each whether its last two
-    dimensions are exchanged before the product. An operand of rank 2 is the same for all matrices of `a`.
-    `windows` restrict the sums to a part of the matrices, such as a triangle.
+    `shape` and `right` are the shapes of `a` and of the operand in memory, and `transposed` says of each
+    whether its last two dimensions are exchanged before the product. An operand of rank 2 is the same for all
+    matrices of `a`. `windows` restrict the sums to a part of the matrices, such as a triangle.
     """
     (m, k), (step_i, step_k) = shape[-2:], (shape[-1], 1)
     if transposed[0]:
@@ -232,7 +251,12 @@ def _matrices(
 
 
 def _product(*, left: bool = False, right: bool = False) -> Callable[..., Parts]:
-    """Return the builder of the product of x and y, each of which may be transposed."""
+    """Return a function that builds the loop nest of a matrix product, for `TensorOperator.build`.
+
+    The product is that of x and y. The function takes the shape of x and, in a dict, the shape of y. If
+    `left` is true, the last two dimensions of x are exchanged before the product, and if `right` is true,
+    those of y.
+    """
     return lambda shape, inputs, name: [_matrices(shape, inputs["y"], "y", transposed=(left, right))]
 
 
@@ -249,7 +273,11 @@ def _draw_product(*, left: bool = False, right: bool = False) -> Draw:
 
 
 def _triangle(name: str, *, inside: bool) -> TensorOperator:
-    """Return the row of a product whose factors (`inside`) or whose result is an upper or lower triangle."""
+    """Return the tensor operator of a product of square matrices in which only a triangle is kept.
+
+    `name` is triu for the upper or tril for the lower triangle. If `inside` is true, both factors are
+    replaced by their triangles before the product, and otherwise the result is replaced by its triangle.
+    """
     up = name == "triu"
     pairs = (("i", "k"), ("k", "j")) if inside else (("i", "j"),)
 
@@ -271,7 +299,10 @@ def _square(rng: random.Random, shape: Shape) -> Arguments | None:
 
 
 def _diagonal(shape: Shape, inputs: dict[str, Shape], name: str) -> Parts:
-    """Return the nest of the product of a diagonal matrix and y."""
+    """Return the loop nest of the product of a diagonal matrix, whose diagonal is x, and the matrix y.
+
+    `inputs` has the shape of y. `shape` and `name` are not used.
+    """
     rows, cols = inputs["y"]
     axes = (
         Axis("i", rows, False, {"a": 1, "o": cols, "y": cols}),
@@ -281,7 +312,11 @@ def _diagonal(shape: Shape, inputs: dict[str, Shape], name: str) -> Parts:
 
 
 def _linear(shape: Shape, inputs: dict[str, Shape], name: str, ins: int, outs: int, bias: bool) -> Parts:
-    """Return the parts of nn.Linear."""
+    """Return the loop nest of nn.Linear and, if `bias` is true, the C++ line that adds its bias.
+
+    `shape` is the shape of x, `name` is the name of the module, and `ins` and `outs` are its numbers of
+    features.
+    """
     weight = f"{name}_weight"
     parts: list[Nest | Line] = [_matrices(shape, (outs, ins), weight, transposed=(False, True))]
     return [*parts, Line(f"v = v + {name}_bias@;", f"{name}_bias", (outs,))] if bias else parts
@@ -293,7 +328,11 @@ def _draw_linear(rng: random.Random, shape: Shape) -> Arguments | None:
 
 
 def _attention(shape: Shape, inputs: dict[str, Shape], name: str) -> Parts:
-    """Return the nests of the attention of x to the keys y and the values z."""
+    """Return the loop nests and C++ lines of the attention of the queries x to the keys y and the values z.
+
+    `shape` is the shape of x, and `inputs` has those of y and z. The nests and lines compute the scores,
+    divide them by the square root of the width of x, and compute the softmax and the product with z.
+    """
     scores = _matrices(shape, inputs["y"], "y", transposed=(False, True))
     return [
         scores,

@@ -1,4 +1,7 @@
-"""Tensor operators along dimensions: reductions, softmax, scans, norms with parameters, and losses."""
+"""Define the tensor operators along dimensions: reductions, softmax, scans, and norms with parameters.
+
+A tensor operator is a row of the table in tensor_operators.py, for which kernels can be written by rules.
+"""
 
 import random
 import re
@@ -19,13 +22,18 @@ from components.bootstrap.tensor_operator import (
 
 
 def _dim(rng: random.Random, shape: Shape) -> Arguments:
-    """Draw a dimension with at least four elements."""
+    """Draw the argument `dim`, a dimension with at least four elements, or -1 if there is none."""
     dims = [index for index, size in enumerate(shape) if size > 3]
     return {"dim": rng.choice(dims)} if dims else {"dim": -1}
 
 
 def _dims(rng: random.Random, shape: Shape) -> Arguments:
-    """Draw one or, for a rank of at least 4, several dimensions to reduce."""
+    """Draw the arguments `dim` and `keepdim` of a reduction of an input of this shape.
+
+    `dim` is a dimension with at least four elements, or -1 if there is none. For a rank of at least 4 it may
+    also be a tuple of all dimensions but the first, or but the first two. `keepdim` is true for a rank below
+    3, and with the probability 0.5 for others.
+    """
     several = [tuple(range(2, len(shape))), tuple(range(1, len(shape)))] if len(shape) > 3 else []
     keepdim = len(shape) < 3 or rng.random() < 0.5
     return {"dim": rng.choice([_dim(rng, shape)["dim"], *several]), "keepdim": keepdim}
@@ -36,18 +44,24 @@ def _one_dim(rng: random.Random, shape: Shape) -> Arguments:
 
 
 def sum_of(name: str, term: str, *values: tuple[str, str]) -> Loop:
-    """Return a loop that adds up the C++ expression `term` over a group in the variable `name`.
+    """Return a loop that adds up the C++ expression `term` in the variable `name`.
 
-    `values` are pairs of a variable and its C++ expression, which are computed after the loop and may contain
-    `name`, such as ("mean", "total / COUNT").
+    The loop goes over a group, which is the set of elements that are reduced together. `values` are pairs of
+    a variable and its C++ expression, which are computed after the loop and may contain `name`, such as
+    ("mean", "total / COUNT"), in which COUNT is the number of elements of the group.
     """
     return Loop((("sum", name, term),), values)
 
 
 def reduction_of(code: Code) -> Callable[..., Parts]:
-    """Return the builder of an operator along the dimensions `dim`, or along all if there is no `dim`.
+    """Return a function that builds the loop nest of an operator along dimensions.
 
-    The input y, if the code needs it, has the shape of x or one that is broadcast to it.
+    It is a `TensorOperator.build`. It takes the shape of x, the shapes of the further inputs by name, a name
+    that it does not use, and the operator's arguments. The elements of x along the dimensions `dim`, or all
+    if that is None, form a group, on which `code` computes. If `code` returns one value for each group and
+    `keepdim` is true, the output has these dimensions with size 1. A further input that the code reads has
+    the shape of x or is broadcast to it. In the code, `<NAME>` is replaced by the argument NAME, and `<axis>`
+    by the index in the first of the dimensions.
     """
 
     def build(
@@ -69,14 +83,20 @@ def reduction_of(code: Code) -> Callable[..., Parts]:
 
 
 def _with_operands(nest: Nest, shape: Shape, operands: dict[str, Shape]) -> Nest:
-    """Return the nest with operands that are broadcast with its tensor `a`, which has the shape `shape`."""
+    """Return the loop nest with further operands, each of which is broadcast to the nest's input `a`.
+
+    `shape` is the shape of `a`, and `operands` has the shape of each operand by its name.
+    """
     for name, of in operands.items():
         nest = attach(nest, Line("", name, of), tensor="a", following=shape)
     return nest
 
 
 def _fill(code: Code, **values: str) -> Code:
-    """Return the code with `<NAME>` replaced by a value in all of its texts."""
+    """Return the code with each `<NAME>` in its C++ texts replaced by the value of the keyword NAME.
+
+    Raises KeyError if there is no such keyword.
+    """
 
     def fill(text: str) -> str:
         return re.sub(r"<(\w+)>", lambda match: values[match[1]], text)
@@ -274,7 +294,15 @@ _NORM = Code(
 
 
 def _norm(kind: str, *, code: Code = _NORM, affine: bool = True) -> Callable[..., Parts]:
-    """Return the builder of a norm with the weight and, unless it is an RMS norm, the bias of a module."""
+    """Return a function that builds the loop nest of a norm, for `TensorOperator.build`.
+
+    The function takes the shape of x, the shapes of further inputs, the name of the norm's module, and the
+    module's arguments. The norm applies `code` to each group of elements. `kind` says which elements form a
+    group: those along the last dimensions ("last", as many as the argument `size` has), those of a channel in
+    the whole batch ("batch"), those of several channels of a sample ("group"), or those of one channel of a
+    sample ("instance"). If `affine` is true, the result is multiplied by the weight of the module, and the
+    bias is added unless `code` is that of an RMS norm.
+    """
 
     def build(shape: Shape, inputs: dict[str, Shape], name: str, *, eps: float = 1e-5, **sizes: Any) -> Parts:
         of: Shape = (*shape[1:2], *(1,) * (len(shape) - 2))
@@ -299,7 +327,11 @@ def _norm(kind: str, *, code: Code = _NORM, affine: bool = True) -> Callable[...
 
 
 def _running(shape: Shape, inputs: dict[str, Shape], name: str, channels: int) -> Parts:
-    """Return the lines of a batch norm with the mean and the variance that a module has stored."""
+    """Return the C++ lines of a batch norm with the mean and the variance that its module has stored.
+
+    `shape` is the shape of x with `channels` as its second dimension, and `name` is the name of the module.
+    `inputs` is not used.
+    """
     of = (channels, *(1,) * (len(shape) - 2))
     return [
         Line(f"v = v - {name}_running_mean@;", f"{name}_running_mean", of),
@@ -314,9 +346,10 @@ def _last(rng: random.Random, shape: Shape) -> Arguments:
 
 
 def _several(rng: random.Random, shape: Shape) -> Arguments | None:
-    """Return the arguments of a norm over each channel, or None if a channel has only one element.
+    """Return the argument `channels` of a norm over each channel, or None if a channel has only one element.
 
-    torch demands several elements for each channel in training mode.
+    The elements are those of one sample, or of the batch if x has two dimensions. torch demands several
+    elements for each channel in training mode. `rng` is not used.
     """
     return channels(rng, shape) if prod(shape[2:] or shape[:1]) > 1 else None
 

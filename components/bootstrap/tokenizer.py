@@ -1,10 +1,10 @@
-"""The tokenizer of a policy that is made from scratch, and the tokenisation of conversations.
+"""Train the tokenizer of a policy that is made from scratch, and tokenise conversations.
 
-Its byte-pair merges can join whole lines, and also runs of lines that never change (the head of a file, the
-tags of a tool call). So a kernel has only about 20 tokens, one for each operator. Each common constant is one
-token, because a small policy makes mistakes when it copies a constant that has several tokens. A conversation
-is tokenised in the same pieces (prompt, sampled turn, suffix) as in the agent loop, so that training and
-sampling use equal ids.
+The byte-pair merges of the tokenizer can join whole lines, and also runs of lines that never change (the head
+of a file, the tags of a tool call). So a kernel has only about 20 tokens, one for each operator. Each common
+constant is one token, because a small policy makes mistakes when it copies a constant that has several
+tokens. A conversation is tokenised in the same pieces as in the agent loop (the prompt, each sampled turn,
+and the text between two turns), so that training and sampling use equal ids.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ COMMON = 0.002
 
 
 def train_tokenizer(messages: Sequence[Message], vocabulary: int, context: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on the messages.
+    """Train a byte-level BPE tokenizer with a ChatML template on messages, and return it.
 
-    `vocabulary` is the number of tokens, including the special tokens and the 256 bytes. `context` is the
-    largest number of tokens of an input.
+    Each message has a `role` and a `content`. `vocabulary` is the largest number of tokens, including the
+    special tokens and the 256 bytes. `context` is the largest number of tokens of an input.
     """
     texts = [part for message in messages for part in _parts(message)]
     counts = Counter(constant for text in texts for constant in set(re.findall(CONSTANT, text)))
@@ -78,7 +78,10 @@ def train_tokenizer(messages: Sequence[Message], vocabulary: int, context: int) 
 
 
 def _parts(message: Message) -> list[str]:
-    """Return the parts of a message that are tokenised as separate texts when the tokenizer is trained."""
+    """Return the texts of a message on which the tokenizer is trained separately.
+
+    These are the role and the content of a message of the assistant, and one text of both for other messages.
+    """
     heading, content = f"{message['role']}\n", message["content"]
     return [heading, content] if message["role"] == "assistant" else [heading + content]
 
@@ -86,8 +89,8 @@ def _parts(message: Message) -> list[str]:
 def pieces(messages: Sequence[Message]) -> list[tuple[str, bool]]:
     """Split a conversation in ChatML into pieces (text, whether the policy samples it).
 
-    Each piece is tokenised separately. The concatenated texts are equal to the text of the chat template,
-    without the newline at its end.
+    Each message has a `role` and a `content`. Each piece is tokenised separately. The concatenated texts are
+    equal to the text of the chat template, without the newline at its end.
     """
     texts: list[tuple[str, bool]] = []
     before = ""
@@ -104,9 +107,10 @@ def pieces(messages: Sequence[Message]) -> list[tuple[str, bool]]:
 def encode_conversations(
     tokenizer: PreTrainedTokenizerBase, conversations: Iterable[Sequence[Message]]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the ids of each conversation, and a mask that is 1 on the ids of the assistant's turns.
+    """Yield the token ids of each conversation, and a mask that is 1 on the ids of the assistant's turns.
 
-    A turn includes its end-of-turn token. Equal pieces of text are tokenised only once.
+    Each message of a conversation has a `role` and a `content`. A turn includes its end-of-turn token. Equal
+    pieces of text are tokenised only once.
     """
     split = [pieces(conversation) for conversation in conversations]
     texts = sorted({text for conversation in split for text, _ in conversation})

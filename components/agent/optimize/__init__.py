@@ -1,4 +1,4 @@
-"""The optimisation of a user's PyTorch module: a task made from its file, and the search for a faster kernel.
+"""Optimise a user's PyTorch module: make a task from its file, and search for a faster kernel.
 
-The command `cuda-agent optimize` uses it. Start with `search.py`.
+The command `cuda-agent optimize` uses this package. Start with `search.py`.
 """

@@ -6,8 +6,9 @@ model_new.py       ModelNew for the user's code, which loads the library in work
 workspace/         the workspace template with the candidate's files and its built library
 trajectories/      all trajectories of the optimisation
 
-If no faster kernel was found, model.py, which is the user's code, takes the place of model_new.py and
-workspace/.
+The candidate is the chosen implementation of the user's module, and a trajectory is the record of one attempt
+of the policy. If no faster kernel was found, model.py, which is the user's code, takes the place of
+model_new.py and workspace/.
 """
 
 import ast
@@ -74,8 +75,8 @@ def drop_in(model_new: str) -> str:
 def write_workspace(folder: Path, code: str, files: dict[str, str], library: bytes | None) -> None:
     """Write a workspace with the task's source `code` and the candidate's `files` to the new folder `folder`.
 
-    `files` has texts by workspace path. `library` is the candidate's built library, which is written to
-    cuda_extension.so, or None if there is none.
+    The candidate is an implementation of the task. `files` has its texts by workspace path. `library` is its
+    built library, which is written to cuda_extension.so, or None if there is none.
     """
     template = PROJECT / "agent_workdir"
     shutil.copytree(
@@ -96,10 +97,10 @@ def check_output_folder(out: Path) -> None:
 
 
 def export(outcome: Outcome, params: Params, out: Path, builds: Path, policy: str) -> dict[str, Any]:
-    """Write the output folder `out` atomically and return the contents of result.json.
+    """Write the output folder `out` of an optimisation atomically and return the contents of result.json.
 
-    `builds` is the folder of the judge's cache of built libraries, and `policy` is the name of the policy in
-    the report.
+    `outcome` is the result of the search for a kernel, `builds` is the folder of the judge's cache of built
+    libraries, and `policy` is the name of the policy in the report.
     """
     verdict = outcome.verdict
     record = {
@@ -162,7 +163,7 @@ def headline(outcome: Outcome) -> str:
 
 
 def report(outcome: Outcome, params: Params, policy: str) -> str:
-    """Return the text of report.md, in which the policy has the name `policy`."""
+    """Return the text of report.md on the outcome of an optimisation; `policy` is the policy's name in it."""
     template: Template = Template(
         Path(__file__).with_name("report.md.j2").read_text(),
         trim_blocks=True,

@@ -1,8 +1,9 @@
 """Search for a kernel that computes a user's module faster than PyTorch does.
 
-A policy is sampled for several trajectories. The verdicts within the trajectories choose a few kernels, a
-second measurement of each chooses one of these kernels, and a third measurement of this kernel, in fresh
-runners, is reported. The reported speed-up is thus not biased upwards by the choice of the best kernel.
+A policy is sampled for several trajectories, which are attempts at the module. The judge's verdicts within
+the trajectories choose a few kernels, a second measurement of each chooses one of these kernels, and a third
+measurement of this kernel, in fresh processes, is reported. The reported speed-up is thus not biased upwards
+by the choice of the best kernel.
 """
 
 import time
@@ -54,9 +55,9 @@ class Outcome:
     `files` are the files of the chosen kernel by workspace path, and `verdict` is the verdict on them that is
     reported. If no kernel was correct when it was measured a second time, `files` is empty and `verdict` is
     None. `found` is True if the kernel is faster than eager PyTorch (`verdict.milestone` is 2 or 3, for which
-    the speed-up must be above 1.05) and the lower end of the speed-up's interval is above 1. `judged` holds
-    one verdict for each different candidate, `notes` are sentences for the user, and `seconds` is the
-    duration of the search.
+    the speed-up must be above 1.05) and the lower end of the speed-up's interval is above 1. `trajectories`
+    are the records of the policy's attempts. `judged` holds one verdict for each different candidate (a
+    kernel with its files), `notes` are sentences for the user, and `seconds` is the duration of the search.
     """
 
     task: KernelTask
@@ -135,8 +136,8 @@ def find_kernel(
     `seconds` after the start of the search. If `attempts` or `turns` is 0, a default is used that depends on
     the parameter `policy.prompt` (compact or full). If `seconds` is 0, there is no limit of time. `origin`
     names the module in messages. If an interrupted search is repeated, the judge takes the verdicts that it
-    has already reached from its journal. Raises UserError if the task cannot be judged, if the judge fails on
-    every candidate, or if the policy's server never answers.
+    has already reached from its journal, the store of verdicts on disk. Raises UserError if the task cannot
+    be judged, if the judge fails on every candidate, or if the policy's server never answers.
     """
     begun, params = time.monotonic(), policy.params
     task, notes = admitted_task(task, origin, pool)
@@ -183,8 +184,9 @@ def find_kernel(
 def _failures(trajectories: list[Trajectory], judged: dict[Candidate, Verdict], origin: str) -> list[str]:
     """Return notes, which are sentences for the user, on failures of the policy's server and of the judge.
 
-    `judged` has the verdict on each candidate, and `origin` names the user's module in messages. Raises
-    UserError if the server answered no turn of any trajectory, or if the judge failed on every candidate.
+    `judged` has the verdict on each candidate (a kernel with its files), and `origin` names the user's module
+    in messages. Raises UserError if the server answered no turn of any trajectory, or if the judge failed on
+    every candidate.
     """
     notes = []
     failed = [trajectory.error for trajectory in trajectories if trajectory.finish_reason == "server"]
@@ -215,10 +217,10 @@ def _measure_again(
 ) -> tuple[Candidate | None, Verdict | None]:
     """Choose the best of the kernels in `judged`, and return it with the verdict that is reported.
 
-    `judged` has the verdict on each kernel so far. The judge keeps the new verdicts under names that contain
-    `epoch`. The fastest `FINALISTS` correct kernels are measured a second time. The fastest of them in this
-    second measurement is chosen and measured a third time, and the third verdict is returned. Returns (None,
-    None) if no kernel is correct in the second measurement.
+    `judged` has the verdict on each kernel so far. The `FINALISTS` fastest of the correct kernels are
+    measured a second time. The fastest of them in this second measurement is chosen and measured a third
+    time, and the third verdict is returned. The judge keeps the new verdicts under names that contain
+    `epoch`. Returns (None, None) if no kernel is correct in the second measurement.
     """
 
     def measure(candidate: Candidate, purpose: str) -> Verdict:
