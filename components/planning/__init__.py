@@ -1,4 +1,5 @@
-"""What a profile needs: the memory of each role, and the machines of a Ray cluster.
+"""What a run with given parameters needs: the memory of its GPUs, and the machines of a Ray cluster.
 
-This package imports `core`. Start with `role_memory.py`.
+The GPUs are divided among roles: trainers, samplers and judges, which measure kernels. This package imports
+`core`. Start with `role_memory.py`.
 """

@@ -1,7 +1,7 @@
 """Memory of one rank of the trainer, on the GPU and in the host, from a model's shapes and the settings.
 
 With P parameters, N ranks, hidden states of width H and T tokens of a rank (a micro-batch's tokens divided by
-`sequence_parallel`), in bfloat16 with AdamW:
+`sequence_parallel`), these are the bytes in bfloat16 with AdamW:
 
 - Trained networks (actor, critic): 2P weights, 12P float32 master weights and moments, and 4P accumulated
   gradients, which the trainer sums in float32. ZeRO 1 divides the 12P by N, ZeRO 2 the 4P too, ZeRO 3
@@ -40,8 +40,9 @@ MASTER_BYTES = 4.0
 
 @dataclass(frozen=True)
 class Roles:
-    """Networks that a stage holds besides the actor, and which parameters it trains.
+    """Networks that a training stage holds besides the actor, and the number of parameters that it trains.
 
+    `has_reference` says whether it holds the reference policy, which is the policy at the start of the stage.
     `adapter_parameters` is the number of parameters of the adapters of one network, or 0 if all parameters
     are trained. A critic is trained in the same way as the actor.
     """
@@ -53,16 +54,16 @@ class Roles:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory in bytes of one rank at its largest use.
+    """Memory in bytes of one rank of the trainer at its largest use.
 
     `states` are weights, optimizer state and accumulated gradients of the trained networks. `reference` is
-    the reference if it stays on the GPU, and `moved_reference` is the reference if it is in host memory and
-    on the GPU only while it computes. `gathered` are the complete parameters that ZeRO 3 collects for the
-    layers that are being computed, and `gradients` the gradients that are not yet divided among the ranks.
-    `checkpoints` are the inputs of all layers. `layer` is the working memory of one layer, and `logits` that
-    of the output head; only one of them is in use at a time. `step` are temporary copies that the optimizer's
-    step makes. `context` is what CUDA and its libraries use. The fields from `host_optimizer` on are in the
-    memory of the host.
+    the reference policy if it stays on the GPU, and `moved_reference` is the reference policy if it is in
+    host memory and on the GPU only while it computes. `gathered` are the complete parameters that ZeRO 3
+    collects for the layers that are being computed, and `gradients` the gradients that are not yet divided
+    among the ranks. `checkpoints` are the inputs of all layers. `layer` is the working memory of one layer,
+    and `logits` that of the output head; only one of them is in use at a time. `step` are temporary copies
+    that the optimizer's step makes. `context` is what CUDA and its libraries use. The fields from
+    `host_optimizer` on are in the memory of the host.
     """
 
     states: float
@@ -81,13 +82,17 @@ class RankMemory:
 
     @property
     def computing(self) -> float:
-        """Bytes of activations, logits and temporary copies at the largest use."""
+        """Return the bytes of activations, logits and temporary copies on the GPU at the largest use.
+
+        They are the temporary copies of the optimizer's step if these are larger. The reference policy counts
+        while it is moved to the GPU.
+        """
         working = max(self.layer, self.logits)
         return max(self.step, self.checkpoints + working, self.moved_reference + working)
 
     @property
     def total(self) -> float:
-        """Bytes on the GPU at the largest use."""
+        """Return the bytes on the GPU at the largest use."""
         kept = self.states + self.reference + self.context
         return kept + self.gathered + self.gradients + self.computing
 
@@ -97,9 +102,10 @@ class RankMemory:
 
 
 def roles_of(params: Params, shapes: ModelShapes) -> Roles:
-    """Return the networks that at least one of the two PPO stages needs for a model of these shapes.
+    """Return which networks besides the actor at least one of the two PPO stages needs.
 
-    Raises UserError if `policy.adapter.targets` names a layer that cannot have an adapter.
+    The model has the shapes `shapes`. Raises UserError if `policy.adapter.targets` names a layer that cannot
+    have an adapter.
     """
     adapter = params.policy.adapter
     stages = (params.warmup, params.agentic)
@@ -117,7 +123,7 @@ def rank_memory(
     """Return the memory of one of `ranks` ranks that train a model of these shapes.
 
     `tokens` is the number of tokens of the longest forward pass, which `engine.sequence_parallel` ranks
-    share, and `row` that of the longest trajectory.
+    share, and `row` that of the longest trajectory. `roles` says which networks there are besides the actor.
     """
     size = 2.0 if engine.dtype == "bfloat16" else 4.0
     # Under ZeRO 0 in float32, the weights themselves are updated and there is no master copy.

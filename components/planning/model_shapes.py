@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class ModelShapes:
     """Shapes of a causal language model that its memory depends on.
 
-    `embedding_parameters` are those of embeddings and output head, which are one matrix if they are tied.
+    `name` names the model in messages. `embedding_parameters` is the number of parameters of embeddings and
+    output head, which are one matrix if they are tied. `hidden` is the width of the hidden states.
     `feed_forward` is the inner width of a dense feed-forward layer, and `expert_width` that of one expert;
     each is 0 if there is none. A token uses `experts_per_token` experts. `is_eager` says that transformers
     has only eager attention for the model, whose memory grows with the square of the length.
@@ -47,13 +48,14 @@ class ModelShapes:
 
     @property
     def layer_parameters(self) -> float:
-        """Mean number of parameters of a layer."""
+        """Return the mean number of parameters of a layer, without embeddings and output head."""
         return (self.parameters - self.embedding_parameters) / self.layers
 
     def adapter_parameters(self, adapter: Adapter) -> int:
-        """Return the number of parameters of LoRA adapters (arXiv 2106.09685, section 4.1), 0 without any.
+        """Return the number of parameters of LoRA adapters (arXiv 2106.09685, section 4.1) of this model.
 
-        Raises UserError if one of `adapter.targets` is no linear layer that can have an adapter.
+        `adapter` has their rank and the layers that get one; the result is 0 if the rank is 0. Raises
+        UserError if one of `adapter.targets` is no linear layer that can have an adapter.
         """
         if not adapter.rank:
             return 0
@@ -65,8 +67,9 @@ class ModelShapes:
 def adapted_layers(layers: Sequence[str], adapter: Adapter, model: str) -> list[str]:
     """Return those of `layers` that get an adapter: the ones in `adapter.targets`, or all if that is empty.
 
-    `layers` are the dotted names of the linear layers that can have one. A target is such a name or the end
-    of some. Raises UserError, which names the `model`, if a target is none of the layers.
+    `layers` are the dotted names of the linear layers that can have one. A target is such a name, or the end
+    of such names after a dot, as in "q_proj". Raises UserError, which names the `model`, if a target matches
+    none of the layers.
     """
     chosen = {
         target: [layer for layer in layers if f".{layer}".endswith(f".{target}")]
@@ -84,8 +87,9 @@ def adapted_layers(layers: Sequence[str], adapter: Adapter, model: str) -> list[
 def policy_shapes(params: Params) -> ModelShapes:
     """Return the shapes of the policy that a run with `params` trains; only its configuration is read.
 
-    For the champion, which is the promoted policy of the registry, they are those of policy.base. Raises
-    UserError if there is no such policy, or if transformers does not know its model.
+    If policy.source is `champion`, which is the promoted policy of the registry, they are those of
+    policy.base, with which a run starts while there is no champion. Raises UserError if there is no such
+    policy, or if transformers does not know its model.
     """
     from transformers import AutoConfig, Qwen3Config
 
@@ -117,7 +121,7 @@ def policy_shapes(params: Params) -> ModelShapes:
 def shapes_of(config: PretrainedConfig, name: str) -> ModelShapes:
     """Return the shapes of the model that transformers makes from `config`; `name` names it in messages.
 
-    The model is made on torch's meta device, so it takes no memory.
+    The model is made on torch's meta device, so its weights take no memory.
     """
     import torch
     from torch import nn

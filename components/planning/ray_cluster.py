@@ -1,8 +1,9 @@
-"""Connection to a Ray cluster, and placement groups, each of which reserves resources for one role of a run.
+"""Connection to a Ray cluster, and placement groups, which reserve resources of the cluster for a run.
 
-Actors have names that all processes of a run share, so that each process finds an actor that another process
-has started instead of starting it again. Actors and placement groups end with the process that started them,
-also if that is killed, because Ray ends what belongs to a driver that is gone.
+A placement group is for the actors of one role of the run, such as judges, which measure kernels. Actors have
+names that all processes of a run share, so that each process finds an actor that another process has started
+instead of starting it again. Actors and placement groups end with the process that started them, also if that
+is killed, because Ray ends what belongs to a driver that is gone.
 
 A vLLM server is announced by an actor that does nothing, and whose name contains the server's address.
 
@@ -40,8 +41,9 @@ ANNOUNCED = "vllm-server "
 def connect() -> None:
     """Connect to the Ray cluster at the address RAY_ADDRESS, or on this machine if the variable is not set.
 
-    Also sets the environment variable that the constant RUN names, if it is not set. Raises UserError if
-    there is no such cluster.
+    Does nothing if this process is connected already. Also sets the environment variable CUDA_AGENT_RAY_RUN,
+    the identifier of the run, to the id of the Ray job, if it is not set. Raises UserError if there is no
+    such cluster.
     """
     if not ray.is_initialized():
         address = os.environ.get("RAY_ADDRESS", "auto")
@@ -88,8 +90,9 @@ def name_in_run(name: str) -> str:
 def bundle(params: Params) -> dict[str, float]:
     """Return the amount of each Ray resource that one trainer or judge takes, such as {"CPU": 1.0}.
 
-    The other names are "GPU", on the device cuda, and `pool.resource`, if that is set. A judge on cpu
-    measures on one core. With a GPU it needs cores only for its builds, which are rare.
+    A judge measures kernels. The other names are "GPU", on the device cuda, and the value of `pool.resource`,
+    if that is not empty. A judge on cpu measures on one core. With a GPU it needs cores only for its builds,
+    which are rare.
     """
     resources = {"CPU": 1.0}
     if params.device == "cuda":
@@ -100,7 +103,11 @@ def bundle(params: Params) -> dict[str, float]:
 
 
 def check_capacity(params: Params) -> None:
-    """Raise UserError unless there is a Ray cluster that has the resources of all trainers and judges."""
+    """Raise UserError unless there is a Ray cluster that has the resources of all trainers and judges.
+
+    Their numbers are `pool.trainers` and `pool.judges`, and `bundle` says what each takes. Resources count
+    also if they are in use.
+    """
     connect()
     pool = params.pool
     there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # not annotated
@@ -115,10 +122,11 @@ def check_capacity(params: Params) -> None:
 
 
 def reserve(params: Params, role: str, count: int) -> PlacementGroup:
-    """Return a placement group that reserves the resources of `count` actors of a role.
+    """Return a placement group that reserves the resources of `count` actors, each of them those of `bundle`.
 
-    `role` is the parameter in the section `pool` that gives `count`, such as `judges`. The group ends with
-    this process. Raises UserError if the resources are not free within RESERVE_SECONDS.
+    `role` says what the actors do. It is the parameter in the section `pool` that gives `count`, such as
+    `judges`. The group ends with this process. Raises UserError if the resources are not free within
+    RESERVE_SECONDS.
     """
     each = bundle(params)
     # No code looks the group up by its name, which is for people who list the groups of the cluster.
@@ -143,7 +151,8 @@ class _Announcement:
 def announcing(urls: Sequence[str]) -> Iterator[None]:
     """Return a context in which every process on the cluster finds the vLLM servers at `urls` (`announced`).
 
-    Raises UserError if there is no cluster.
+    The servers are announced by Ray actors, which end with the context. Raises UserError if there is no
+    cluster.
     """
     connect()
     actor: Any = ray.remote(num_cpus=0)(_Announcement)

@@ -1,8 +1,9 @@
 """Memory of the GPUs of trainers, samplers and judges, and the refusal of a pool if a role does not fit.
 
-`cuda-agent run`, `doctor` and `plan` use the same check. The formulas of a trainer are in `memory_model.py`.
-A vLLM server takes a share of each of its GPUs, which holds its part of the weights, working memory, and the
-key-value cache in all that is left.
+These three are the roles: trainers are the ranks that train, samplers the vLLM servers, and judges measure
+kernels. `cuda-agent run`, `doctor` and `plan` use the same check. The formulas of a trainer are in
+`memory_model.py`. A vLLM server takes a share of each of its GPUs, which holds its part of the weights,
+working memory, and the key-value cache in all that is left.
 """
 
 from dataclasses import dataclass
@@ -29,10 +30,10 @@ BUCKET_BYTES = 2**31
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Number of GPUs of a role, and the memory in use on the fullest of them.
+    """Number of GPUs of a role (trainers, samplers or judges), and the memory in use on the fullest of them.
 
     `parts` are bytes by the name of what uses them, such as "weights". `holds` is a text for the user on what
-    the GPUs hold. `host` are the bytes that the role keeps in the memory of the host for each of its GPUs.
+    the GPUs hold. `host` is the number of bytes that the role keeps in the memory of the host for each GPU.
     """
 
     gpus: int
@@ -48,8 +49,9 @@ class RoleMemory:
 def memory_of_roles(params: Params, shapes: ModelShapes) -> dict[str, RoleMemory]:
     """Return the memory of each role by its name: `trainers`, `samplers` and `judges`.
 
-    `samplers` is left out if the trainers sample themselves (policy.backend transformers), but not if vLLM
-    shares the trainers' GPUs. `judges` is left out if they have no GPUs of their own (pool.judges 0).
+    Samplers are vLLM servers, and judges measure kernels. `samplers` is left out if the trainers sample
+    themselves (policy.backend transformers), but not if vLLM shares the trainers' GPUs. `judges` is left out
+    if they have no GPUs of their own (pool.judges 0).
     """
     pool = params.pool
     found = {"trainers": _trainer(params, shapes)}
@@ -64,8 +66,10 @@ def memory_of_roles(params: Params, shapes: ModelShapes) -> dict[str, RoleMemory
 def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
     """Return the memory of the first rank of the trainers, whose GPU is the fullest.
 
-    It is the larger of the memory during training and during sampling. Not included are the key-value cache
-    of the backend transformers, and a judge whose memory is not limited because `sandbox.device_bytes` is 0.
+    It is the larger of the memory during training and during sampling, in bytes by what uses it. If the
+    sampler or the judge, which measures kernels, uses this GPU too, its memory is included. Not included are
+    the key-value cache of the backend transformers, and a judge whose memory is not limited because
+    `sandbox.device_bytes` is 0.
     """
     policy, engine, pool = params.policy, params.engine, params.pool
     ranks, size = max(1, pool.trainers), GPU_BYTES[pool.gpu]
@@ -97,7 +101,7 @@ def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
 
 
 def _context_bytes(params: Params, shapes: ModelShapes) -> float:
-    """Return the bytes of keys and values, in bfloat16, of one full context."""
+    """Return the bytes of keys and values, in bfloat16, of one sequence that fills the context window."""
     return 4.0 * shapes.layers * shapes.kv_heads * shapes.head_dim * params.policy.context
 
 
@@ -107,9 +111,10 @@ def _sampler_bytes(params: Params) -> float:
 
 
 def tensor_parallel(params: Params, shapes: ModelShapes) -> int | None:
-    """Return the least power of 2 of GPUs on which vLLM holds the weights and one full context.
+    """Return the least power of 2 of GPUs on which one vLLM server holds the weights and one full context.
 
-    Returns None if MOST_TENSOR_PARALLEL GPUs are too few.
+    The weights are in bfloat16, and a full context is the keys and values of a sequence that fills the
+    context window. Returns None if MOST_TENSOR_PARALLEL GPUs are too few.
     """
     each = _sampler_bytes(params) - VLLM_WORKING_BYTES
     needed = 2.0 * shapes.parameters + _context_bytes(params, shapes)
@@ -137,7 +142,8 @@ def _sampler(params: Params, shapes: ModelShapes) -> RoleMemory:
 def refusal(params: Params, shapes: ModelShapes) -> str:
     """Return a sentence that says which role does not fit its GPUs and what to change, or "" if all fit.
 
-    A model whose attention heads engine.sequence_parallel ranks cannot share is refused too.
+    The roles that are checked are trainers, on the first GPU, and samplers, which are vLLM servers. A model
+    whose attention heads engine.sequence_parallel ranks cannot share is refused too.
     """
     pool, engine, size = params.pool, params.engine, GPU_BYTES[params.pool.gpu]
     shared = engine.sequence_parallel
@@ -173,7 +179,7 @@ def refusal(params: Params, shapes: ModelShapes) -> str:
 
 
 def check_fits(params: Params) -> None:
-    """Raise UserError if trainers or samplers cannot fit the memory of the GPU `pool.gpu`.
+    """Raise UserError if trainers or samplers (vLLM servers) cannot fit the memory of the GPU `pool.gpu`.
 
     Also raises it if engine.sequence_parallel does not fit the attention heads of the model, or if the policy
     cannot be read. Nothing is checked on the cpu.

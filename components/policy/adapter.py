@@ -67,8 +67,8 @@ def adapter_disabled(model: PreTrainedModel) -> Iterator[None]:
 def _linear_layers(model: PreTrainedModel) -> list[str]:
     """Return the dotted names of the linear layers of `model` that can have an adapter.
 
-    The output head is left out, and in a mixture of experts the layers whose last name is one of those of
-    experts and routers (`EXPERT_NAMES`), such as "gate_proj".
+    The output head is left out. In a mixture of experts, the layers of experts and routers are left out too;
+    the last part of their names is in `EXPERT_NAMES`, such as "gate_proj".
     """
     head = model.get_output_embeddings()
     names = [

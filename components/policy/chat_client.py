@@ -1,10 +1,10 @@
 """A client of an OpenAI-compatible server, with the openai package: chat completions and the list of models.
 
-A request is repeated with growing pauses, and a chat completion with another seed, if the server answers with
-status 429 or 5xx or cannot be reached. The repetitions of the openai package are not used, because they keep
-the seed. A request is not repeated after another error status, after an answer that is not valid, or if a
-connected server sends nothing for `REQUEST_SECONDS`. The API key is read from the environment variable
-OPENAI_API_KEY and not written to any file.
+A request is repeated with growing pauses if the server answers with status 429 or 5xx or cannot be reached; a
+chat completion is repeated with another seed. The repetitions of the openai package are not used, because
+they keep the seed. A request is not repeated after another error status, after an answer that is not valid,
+or if a connected server sends nothing for `REQUEST_SECONDS`. The API key is read from the environment
+variable OPENAI_API_KEY and not written to any file.
 """
 
 import os
@@ -43,15 +43,16 @@ class ToolsUnsupported(Exception):
 
 
 class _ServerRecord(BaseModel):
-    """Base class of the records in an answer, which ignores unknown fields."""
+    """Base class of the records that are read from a server's answers; it ignores unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class NativeCall(_ServerRecord):
-    """A tool call that the server has parsed.
+    """A tool call that the server has parsed from the model's message.
 
-    `arguments` is JSON text or an object, and None if the server sends none.
+    `id` and `name`, that of the tool, are "" if the server sends none. `arguments` is JSON text or an object,
+    and None if the server sends none.
     """
 
     id: str = ""
@@ -172,8 +173,9 @@ class ChatClient:
         """Sample the assistant's next turn after `messages`, which are dictionaries with role and content.
 
         `tools` are the descriptions of the tools that the model may call, in the form of the server's
-        interface. Raises ServerFailed if no attempt returned a usable turn, ToolsUnsupported if the server
-        refuses `tools`, and UserError if the name of the model cannot be found out (`choose_model`).
+        interface. At most `max_new_tokens` tokens are sampled. A repeated attempt adds its index to `seed`.
+        Raises ServerFailed if no attempt returned a usable turn, ToolsUnsupported if the server refuses
+        `tools`, and UserError if the name of the model cannot be found out (`choose_model`).
         """
         body: dict[str, Any] = {
             "model": self.choose_model(),
@@ -199,8 +201,8 @@ class ChatClient:
         """Return the answer to a request, which `send` sends, as a record of the class `form`.
 
         `send` takes the index of the attempt, from 0 on, and returns a raw response of the openai package.
-        Raises ServerFailed if `tries` attempts fail, if the server refuses the request for good, or if the
-        answer is no such record.
+        Raises ServerFailed if `tries` attempts fail, if the server refuses the request for good or sends
+        nothing for REQUEST_SECONDS, or if the answer does not fit the class `form`.
         """
         for attempt in range(tries):
             wait = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (attempt + 1))

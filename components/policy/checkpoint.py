@@ -44,10 +44,11 @@ BUCKET_BYTES = 2**31
 class Manifest(FrozenModel):
     """The origin of a checkpoint and the digests of its files.
 
-    `stage` is the training stage that wrote the checkpoint, `parent` the digest of the checkpoint from which
-    this stage started, and `dataset` the version of its data set. `code` identifies the source code that was
-    run. `files` has the digest of every file by path, and `digest`, computed from `files`, identifies the
-    whole checkpoint. `params` and `figures` are the parameters and the figures of the stage.
+    `stage` is the training stage that wrote the checkpoint, or "adopted" for a model from another project.
+    `parent` is the digest of the checkpoint from which this stage started, and `dataset` the version of its
+    data set. `code` identifies the source code that was run. `files` has the SHA-256 of every file by path,
+    and `digest`, computed from `files`, identifies the whole checkpoint. `params` and `figures` are the
+    parameters and the metrics of the stage.
     """
 
     stage: str
@@ -77,11 +78,12 @@ def save_checkpoint(
 ) -> Manifest | Any:  # None without `writes`, which a caller knows; Any spares the others a check
     """Write the model, the tokenizer and a manifest to `folder` atomically, and return the manifest.
 
-    Every rank must call this, because the model may be sharded, and exactly one with `writes`; the other
-    ranks return None. No rank gathers more of the model at once than about `bucket_bytes`. A model with an
-    adapter is written with the adapter merged, and the adapter itself is written to the folder `adapter` in
-    peft's format. The arguments from `stage` to `figures` are recorded in the manifest. `extra` has further
-    tensors, by the name of the safetensors file in which they are stored.
+    The manifest has the checkpoint's origin and the digests of its files. Every rank must call this, because
+    the model may be sharded, and exactly one with `writes`; the other ranks return None. No rank gathers more
+    of the model at once than about `bucket_bytes`. A model with an adapter is written with the adapter
+    merged, and the adapter itself is written to the folder `adapter` in peft's format. The arguments from
+    `stage` to `figures` are recorded in the manifest (see `Manifest`). `extra` has further tensors, by the
+    name of the safetensors file in which they are stored.
     """
     from safetensors.torch import save_file
 
@@ -171,9 +173,9 @@ def _write_adapter(folder: Path, model: PreTrainedModel, bucket_bytes: int) -> N
 def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
     """Return the manifest of a checkpoint after checking its files.
 
-    Raises UserError if the manifest is missing or damaged, or if a file does not match it, which the message
-    names. If `device` is not empty, also raises UserError if the policy was trained to write kernels for
-    another device.
+    The manifest has the digest of each other file. Raises UserError if the manifest is missing or damaged, or
+    if a file does not match it, which the message names. If `device` is not empty, also raises UserError if
+    the policy was trained to write kernels for another device.
     """
     try:
         manifest = Manifest.model_validate(read_json(folder / MANIFEST))
@@ -194,8 +196,9 @@ def verify_checkpoint(folder: Path, device: str = "") -> Manifest:
 def explain_load_errors(folder: Path, what: str) -> Iterator[None]:
     """Convert the errors that transformers raises in the block for a damaged folder into a UserError.
 
-    `folder` may also be a GGUF file. `what` names the part of it that the block loads, such as "tokenizer",
-    for the message. Errors of the operating system other than a missing file are raised unchanged.
+    `folder` is the Hugging Face folder, or the GGUF file, from which the block loads something. `what` names
+    what is loaded, such as "tokenizer", for the message. Errors of the operating system other than a missing
+    file are raised unchanged.
     """
     from jinja2 import TemplateError
     from safetensors import SafetensorError

@@ -1,4 +1,8 @@
-"""First policies from other projects: Hugging Face folders and GGUF files, which become checkpoints."""
+"""First policies from other projects: Hugging Face folders and GGUF files, which become checkpoints.
+
+A first policy is the model with which a run starts. A checkpoint is a Hugging Face folder with the file
+manifest.json, which has the digests of all other files.
+"""
 
 import contextlib
 import fcntl
@@ -29,7 +33,11 @@ from components.policy.checkpoint import (
 
 
 def source_digest(source: Path) -> str:
-    """Return the digest of a policy from another project: a Hugging Face folder, or a GGUF file."""
+    """Return the SHA-256 that identifies a policy from another project, a Hugging Face folder or a GGUF file.
+
+    It is that of the content of the GGUF file, or that of the list of the folder's files with their SHA-256,
+    without manifest.json.
+    """
     return digest_file(source) if is_gguf(source) else digest_json(digest_tree(source, exclude=(MANIFEST,)))
 
 
@@ -42,14 +50,14 @@ def adopt(
     origin: Mapping[str, Any] = MappingProxyType({}),
     notices: Sequence[Path] = (),
 ) -> Manifest:
-    """Make the checkpoint `folder` from `source`, a Hugging Face folder or a GGUF file.
+    """Make the checkpoint `folder` from `source`, a Hugging Face folder or a GGUF file; return its manifest.
 
-    The files of a folder are copied. The weights of a GGUF file are dequantised to float32. The version of a
-    data set (`dataset`), the revision of the source code (`code`) and facts on the source (`origin`, for
-    instance its licence) are recorded in the manifest. If `origin` is empty and the source is itself a
-    checkpoint, the origin in its manifest is kept. `notices` are files, such as the text of a licence, that
-    are added to the checkpoint. Raises UserError if transformers cannot read the source, or if the source has
-    no chat template.
+    The manifest is a record of the checkpoint's origin and of the digests of its files. The files of a folder
+    are copied. The weights of a GGUF file are dequantised to float32. The version of a data set (`dataset`),
+    the revision of the source code (`code`) and facts on the source (`origin`, for instance its licence) are
+    recorded in the manifest. If `origin` is empty and the source is itself a checkpoint, the origin in its
+    manifest is kept. `notices` are files, such as the text of a licence, that are added to the checkpoint.
+    Raises UserError if transformers cannot read the source, or if the source has no chat template.
     """
     load_tokenizer(source)
     with atomic_folder(folder) as temporary:
@@ -111,9 +119,10 @@ def _convert(source: Path, folder: Path) -> None:
 def adopted(source: Path, parent: Path) -> Path:
     """Return the folder of a checkpoint of `source` below `parent`, made unless an earlier call made it.
 
-    `source` is a Hugging Face folder or a GGUF file, and the folder is named after its digest. Of several
-    processes that call this at once, one makes it, and the others wait. Raises UserError if transformers
-    cannot read the source, or if it has no chat template.
+    `source` is a Hugging Face folder or a GGUF file. The name of the checkpoint's folder is the first 12
+    digits of the source's SHA-256 (`source_digest`). Of several processes that call this at once, one makes
+    the checkpoint, and the others wait. Raises UserError if transformers cannot read the source, or if it has
+    no chat template.
     """
     folder = parent / source_digest(source)[:12]
     parent.mkdir(parents=True, exist_ok=True)

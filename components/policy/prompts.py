@@ -1,4 +1,7 @@
-"""The prompt of a policy, which is one user message for each task."""
+"""The prompt of a policy, which is one user message for each kernel task.
+
+A kernel task is a PyTorch module for which the policy writes a faster kernel.
+"""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +21,10 @@ KERNELS = {"cpu": "cpu: C++ in kernels/*.cpp, one thread", "cuda": "cuda: CUDA i
 
 
 def skill() -> str:
-    """Return agent_workdir/SKILL.md, which says how a kernel is written, without its YAML frontmatter."""
+    """Return the instructions in agent_workdir/SKILL.md, which say how a policy writes a kernel.
+
+    The YAML frontmatter of the file is left out.
+    """
     text = (PROJECT / "agent_workdir" / "SKILL.md").read_text()
     return re.sub(r"\A---\n.*?\n---\n+", "", text, flags=re.DOTALL)
 
@@ -26,10 +32,10 @@ def skill() -> str:
 def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -> str:
     """Return the content of the user message for a task with the source `code`.
 
-    If `policy.prompt` is `compact`, the message is the source itself. Otherwise the message has the text of
-    SKILL.md, the device and the source. If `in_turns` is true, the message ends with the instruction to work
-    in several turns (IN_TURNS). If it is false, a message that is not compact ends with the instruction to
-    answer in one turn.
+    A task is a PyTorch module for which the policy writes a faster kernel. If `policy.prompt` is `compact`,
+    the message is the source itself. Otherwise the message has the text of SKILL.md, the device and the
+    source. If `in_turns` is true, the message ends with the instruction to work in several turns (IN_TURNS).
+    If it is false, a message that is not compact ends with the instruction to answer in one turn.
     """
     if policy.prompt == "compact":
         return code + IN_TURNS if in_turns else code
@@ -38,11 +44,12 @@ def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -
 
 
 def workloads_section(code: str, evidence: Mapping[str, Any]) -> str:
-    """Return the last section of SKILL.md for a task with the source `code`: the calls that make its inputs.
+    """Return a section for the instructions in SKILL.md that lists the workloads of a task, or "".
 
-    Such calls, for instance `get_inputs(32, 128)`, are the task's workloads; if it names none, the result is
-    "". `evidence` is the record of the check with which the judge admitted the task. The shapes of the inputs
-    are added if the list `workloads` in it has them. Raises UserError if the source is not valid.
+    Workloads are the calls that make the inputs of the task, for instance `get_inputs(32, 128)`; the result
+    is "" if the source `code` of the task names none. `evidence` is the record of the check with which the
+    judge admitted the task, or empty. If its list `workloads` has the shapes of the inputs, they are added.
+    Raises UserError if the source names workloads but is not valid Python, or names them in a wrong form.
     """
     calls = [workload.call for workload in workloads_of(code, "model.py")]
     if calls == [""]:
@@ -60,7 +67,11 @@ def workloads_section(code: str, evidence: Mapping[str, Any]) -> str:
 
 
 def task_message(code: str, device: Device) -> str:
-    """Return SKILL.md (`skill`) with the task's workloads, the device and the source `code` of a task."""
+    """Return the instructions for a task whose source is `code`, as one text.
+
+    They are the text of SKILL.md (`skill`), the calls that make the task's inputs if the source names several
+    (`workloads_section`), the device for which a kernel is to be written, and the source.
+    """
     return (
         f"{skill()}{workloads_section(code, {})}\n\nThe device is {KERNELS[device]}. "
         f"The task, model.py:\n```python\n{code.rstrip()}\n```\n"

@@ -28,7 +28,7 @@ class Completion:
 
 
 class Sampler(Protocol):
-    """A backend that samples from a policy. `version` is the name of the weights that it samples with."""
+    """A backend that samples from a policy. `version` is the name of the weights with which it samples."""
 
     version: str
 
@@ -42,9 +42,10 @@ class Sampler(Protocol):
         """Sample one completion of the token ids `prompt`, of at most `max_new_tokens` tokens.
 
         At temperature 0, each token is the most probable one. Equal arguments and weights give equal results,
-        unless the documentation of the backend says otherwise. A completion ends at the end of the context
-        window at the latest. It is empty if the prompt fills the window. `session` is the same for all turns
-        of one trajectory. If the coroutine is cancelled, the backend stops sampling the sequence.
+        unless the documentation of the backend says otherwise. A completion ends after a token that ends a
+        turn, and at the end of the context window at the latest. It is empty if the prompt fills the window.
+        `session` is a name that all turns of one trajectory share. If the coroutine is cancelled, the backend
+        stops sampling the sequence.
         """
         ...
 

@@ -1,14 +1,14 @@
 """A sampler that runs a policy with transformers in this process, so vLLM is not needed.
 
-A thread samples one token for all running sequences at a time. A sequence joins when there is a free row and
-leaves when it ends, so no sequence waits for another one to end.
+A thread samples one token for all running sequences at a time. A sequence joins when there is a free row in
+the batch and leaves when it ends, so no sequence waits for another one to end.
 
 A sequence's tokens and log-probabilities do not depend on the sequences that share its forward passes, nor on
 the time at which it joins, to the last bit. A prompt is evaluated alone. A forward pass of running sequences
-has a fixed number of rows (on cpu a power of two), of which unused ones are empty, and each row has a place
-of its own in a cache whose width is a multiple of `WIDTH_STEP`; this was measured
-(docs/measurements/training.md). Mixtures of experts are the exception: the tokens that share an expert share
-a matrix product of varying size.
+has a fixed number of rows (on cpu a power of two), of which unused ones are empty. The keys and values of
+each row are stored apart from those of other rows, in a cache whose width is a multiple of `WIDTH_STEP`. That
+this suffices was measured (docs/measurements/training.md). Mixtures of experts are the exception: the tokens
+that share an expert share a matrix product of varying size.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class TransformersSampler:
 
         It ends after a token that ends a turn, or at the end of the context window, and is empty if the
         prompt fills the window. At temperature 0, each token is the most probable one, and the
-        log-probabilities are those at temperature 1. `session` is not used.
+        log-probabilities are those at temperature 1. Equal arguments and weights give equal results, unless
+        the model is a mixture of experts. `session` is not used.
         """
         limit = min(max_new_tokens, self.context - len(prompt))
         if limit <= 0:
@@ -123,7 +124,7 @@ class TransformersSampler:
         return await asyncio.wrap_future(sequence.future)
 
     def pause(self) -> None:
-        """Wait for the end of the running forward pass, and begin no other one until `resume` is called."""
+        """Wait until the running forward pass ends; no other one begins until `resume` is called."""
         self.weights.acquire()
 
     def resume(self) -> None:
@@ -131,7 +132,11 @@ class TransformersSampler:
 
     @torch.no_grad()
     def _run(self) -> None:
-        """Sample the waiting sequences until none is left; this is the work of the sampler's thread."""
+        """Sample the waiting sequences until none is left; this is the work of the sampler's thread.
+
+        At most `batch` sequences run at a time. If a forward pass fails, the running sequences end with its
+        error.
+        """
         running: list[_Sequence] = []
         cache = RowCache(self.model.config)
         while True:
@@ -174,15 +179,19 @@ class TransformersSampler:
     def _rows(self, running: int) -> int:
         """Return the number of rows of a forward pass in which `running` sequences take part.
 
-        On a GPU, a matrix product with another number of rows may be summed in another order, so the number
-        is always `batch`. On cpu it is a power of two, because all of those give the same sums.
+        On a GPU, a matrix product with another number of rows may be summed in another order, so the result
+        is always `self.batch`, the largest number of sequences. On cpu it is a power of two of at least
+        LEAST_ROWS, because all of those give the same sums.
         """
         if self.device.type != "cpu":
             return self.batch
         return max(LEAST_ROWS, 1 << (running - 1).bit_length())
 
     def _evaluate_prompt(self, sequence: _Sequence, cache: RowCache, row: int) -> None:
-        """Write the keys and values of all prompt tokens but the last one to row `row` of the cache."""
+        """Write the keys and values of all prompt tokens but the last one to row `row` of the cache.
+
+        The last token is evaluated together with the running sequences (`_step`).
+        """
         if len(sequence.ids) == 1:
             return
         ids = torch.tensor([sequence.ids[:-1]], device=self.device)
@@ -247,11 +256,10 @@ def draw(logits: Tensor, uniforms: Tensor, temperatures: Tensor) -> tuple[Tensor
 class _RowLayer(DynamicLayer):
     """The keys and values of one layer of a model, each of shape [rows, heads, tokens, head_dim].
 
-    Memory is allocated for more rows and tokens than a forward pass uses. The rows in use, which are the
-    first ones, are those of the present forward pass, also those that only fill its batch up and hold no
-    sequence. `width` is the number of
-    tokens in each of them that the pass uses, and `positions` [rows in use] has the positions of their next
-    tokens.
+    A row holds one sequence. Memory is allocated for more rows and tokens than a forward pass uses. The rows
+    in use are the first ones; they are those of the present forward pass, including rows without a sequence
+    that only fill its batch up. `width` is the number of tokens of each row that the pass uses, and
+    `positions` [rows in use] has the positions of their next tokens.
     """
 
     def __init__(self) -> None:
@@ -263,7 +271,8 @@ class _RowLayer(DynamicLayer):
     def reserve(self, keys: Tensor, values: Tensor, rows: int, width: int) -> None:
         """Allocate memory for at least `rows` rows of `width` tokens, and keep the stored keys and values.
 
-        `keys` and `values` [rows, heads, tokens, head_dim] determine the heads, head_dim, dtype and device.
+        A row holds one sequence. `keys` and `values` [rows, heads, tokens, head_dim] are not stored; they
+        determine the number of heads, head_dim, dtype and device.
         """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -285,8 +294,10 @@ class _RowLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Write the keys and values of one token of each row in use, and return those of all their tokens.
 
-        The arguments have the shape [rows in use, heads, 1, head_dim], and the results [rows in use, heads,
-        width, head_dim]. The token of each row in use is written to its position in `self.positions`.
+        A row holds one sequence, and the rows in use are those of the present forward pass. The arguments
+        have the shape [rows in use, heads, 1, head_dim], and the results [rows in use, heads, width,
+        head_dim], where `width` is the number of tokens of the longest row, rounded up. The token of each row
+        in use is written to its position in `self.positions`.
         """
         self.reserve(key_states, value_states, len(key_states), self.width)
         used = torch.arange(len(key_states), device=key_states.device)

@@ -29,10 +29,11 @@ BASE, LOW_RANK_A, LOW_RANK_B = ".base_layer.", f".lora_A.{ADAPTER}.", f".lora_B.
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor of the public checkpoint format, which has no adapters.
+    """A tensor of the public checkpoint format, the one of `save_pretrained`, which has no adapters.
 
-    If `low_rank` is given, it has the matrices A [rank, in] and B [out, rank] of an adapter and their scale,
-    and the value is `stored` + scale * B A.
+    `stored` is the model's own tensor. If `low_rank` is given, it has the matrices A [rank, in] and B [out,
+    rank] of an adapter and their scale, and the value is `stored` + scale * B A; otherwise the value is
+    `stored`.
     """
 
     name: str
@@ -43,9 +44,10 @@ class _Weight:
         return [self.stored, *(self.low_rank[:2] if self.low_rank else ())]
 
     def value(self) -> Tensor:
-        """Return the value of the tensor; the caller has gathered all `parts` if they are sharded.
+        """Return the value of the tensor, with the adapter merged into it if there is one.
 
-        The sum with an adapter is computed in float32 and rounded once to the dtype of `stored`.
+        If the model is sharded, the caller has gathered all `parts`: the stored tensor and the matrices of
+        the adapter. The sum with an adapter is computed in float32 and rounded once to the dtype of `stored`.
         """
         stored = self.stored.detach()
         if self.low_rank is None:
@@ -58,12 +60,12 @@ class _Weight:
 def weight_buckets(model: PreTrainedModel, limit_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Yield all weights of `model` by their names in the public format, in buckets of complete tensors.
 
-    The public format is the one that `save_pretrained` writes. The buckets are in the order of the model's
-    modules. Each has at most `limit_bytes` of the model's parameters, or one larger parameter, or one larger
-    group of parameters that the public format stores as one tensor. If ZeRO 3 has sharded the model, every
-    rank must iterate over the whole stream, and only the parameters of the present bucket are gathered. The
-    tensors may be the model's own memory, so they are valid until the next bucket is requested, and the
-    caller must not write to them.
+    The public format is the one that `save_pretrained` writes, and a bucket is a dictionary of tensors by
+    name. The buckets are in the order of the model's modules. Each has at most `limit_bytes` of the model's
+    parameters, or one larger parameter, or one larger group of parameters that the public format stores as
+    one tensor. If ZeRO 3 has sharded the model, every rank must iterate over the whole stream, and only the
+    parameters of the present bucket are gathered. The tensors may be the model's own memory, so they are
+    valid until the next bucket is requested, and the caller must not write to them.
     """
     for bucket in _split(_conversion_groups(model, _weights(model)), limit_bytes):
         with _gathered([part for weight in bucket for part in weight.parts()]):
@@ -73,8 +75,9 @@ def weight_buckets(model: PreTrainedModel, limit_bytes: int) -> Iterator[dict[st
 def adapter_buckets(model: PreTrainedModel, limit_bytes: int) -> Iterator[dict[str, Tensor]]:
     """Yield the matrices of the model's adapter by their names in peft's file format, in buckets.
 
-    A bucket has at most `limit_bytes`, or one larger matrix, and is valid until the next one is requested.
-    Every rank must iterate over the whole stream if ZeRO 3 has sharded the model.
+    A bucket is a dictionary of tensors by name. It has at most `limit_bytes`, or one larger matrix, and is
+    valid until the next one is requested. There is no bucket if the model has no adapter. Every rank must
+    iterate over the whole stream if ZeRO 3 has sharded the model.
     """
     matrices = [
         [_Weight(f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}", tensor)]
@@ -89,7 +92,8 @@ def adapter_buckets(model: PreTrainedModel, limit_bytes: int) -> Iterator[dict[s
 def _weights(model: PreTrainedModel) -> Iterator[_Weight]:
     """Yield the parameters and persistent buffers of `model` in the order of its modules.
 
-    Tied parameters occur once. An adapter's matrices belong to the weight that they change.
+    Tied parameters occur once. The matrices of a LoRA adapter are not yielded alone, but as part of the
+    weight that they change. Tensors that the model's class excludes from saving are left out.
     """
     tensors: dict[str, Tensor] = model.state_dict(keep_vars=True)
     seen = set()
@@ -111,11 +115,11 @@ def _weights(model: PreTrainedModel) -> Iterator[_Weight]:
 
 
 def _conversion_groups(model: PreTrainedModel, weights: Iterator[_Weight]) -> list[list[_Weight]]:
-    """Return the weights in groups whose weights the public checkpoint format stores as one tensor.
+    """Return the weights in groups; the public checkpoint format stores the weights of a group as one tensor.
 
-    That is the format that `save_pretrained` writes. The weights of a group must be converted together. Most
-    groups have one weight. Some formats fuse matrices that transformers separates, such as query, key and
-    value.
+    That is the format that `save_pretrained` writes, so the weights of a group must be converted together.
+    Most groups have one weight. Some formats fuse matrices that transformers separates, such as query, key
+    and value.
     """
     conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(
         model, add_legacy=False
@@ -133,7 +137,10 @@ def _conversion_groups(model: PreTrainedModel, weights: Iterator[_Weight]) -> li
 
 
 def _split(groups: Sequence[list[_Weight]], limit_bytes: int) -> Iterator[list[_Weight]]:
-    """Yield lists with the weights of consecutive groups, of at most `limit_bytes` or of one larger group."""
+    """Yield lists with the weights of consecutive groups, each of at most `limit_bytes`.
+
+    A group is not divided: one that is larger than `limit_bytes` has a list of its own.
+    """
     bucket: list[_Weight] = []
     filled = 0
     for group in groups:

@@ -1,5 +1,5 @@
 """The four training stages on one engine: warm-up, rejection fine-tuning, critic pretraining, agentic PPO.
 
-This package imports the other component packages, including `agent` and `judge`. Start reading with
-`run_stage.py`.
+The cold start of a language model, which may precede them, is here too. This package imports the other
+component packages, including `agent` and `judge`. Start reading with `run_stage.py`.
 """

@@ -28,10 +28,11 @@ def gae(
     """Return the advantages, which are not whitened, and the returns of generalised advantage estimation.
 
     All tensors are [batch, seq]. `action_mask` is 1 at the tokens that the policy sampled; both results are 0
-    at all other tokens. `values[:, t]` is the value of the state before token t is emitted. The state after
+    at all other tokens. `rewards[:, t]` is earned at token t, and `values[:, t]` is the value of the state
+    before token t is emitted. `gamma` is the discount and `lam` the lambda of the estimation. The state after
     the last token that the policy sampled has the value 0, also in a truncated episode. The results are
-    computed backward over the sampled tokens (CUDA Agent paper, section 4.2): delta = r + gamma V' - V,
-    A = delta + gamma lam A', and return = A + V, where V' and A' are the value and the advantage of the next
+    computed backward over the sampled tokens (CUDA Agent paper, section 4.2): delta = r + gamma V' - V, A =
+    delta + gamma lam A', and return = A + V, where V' and A' are the value and the advantage of the next
     sampled token.
     """
     mask = action_mask.bool()
@@ -46,7 +47,9 @@ def row_gae(batch: EarnedRows, values: Tensor, gamma: float, lam: float) -> tupl
     """Return the advantages and returns of generalised advantage estimation for the rows of a batch.
 
     Only own tokens, those that the policy sampled, are time steps, and each row of tokens is an episode (see
-    `gae`). The reward of a row is earned at its last own token. `values` and both results are [own tokens].
+    `gae`). The reward of a row is earned at its last own token. `values` and both results are float32 [own
+    tokens], with the own tokens of all rows one after the other. `gamma` is the discount and `lam` the lambda
+    of the estimation.
     """
     advantages, returns = stream(batch.tokens), stream(batch.tokens)
     for row, (first, last) in enumerate(itertools.pairwise(batch.offsets.tolist())):
@@ -60,9 +63,10 @@ def row_gae(batch: EarnedRows, values: Tensor, gamma: float, lam: float) -> tupl
 def _advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Tensor:
     """Return the generalised advantage estimates [n] of n successive steps, from rewards [n] and values [n].
 
-    The steps are the tokens of one row that the policy sampled; the value after the last one is 0. They are
-    computed in float64, as a recursive filter from the last step to the first, A_i = delta_i + gamma lam
-    A_(i+1). The result has the dtype of `values`.
+    The steps are the tokens of one row that the policy sampled; the value after the last one is 0. The
+    estimates are computed in float64, as a recursive filter from the last step to the first, A_i = delta_i +
+    gamma lam A_(i+1), where `gamma` is the discount and `lam` the lambda of the estimation. The result has
+    the dtype of `values`.
     """
     following = torch.zeros_like(values, dtype=torch.float64)
     following[:-1] = values[1:]
@@ -72,10 +76,10 @@ def _advantages(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Te
 
 
 def discounted_rewards(batch: EarnedRows, gamma: float) -> Tensor:
-    """Return the Monte Carlo return of each own token, those that the policy sampled, [own tokens].
+    """Return the Monte Carlo return of each token that the policy sampled, float32 [sampled tokens].
 
-    It is the reward of the token's row times gamma^k, where k is the number of own tokens that follow in the
-    row.
+    It is the reward of the token's row times gamma^k, where `gamma` is the discount and k the number of
+    sampled tokens that follow in the row. The sampled tokens of all rows come one after the other.
     """
     returns = stream(batch.tokens)
     for row, (first, last) in enumerate(itertools.pairwise(batch.offsets.tolist())):
@@ -106,8 +110,9 @@ def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
     """Return the advantages scaled to zero mean and unit (biased) variance over the tokens of the policy.
 
     These are the tokens that the policy sampled, where `action_mask` is 1; the result is 0 at all others.
-    Both tensors have the same shape, such as [batch, seq], and contain the rows of all ranks. Whitened
-    advantages have lost the scale of the rewards, so they cannot be used to compute returns.
+    Both tensors have the same shape, such as [batch, seq], and contain the rows of all ranks. If no token was
+    sampled, the result is 0 everywhere. Whitened advantages have lost the scale of the rewards, so they
+    cannot be used to compute returns.
     """
     mask = action_mask.bool()
     own = advantages[mask]  # [own tokens]

@@ -41,7 +41,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens in all rows that the policy sampled."""
+        """Return the number of tokens that the policy sampled in all rows of the batch."""
         return int(self.offsets[-1])
 
     def own_tokens(self, rows: Sequence[int]) -> int:
@@ -54,7 +54,7 @@ class Batch:
 class EarnedRows(Batch):
     """Batch of rows of tokens with the reward of each row, float32 [rows].
 
-    The reward is earned at the last token of the row that the policy sampled.
+    The reward is earned at the last token that the policy sampled in the row.
     """
 
     rewards: Tensor
@@ -64,7 +64,8 @@ class EarnedRows(Batch):
 class Rollout(EarnedRows):
     """Batch of sampled trajectories, one a row, with the log-probabilities (nats) that the sampler computed.
 
-    They are those of the tokens that the policy sampled, in the order of the rows: [own tokens].
+    `sampler_logprob` [own tokens] has the log-probability of each token that the policy sampled, in the order
+    of the rows.
     """
 
     sampler_logprob: Tensor
@@ -118,12 +119,15 @@ class Packed:
 
     @property
     def longest_document(self) -> int:
-        """Return the number of tokens of the longest row."""
+        """Return the number of tokens of the longest row, including a row of padding."""
         return max(last - first for first, last in itertools.pairwise(self.documents))
 
 
 def _on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy a tensor from host memory to `device`; the host does not wait until a GPU has the copy."""
+    """Return a tensor that is in host memory as a tensor on `device`.
+
+    On a GPU it is a copy, and the host does not wait until the GPU has it. On a cpu it is `tensor` itself.
+    """
     if torch.device(device).type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -141,10 +145,11 @@ def stream(count: int) -> Tensor:
 
 
 def make_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
-    """Return pairs of token ids and action mask as a batch; arrays of int32 and uint8 are not copied.
+    """Return a batch of the given rows, each of which is a pair of token ids and action mask.
 
-    Raises ValueError if the lengths of a pair differ, if the mask of a row has no 1, or if its first entry is
-    1.
+    The mask is 1 on the tokens that the policy sampled, and both parts of a pair are [tokens of the row].
+    Arrays of int32 (ids) and uint8 (mask) are not copied. Raises ValueError if the lengths of a pair differ,
+    if the mask of a row has no 1, or if its first entry is 1.
     """
     ids = [np.asarray(row, dtype=np.int32) for row, _ in rows]
     masks = [np.asarray(mask, dtype=np.uint8) for _, mask in rows]
@@ -161,8 +166,9 @@ def make_batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
 def collate(trajectories: Sequence[Trajectory]) -> Rollout:
     """Return trajectories as one batch, with their rewards and the sampler's log-probabilities.
 
-    The judge must not have failed on any of them. Raises ValueError if there is no trajectory, or if the
-    policy sampled no token of one of them.
+    The judge, which measures the kernels of a trajectory, must not have failed on any of them, because such a
+    trajectory has no reward (AssertionError). Raises ValueError if there is no trajectory, or if the policy
+    sampled no token of one of them.
     """
     batch = make_batch([(trajectory.ids, trajectory.action_mask) for trajectory in trajectories])
     logprobs = [
@@ -185,8 +191,8 @@ def pack(
 ) -> Packed:
     """Concatenate the rows with the indices `rows`, and return one of `parts` equal slices on `device`.
 
-    `part` is the index of the slice. Before it is cut, the sequence is extended to a multiple of `parts`
-    tokens with a row of padding.
+    `part` is the index of the slice, from 0. Before the sequence is cut, it is extended to a multiple of
+    `parts` tokens with a row of padding, whose ids are 0.
     """
     lengths = [batch.lengths[row] for row in rows]
     if spare := -sum(lengths) % parts:
@@ -219,7 +225,8 @@ def pack(
 class Microbatch:
     """Rows of a batch, by index, that are computed in one forward and backward pass.
 
-    If `counted` is False, the loss is not used: the pass keeps the number of passes equal on all ranks.
+    If `counted` is False, the loss of the pass is not used. Such a pass is made only so that all ranks make
+    the same number of passes.
     """
 
     rows: tuple[int, ...]

@@ -35,8 +35,8 @@ from components.training.training_loop import StepRecord, finish, fit, resume
 class StoredRow:
     """Reference to a stored trajectory, with the facts that value pretraining needs of it.
 
-    The trajectory is the one with the index `index`, from 0, in the files of `folder`. It has `tokens`
-    tokens, of which the policy sampled `own`.
+    The trajectory is the one with the index `index`, from 0, in the files of `folder`. It is an attempt at
+    the task `task_id` and earned `reward`. It has `tokens` tokens, of which the policy sampled `own`.
     """
 
     folder: Path
@@ -49,11 +49,11 @@ class StoredRow:
 
 @dataclass(frozen=True)
 class StoredArrays(Sequence[NDArray[Any]]):
-    """One array of each stored trajectory of `rows`, read from its file when it is used.
+    """Sequence with one array for each stored trajectory in `rows`, read from its file when it is used.
 
-    `name` is "ids" for the token ids, "action_mask" or "sampler_logprob" (`TokenFile` in
-    agent/trajectory.py). A process cannot map as many files as there are trajectories, and the arrays need
-    not fit into memory.
+    `name` says which array of a trajectory it is: "ids" for the token ids, "action_mask" or "sampler_logprob"
+    (`TokenFile` in agent/trajectory.py). Files are not kept open, because a process cannot map as many files
+    as there are trajectories, and the arrays need not fit into memory.
     """
 
     rows: Sequence[StoredRow]
@@ -72,9 +72,11 @@ def run(stage: Stage) -> StageResult:
     """Make a critic from the checkpoint `stage.actor` and train it on trajectories of earlier stages.
 
     The trajectories are read from the folders `stage.trajectories`. Those of some tasks are held out, and the
-    critic is trained in critic.epochs passes over all others. The weights after the pass with the highest
-    explained variance on the held-out trajectories are kept. Raises StageFailed if this explained variance is
-    below critic.min_explained_variance, and UserError if there are too few trajectories or tasks.
+    critic is trained on all others in as many passes as the parameter critic.epochs says. The weights after
+    the pass with the highest explained variance on the held-out trajectories are kept. Raises StageFailed if
+    this explained variance is below critic.min_explained_variance, and UserError if there are too few
+    trajectories or tasks. The explained variance is not compared if it is undefined, because all held-out
+    returns are equal, or if the time budget ended the training.
     """
     started, params, settings = time.monotonic(), stage.params, stage.params.critic
     verify_checkpoint(stage.actor, params.device)
@@ -154,8 +156,9 @@ def run(stage: Stage) -> StageResult:
 def read_rows(folders: Sequence[Path]) -> list[StoredRow]:
     """Return the trajectories below `folders` that have own tokens and on which the judge did not fail.
 
-    Own tokens are those that the policy sampled. Raises UserError if there is no such trajectory, or if the
-    mask or the log-probabilities of a trajectory do not fit its tokens.
+    Own tokens are those that the policy sampled, and the judge is what measures the kernels of a trajectory.
+    Raises UserError if there is no such trajectory, or if the mask or the log-probabilities of a trajectory
+    do not fit its tokens.
     """
     rows: list[StoredRow] = []
     failure = ""
@@ -190,8 +193,8 @@ def split_by_task(
 ) -> tuple[list[StoredRow], list[StoredRow]]:
     """Return the trajectories to learn from and the held-out trajectories.
 
-    About `share` of the tasks are held out, with all of their trajectories. Each part has at least one task.
-    Raises UserError if there are fewer than two tasks.
+    About `share` of the tasks, which `seed` determines, are held out, with all of their trajectories. Each
+    part has at least one task. Raises UserError if there are fewer than two tasks.
     """
     tasks = sorted({row.task_id for row in rows}, key=lambda task: derived_seed(seed, "held out", task))
     if len(tasks) < 2:
@@ -205,7 +208,7 @@ def split_by_task(
 
 
 def batch_of(rows: Sequence[StoredRow]) -> EarnedRows:
-    """Return the rows as a batch whose arrays of token ids and masks stay in their files."""
+    """Return stored trajectories as a batch whose token ids and masks are read from files on use."""
     return EarnedRows(
         ids=StoredArrays(rows, "ids"),
         action_mask=StoredArrays(rows, "action_mask"),
@@ -218,8 +221,9 @@ def batch_of(rows: Sequence[StoredRow]) -> EarnedRows:
 def _returns(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float, lam: float) -> Tensor:
     """Compute the returns that the critic of `engine` learns in its next pass over `batch`.
 
-    There is one for each token that the policy sampled. They are Monte Carlo returns if `lam` is 1, and
-    otherwise those of generalised advantage estimation with the critic's current values.
+    The result is float32 [own tokens], with one return for each token that the policy sampled. They are Monte
+    Carlo returns with the discount `gamma` if `lam` is 1, and otherwise those of generalised advantage
+    estimation with the critic's current values.
     """
     if lam == 1:
         return discounted_rewards(batch, gamma)
@@ -229,6 +233,8 @@ def _returns(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float, lam: floa
 def _explained(engine: DeepSpeedEngine, batch: EarnedRows, gamma: float) -> float:
     """Return the share of the variance of the discounted rewards that the critic's values explain.
 
-    It is NaN if all discounted rewards are equal.
+    There is one value and one discounted reward for each token of `batch` that the policy sampled. The
+    discounted reward of a token is the reward of its row, times `gamma` for each sampled token that follows.
+    The share is NaN if all discounted rewards are equal.
     """
     return explained_variance(evaluate(engine, batch)[0], discounted_rewards(batch, gamma))

@@ -16,7 +16,7 @@ from components.training.ranks import join_world
 
 
 def drop_unsearchable_folders() -> None:
-    """Remove from PATH the folders in which this account has no permission to search.
+    """Remove from the variable PATH the folders in which this account has no permission to search.
 
     An account that `su NAME` started from root has root's PATH. A program that is not installed, such as the
     numactl that DeepSpeed looks for, would then raise PermissionError instead of FileNotFoundError, which
@@ -28,7 +28,11 @@ def drop_unsearchable_folders() -> None:
 
 
 def import_deepspeed(device: records.Device) -> Any:
-    """Import and return DeepSpeed, set up to log to standard error and to compile nothing."""
+    """Import the module deepspeed and return it, set up to compute on `device`.
+
+    DeepSpeed then logs only warnings and errors, to standard error, and does not compile its extension for
+    communication on a CPU, which would take about a minute.
+    """
     drop_unsearchable_folders()
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
@@ -52,7 +56,7 @@ def import_deepspeed(device: records.Device) -> Any:
 
 
 def discarded_prints() -> contextlib.redirect_stdout[io.StringIO]:
-    """Return a context in which nothing is printed: DeepSpeed prints the memory in use while it prepares."""
+    """Return a context that discards what is printed, such as the memory use that DeepSpeed reports."""
     return contextlib.redirect_stdout(io.StringIO())
 
 
@@ -96,7 +100,7 @@ def sharded_loading(settings: stage_params.Engine, device: records.Device) -> It
     """Return a context in which transformers divides the models that it loads among the ranks, under ZeRO 3.
 
     Every rank must enter it and load the same models. Rank 0 reads the files, one tensor at a time goes to
-    all ranks, and each rank keeps its part.
+    all ranks, and each rank keeps its part. Below ZeRO 3, the context changes nothing.
     """
     if settings.zero_stage < 3:
         yield

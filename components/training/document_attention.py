@@ -33,8 +33,8 @@ VARLEN_ARGUMENTS = frozenset(inspect.signature(varlen_attn).parameters)
 def _without_padding(mask: Any) -> Any:
     """Return a variant of `mask`, a function of transformers that makes a mask, for packed rows.
 
-    The variant makes a mask only if there is padding, so if an `attention_mask` is given, as when a policy is
-    sampled. Otherwise it returns None.
+    If the variant gets an `attention_mask`, as when a policy is sampled, it returns the mask that `mask`
+    makes. Otherwise it returns None, because packed rows have no padding.
     """
 
     def make(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -55,15 +55,16 @@ def _sdpa(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each row with torch's kernels.
+    """Compute causal attention within each of several packed rows with torch's kernels.
 
-    Queries are [1, heads, tokens, head_dim], and keys and values [1, key-value heads, tokens, head_dim].
-    `documents` are the bounds of the rows in the sequence; without them it is one row. `document_offsets` are
-    the same bounds as int32 on the device, and `longest_document` is the number of tokens of the longest row.
-    If `sliding_window` is given, a token attends only to itself and to the `sliding_window` - 1 tokens before
-    it. Returns the output [1, tokens, heads, head_dim] and None instead of attention weights. If a mask is
-    given or there are fewer queries than keys, as when a policy is sampled, the attention of transformers is
-    computed unchanged.
+    The rows are token sequences that stand one after the other in one sequence. Queries are [1, heads,
+    tokens, head_dim], and keys and values [1, key-value heads, tokens, head_dim]. `documents` [rows + 1] has
+    the index at which each row begins, and as its last entry the number of tokens; if it is None, all tokens
+    are one row. `document_offsets` is the same as int32 on the device, and `longest_document` is the number
+    of tokens of the longest row. If `sliding_window` is given, a token attends only to itself and to the
+    `sliding_window` - 1 tokens before it. Returns the output [1, tokens, heads, head_dim] and None instead of
+    attention weights. If `attention_mask` is given or there are fewer queries than keys, as when a policy is
+    sampled, the attention of transformers is computed unchanged.
     """
     if attention_mask is not None or query.shape[2] != key.shape[2]:
         whole: tuple[Tensor, None] = sdpa_attention_forward(
@@ -99,14 +100,16 @@ def _eager(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each row with the eager attention of the model's own module.
+    """Compute causal attention within each of several packed rows with the model's own eager attention.
 
-    Queries are [1, heads, tokens, head_dim], and keys and values [1, key-value heads, tokens, head_dim].
-    `documents` are the bounds of the rows in the sequence; without them it is one row. If `sliding_window` is
-    given, a token attends only to itself and to the `sliding_window` - 1 tokens before it. Each row needs a
-    mask, whose size is quadratic in the row's length. Returns the output [1, tokens, heads, head_dim] and
-    None. If a mask is given or there are fewer queries than keys, as when a policy is sampled, the module's
-    attention is computed unchanged.
+    The rows are token sequences that stand one after the other in one sequence. `module` is an attention
+    layer, whose source file defines the eager attention. Queries are [1, heads, tokens, head_dim], and keys
+    and values [1, key-value heads, tokens, head_dim]. `documents` [rows + 1] has the index at which each row
+    begins, and as its last entry the number of tokens; if it is None, all tokens are one row. If
+    `sliding_window` is given, a token attends only to itself and to the `sliding_window` - 1 tokens before
+    it. Each row needs a mask, whose size is quadratic in the row's length. Returns the output [1, tokens,
+    heads, head_dim] and None. If `attention_mask` is given or there are fewer queries than keys, as when a
+    policy is sampled, the eager attention is computed unchanged.
     """
     eager = sys.modules[type(module).__module__].eager_attention_forward
     if attention_mask is not None or query.shape[2] != key.shape[2]:
@@ -125,8 +128,10 @@ def _eager(
 def has_varlen(query: Tensor, value: Tensor, scale: float | None, window: int | None) -> bool:
     """Return whether torch's flash attention over rows of different lengths can compute the attention.
 
-    `query` and `value` are [1, heads, tokens, head_dim]. Scores are multiplied by `scale`, or by 1 /
-    sqrt(head_dim) if it is None, and `window` is the length of the sliding window, None without one.
+    It can only on a GPU in 16-bit precision, and if head_dim, equal for `query` and `value`, is a multiple of
+    8 of at most 256. `query` and `value` are [1, heads, tokens, head_dim]. Scores are multiplied by `scale`,
+    or by 1 / sqrt(head_dim) if it is None, and `window` is the length of the sliding window, None without
+    one; another scale or a window also needs a release of torch that supports it.
     """
     head_dim = query.shape[-1]
     return (
@@ -148,13 +153,14 @@ def attend_varlen(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Compute causal attention within each row with one kernel for all rows.
+    """Compute causal attention within each of several packed rows with one kernel for all rows.
 
-    Queries are [1, heads, tokens, head_dim], keys and values [1, key-value heads, tokens, head_dim], and the
-    output is [1, tokens, heads, head_dim]. `offsets`, int32 [rows + 1] on the device, has the index at which
-    each row begins, and as its last entry the number of tokens. A row has at most `longest` tokens. Scores
-    are multiplied by `scale`, or by 1 / sqrt(head_dim) if it is None. If `window` is given, a token attends
-    only to itself and to the `window` - 1 tokens before it.
+    The rows are token sequences that stand one after the other in one sequence. Queries are [1, heads,
+    tokens, head_dim], keys and values [1, key-value heads, tokens, head_dim], and the output is [1, tokens,
+    heads, head_dim]. `offsets`, int32 [rows + 1] on the device, has the index at which each row begins, and
+    as its last entry the number of tokens. A row has at most `longest` tokens. Scores are multiplied by
+    `scale`, or by 1 / sqrt(head_dim) if it is None. If `window` is given, a token attends only to itself and
+    to the `window` - 1 tokens before it.
     """
     options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
     options |= {"window_size": (-1 if window is None else window - 1, 0), "is_causal": True}
@@ -174,10 +180,12 @@ def _by_row(
     value: Tensor,
     documents: tuple[int, ...] | None,
 ) -> Tensor:
-    """Apply `attend` to queries, keys and values of each row, and return the outputs one after the other.
+    """Apply `attend` to queries, keys and values of each packed row, and concatenate the outputs.
 
-    Queries, keys and values are [1, heads, tokens, head_dim], and outputs [1, tokens, heads, head_dim].
-    `documents` are the bounds of the rows among the tokens; if it is None, the whole sequence is one row.
+    The rows are token sequences that stand one after the other in one sequence. Queries, keys and values are
+    [1, heads, tokens, head_dim], and outputs [1, tokens, heads, head_dim]. `documents` [rows + 1] has the
+    index at which each row begins, and as its last entry the number of tokens; if it is None, the whole
+    sequence is one row.
     """
     if documents is None or len(documents) == 2:
         return attend(query, key, value)  # not concatenated, which would copy it

@@ -55,7 +55,8 @@ def _sequence_groups(heads: int, kv_heads: int, head_dim: int, layers: int, size
     """Register attention that divides sequences among groups of `size` ranks, for models of this shape.
 
     The shape consists of the numbers of query heads, key-value heads and layers, and of the size of a head. A
-    process can register only one shape. Returns DeepSpeed's description of the groups of ranks.
+    process can register only one shape; DeepSpeed raises AssertionError if a second one differs. Returns
+    DeepSpeed's description of the groups of ranks.
     """
     from deepspeed import init_distributed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -120,9 +121,10 @@ class DeepSpeedEngine:
     ):
         """Move `module` to the device and prepare it for training in place.
 
-        The gradient of a step is scaled down to the norm `gradient_clip` if its norm is larger. Every rank
-        must call this with equal weights, or with a module loaded within `sharded_loading`. Raises UserError
-        if engine.sequence_parallel does not fit the ranks or the model's heads.
+        `engine` has the parameters of the section engine. The gradient of a step is scaled down to the norm
+        `gradient_clip` if its norm is larger. Every rank must call this with equal weights, or with a module
+        loaded within `sharded_loading`. Raises UserError if engine.sequence_parallel does not fit the ranks
+        or the model's heads.
         """
         self.world = join_world(device, engine)
         self.settings = engine
@@ -155,10 +157,11 @@ class DeepSpeedEngine:
     ) -> float:
         """Take one optimizer step and return the gradient norm before clipping.
 
-        `loss` must return a micro-batch's share of the step's loss: the sum over those tokens of the
-        micro-batch that the policy sampled, divided by the number of such tokens in the whole step on all
-        ranks. This method does not divide it again. The norm is NaN under ZeRO 0 with several ranks if
-        DeepSpeed does not report it. Raises NotFinite if the norm is known and not finite.
+        `microbatches` are those that this rank computes. `loss` must return a micro-batch's share of the
+        step's loss: the sum over those tokens of the micro-batch that the policy sampled, divided by the
+        number of such tokens in the whole step on all ranks. This method does not divide it again. The norm
+        is NaN under ZeRO 0 with several ranks if DeepSpeed does not report it. Raises NotFinite if the norm
+        is known and not finite.
         """
         self.engine.train()
         for group in self.engine.optimizer.param_groups:
@@ -182,8 +185,9 @@ class DeepSpeedEngine:
     def _offloaded_activations(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that keeps large tensors for the backward pass in host memory.
 
-        With activation checkpointing these are mostly the inputs of the layers. Parameters stay on the
-        device. Nothing is moved on cpu or without engine.activation_offload.
+        These are tensors of at least OFFLOADED_BYTES (1 MiB), with activation checkpointing mostly the inputs
+        of the layers. Parameters stay on the device. Nothing is moved on cpu or without
+        engine.activation_offload.
         """
         if not self.settings.activation_offload or self.world.device.type == "cpu":
             return contextlib.nullcontext()
@@ -227,9 +231,10 @@ class DeepSpeedEngine:
         self.engine.save_checkpoint(str(folder), tag=SHARDS, client_state={"rng": torch.get_rng_state()})
 
     def load(self, folder: Path) -> None:
-        """Load what `save` wrote below `folder` on as many ranks; every rank must call this.
+        """Load what `save` wrote below `folder` with the same number of ranks; every rank must call this.
 
-        Raises UserError if DeepSpeed finds no state in `folder`.
+        Parameters, optimizer state and random state are replaced. Raises UserError if DeepSpeed finds no
+        state in `folder`.
         """
         with discarded_prints():
             path, client = self.engine.load_checkpoint(str(folder), tag=SHARDS)
@@ -239,10 +244,11 @@ class DeepSpeedEngine:
 
 
 class FrozenNetwork:
-    """Network that is only evaluated: the reference policy, sharded under ZeRO 3 and without an optimizer.
+    """Network that is only evaluated and has no optimizer: the reference policy, with which a stage started.
 
-    With engine.reference_offload its parameters are in host memory. Within `on_device` they are all on the
-    device, except under ZeRO 3, where DeepSpeed moves those of each layer when the layer is computed.
+    Under ZeRO 3 its parameters are divided among the ranks. With engine.reference_offload they are in host
+    memory. Within the context `on_device` they are all on the device, except under ZeRO 3, where DeepSpeed
+    moves those of each layer when the layer is computed.
     """
 
     def __init__(self, module: nn.Module, engine: stage_params.Engine, *, device: records.Device):
@@ -266,7 +272,11 @@ class FrozenNetwork:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Return a context in which the parameters are on the device; `evaluate` may be called only there."""
+        """Return a context in which the network's parameters are on the device.
+
+        `evaluate` may be called with the network only in this context. Under ZeRO 3, DeepSpeed itself moves
+        the parameters of each layer when the layer is computed.
+        """
         if self.is_moved:
             _move(self.module, self.world.device)
         try:
@@ -277,10 +287,10 @@ class FrozenNetwork:
 
 
 def compile_network(module: nn.Module) -> None:
-    """Compile the layers of a network and its scores of tokens with torch.compile, in place.
+    """Compile the layers of a network and the scoring of tokens by its output head with torch.compile.
 
-    The compiled layers are used for packed rows only. When the network is sampled by transformers, its layers
-    are computed without compilation.
+    The network is changed in place. The compiled layers are used for packed rows only, that is, if a layer
+    gets the argument `documents`. When transformers samples the network, its layers are not compiled.
     """
     for part in module.modules():
         if isinstance(part, TokenScores):
@@ -291,12 +301,18 @@ def compile_network(module: nn.Module) -> None:
 
 
 def _forward(forward: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `compiled` if `documents`, the bounds of packed rows, is among the arguments, else `forward`."""
+    """Call `compiled` for packed rows, and `forward` otherwise, and return the result.
+
+    The rows are packed if `documents`, their bounds in the sequence, is among the keyword arguments.
+    """
     return (compiled if "documents" in kwargs else forward)(*args, **kwargs)
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Move a network to the device, without the parameters that ZeRO 3 has placed already."""
+    """Move the parameters and buffers of a network to the device.
+
+    Parameters that ZeRO 3 manages, and has therefore placed already, are left where they are.
+    """
     for tensor in (*module.parameters(), *module.buffers()):
         if not hasattr(tensor, "ds_id"):
             tensor.data = tensor.data.to(device)
@@ -344,8 +360,9 @@ def train_step(
 
     The norm is that before clipping; NotFinite is raised if it is known and not finite. Every rank calls this
     with the same arguments. `values` has what `loss` needs for each own token of `batch`, those that the
-    policy sampled. The loss is divided by the number of own tokens in all of these rows. The metrics that
-    `loss` returns are added to `sums`.
+    policy sampled. `loss` takes the network, a packed micro-batch and its part of `values`, and returns the
+    loss and metrics, each summed over own tokens. The loss is divided by the number of own tokens in all of
+    these rows. The metrics are added to `sums`.
     """
     world, tokens = engine.world, batch.own_tokens(index)
 

@@ -1,8 +1,9 @@
 """Supervised fine-tuning: the cold start of a language model, and the update of stage 2 (rejection.py).
 
-The model learns to predict the assistant's tokens of given conversations. The conversations of a cold start
-are demonstrations of mixed quality by the rule-based kernel writer (bootstrap/kernel_writer.py), or the
-trajectories of another policy. Both are encoded with the model's own chat template.
+The model learns to predict the assistant's tokens of given conversations. A cold start is the fine-tuning of
+a language model before stage 1. Its conversations are demonstrations of mixed quality by the rule-based
+kernel writer (bootstrap/kernel_writer.py), or the trajectories of another policy. Both are encoded with the
+model's own chat template.
 """
 
 import itertools
@@ -54,11 +55,11 @@ def fine_tune(
     """Take `steps` optimizer steps, the step i on `rows(i)` with `learning_rate(i)`.
 
     A row is a pair of token ids and action mask, which is 1 on the tokens to learn. `actor` is the engine of
-    an Actor. The stage continues from its newest state; a state is saved every `save_every` steps, or minutes
-    if it is a text such as "2min". Returns the stage's TrainState and how the training ended. The metrics of
-    a step are "loss" (nats per token to learn), "gradient_norm" (before clipping), "learning_rate",
-    "seconds_update" and "tokens_per_second_update". Raises NotFinite if loss or gradient is not finite, and
-    Terminated after SIGTERM.
+    an Actor. The stage continues from its newest state, which has the weights and the optimizer state after a
+    step; a state is saved every `save_every` steps, or minutes if it is a text such as "2min". Returns the
+    stage's TrainState and how the training ended. The metrics of a step are "loss" (nats per token to learn),
+    "gradient_norm" (before clipping), "learning_rate", "seconds_update" and "tokens_per_second_update".
+    Raises NotFinite if loss or gradient is not finite, and Terminated after SIGTERM.
     """
 
     def tuning_step(step: int, record: StepRecord) -> None:
@@ -89,9 +90,10 @@ def run(stage: Stage) -> StageResult:
     """Run the cold start of a language model: fine-tune the checkpoint `stage.actor` on conversations.
 
     The conversations are demonstrations by the rule-based kernel writer, or the trajectories in the folder
-    coldstart.demonstrations. The first rank writes, encodes and stores them for all ranks. The result has the
-    folder of the new checkpoint. Raises UserError if coldstart.demonstrations is a folder without a
-    trajectory to learn from, or if no conversation fits into policy.context tokens.
+    that the parameter coldstart.demonstrations names. The first rank makes them, encodes them as token ids
+    and stores them for all ranks. The result has the folder of the new checkpoint. Raises UserError if
+    coldstart.demonstrations is a folder without a trajectory to learn from, or if no conversation fits into
+    policy.context tokens.
     """
     started, params, settings = time.monotonic(), stage.params, stage.params.coldstart
     verify_checkpoint(stage.actor, params.device)
@@ -160,7 +162,9 @@ def plan_steps(lengths: Sequence[int], steps: int, tokens_per_step: int, seed: i
 def _conversations(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
     """Return token ids and action mask of each conversation that a cold start learns from.
 
-    They are demonstrations, or the trajectories of the folder that coldstart.demonstrations names.
+    A cold start is the fine-tuning of a language model before stage 1. The conversations are demonstrations
+    by the rule-based kernel writer, or the trajectories of the folder that coldstart.demonstrations names.
+    The mask is 1 on the assistant's tokens.
     """
     params = stage.params
     if isinstance(params.coldstart.demonstrations, str):
@@ -172,8 +176,9 @@ def _conversations(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[Row
 def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Row]:
     """Return token ids and action mask of `count` conversations such as the cold start learns from.
 
-    If coldstart.demonstrations is a folder, they are drawn from its trajectories with replacement, and
-    UserError is raised if it has none to learn from. Otherwise they are demonstrations of tasks composed with
+    The cold start is the training of a policy before stage 1. If coldstart.demonstrations is a folder, the
+    conversations are drawn from its trajectories with replacement, and UserError is raised if it has none to
+    learn from. Otherwise they are written by the rule-based kernel writer for tasks that are composed with
     another seed than the tasks of the cold start. Equal counts give equal conversations.
     """
     rng = random.Random(params.coldstart.seed)
@@ -191,10 +196,11 @@ def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: in
 def _encode(
     params: Params, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[Message]]
 ) -> list[Row]:
-    """Return demonstrations as the token ids that an episode of this policy has, with their action masks.
+    """Return each conversation as the token ids of an episode with these messages, and their action masks.
 
-    The first message of a conversation is the source of its task, with the suffix IN_TURNS if there are
-    several turns. It is replaced by the prompt of such an episode.
+    A message has a role and a content. The content of a conversation's first message is the source of a task,
+    followed by the text IN_TURNS if the conversation has several turns. It is replaced by the prompt that an
+    episode of `params.policy` has for this task. The mask is 1 on the tokens of the assistant's messages.
     """
     template = ChatTemplate(tokenizer, described=params.policy.prompt == "full")
     rows: list[Row] = []
@@ -206,11 +212,12 @@ def _encode(
 
 
 def _of_trajectories(params: Params, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
-    """Return the trajectories in the folder coldstart.demonstrations that stage 2 would keep, encoded again.
+    """Return the trajectories in the folder coldstart.demonstrations that are good enough to learn from.
 
-    Each is a pair of token ids and action mask. Stage 2 (rejection fine-tuning) keeps those that `select`
-    chooses. Their texts are encoded with `tokenizer`, because they may be those of another policy. Raises
-    UserError if none is kept.
+    They are those that `select` keeps, as in rejection fine-tuning (stage 2), among those on which the judge,
+    which measures kernels, did not fail. Each is a pair of token ids and action mask. The texts of a
+    trajectory are encoded with `tokenizer`, because its stored ids may be those of another policy's
+    tokenizer. Raises UserError if none is kept.
     """
     folder = str(params.coldstart.demonstrations)
     judged = [trajectory for trajectory in load_trajectories(Path(folder)) if trajectory.is_judged]

@@ -34,11 +34,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def raise_first_error(logs: Path, ranks: int) -> None:
-    """Raise the earliest error that a rank recorded below `logs`, in a folder named after its number.
+    """Raise the earliest error that a rank recorded below `logs`.
 
-    Errors that only follow from the loss of another rank or from SIGTERM are ignored. A UserError of a rank
-    is raised as UserError, any other error as StageFailed with the rank's number. Returns if no such error
-    was recorded.
+    A rank records its error in error.json, in a folder that is named after the rank's number. `ranks` is the
+    number of ranks, for the message. Errors that only follow from the loss of another rank or from SIGTERM
+    are ignored. A UserError of a rank is raised as UserError, any other error as StageFailed with the rank's
+    number. Returns if no such error was recorded.
     """
     for path in sorted(logs.rglob("error.json"), key=lambda path: path.stat().st_mtime_ns):
         kind, _, text = json.loads(path.read_text())["message"]["message"].partition(": ")
@@ -57,10 +58,10 @@ def raise_first_error(logs: Path, ranks: int) -> None:
 def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
     """Run `command` as `ranks` ranks; return 0, or TERMINATED (143) if ranks ended because of SIGTERM.
 
-    Rank 0 writes to the outputs of this process, each other rank to a folder below `logs` that is named after
-    its number. SIGTERM is forwarded to all ranks. If a rank fails, the other ranks are ended. Raises
-    UserError if the earliest error that a rank recorded is a UserError, and StageFailed for any other
-    failure.
+    Rank 0 writes to the standard output and error of this process, and each other rank to files in a folder
+    below `logs` that is named after the rank's number. SIGTERM is forwarded to all ranks. If a rank fails,
+    the other ranks are ended. Raises UserError if the earliest error that a rank recorded is a UserError, and
+    StageFailed for any other failure.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -109,8 +110,8 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
 
 
 def end_with_launcher() -> None:
-    """Make Linux kill this rank with SIGKILL when the process of `launch` ends, also if it is killed.
+    """Make Linux kill this process, a rank, with SIGKILL when the process that called `launch` ends.
 
-    A rank must call this itself.
+    This also happens if that process is killed. A rank must call this itself.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -15,7 +15,10 @@ TokenSums = dict[str, Tensor]
 
 
 def masked_sum(x: Tensor, action_mask: Tensor) -> Tensor:
-    """Return the sum of `x` where `action_mask` is true; a NaN elsewhere does not influence the sum."""
+    """Return the sum of `x` where `action_mask`, of the same shape, is true, as a tensor without dimensions.
+
+    A NaN elsewhere does not influence the sum.
+    """
     return torch.where(action_mask.bool(), x, 0.0).sum()
 
 
@@ -69,7 +72,7 @@ def value_loss_sum(
     `action_mask` is true. The loss is the sum of 0.5 * max(error^2, clipped_error^2), where error is the
     difference between value and return, and clipped_error is the difference between clipped value and return.
     A value is clipped to a distance of at most `clip` from the old value. If `clip` is None, values are not
-    clipped. A clipped value counts if its clipped error is the larger one.
+    clipped. The metric counts the values whose clipped error is the larger one.
     """
     error = (values - returns).square()  # [batch, seq]
     active = torch.zeros_like(action_mask, dtype=torch.bool)
@@ -87,9 +90,10 @@ def importance_weights(
 ) -> Tensor:
     """Return min(pi_old / mu, cap) for each token that the policy sampled, [batch, seq], without gradient.
 
+    pi_old is the trainer's and mu the sampler's probability of the token, whose logarithms (nats) are given.
     The weight of all other tokens, where `action_mask` is 0, is 1. These weights of truncated importance
     sampling correct for the behaviour policy mu: the sampler computes slightly different probabilities than
-    the trainer (pi_old) from the same weights, and it may have had weights that are some steps older.
+    the trainer from the same weights, and it may have had weights that are some steps older.
     """
     difference = torch.where(action_mask.bool(), old_logprob - sampler_logprob, 0.0)  # [batch, seq], nats
     return torch.exp(difference.clamp(-20.0, 20.0)).clamp(max=cap).detach()
@@ -109,19 +113,21 @@ def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor, action_m
 
 
 def kl_k2(actor_logprob: Tensor, reference_logprob: Tensor) -> Tensor:
-    """Return half the squared log-ratio of the probabilities of each token, [batch, seq].
+    """Return half the squared log-ratio of the probabilities of each token under actor and reference policy.
 
-    For tokens sampled from the actor, its expected gradient is the gradient of the KL divergence of the actor
-    from the reference.
+    Both log-probabilities (nats) and the result have the same shape, such as [batch, seq]. For tokens sampled
+    from the actor, the expected gradient of the result is the gradient of the KL divergence of the actor from
+    the reference.
     """
     return 0.5 * (actor_logprob - reference_logprob).square()
 
 
 def kl_k3(actor_logprob: Tensor, reference_logprob: Tensor) -> Tensor:
-    """Return exp(-d) + d - 1 for d = actor_logprob - reference_logprob, [batch, seq].
+    """Return exp(-d) + d - 1 for d = actor_logprob - reference_logprob, for each token.
 
-    For tokens sampled from the actor this is an unbiased estimate of the KL divergence of the actor from the
-    reference.
+    Both log-probabilities (nats) and the result have the same shape, such as [batch, seq]. For tokens sampled
+    from the actor, the result is an unbiased estimate of the KL divergence of the actor from the reference
+    policy.
     """
     difference = actor_logprob - reference_logprob  # [batch, seq], nats
     return torch.exp((-difference).clamp(-20.0, 20.0)) + difference - 1.0

@@ -1,4 +1,4 @@
-"""The metrics of a step: those of its trajectories, the signs of a collapsed policy, and their file.
+"""The metrics of a training step, the check of whether the policy has collapsed, and the file of metrics.
 
 The file metrics.jsonl of a stage has one JSON object per step and is readable while the stage runs. The
 metrics of a step show a collapse before the step's updates are made (CUDA Agent paper, Fig. 5). This module
@@ -24,15 +24,17 @@ PATIENCE = 3
 
 
 class MetricsFile:
-    """Metrics of the finished steps of a stage, in memory and in its file metrics.jsonl.
+    """Metrics of the finished steps of a training stage, in memory and in the stage's file metrics.jsonl.
 
-    A resumed stage drops the metrics of the steps that it repeats.
+    A stage that is resumed from a saved state repeats the steps after this state. Their earlier metrics are
+    dropped.
     """
 
     def __init__(self, stage_folder: Path, *, start: int, writes: bool):
         """Read the file's records of the steps before `start`; `writes` must be True only on rank 0.
 
-        There are no records if there is no file.
+        The file is metrics.jsonl in the folder `stage_folder` of a training stage. If it does not exist,
+        there are no records.
         """
         self.path = stage_folder / METRICS
         self.writes = writes
@@ -42,9 +44,9 @@ class MetricsFile:
         ]
 
     def write(self, step: int, figures: Figures) -> None:
-        """Append the record of a step, and write the file if `writes` is true.
+        """Append the record of a step, its number and its metrics, and write the file if `writes` is true.
 
-        A figure that is NaN or infinite becomes null.
+        A metric that is NaN or infinite becomes null in the file, and None in memory.
         """
         self.records.append(
             {"step": step}
@@ -54,7 +56,10 @@ class MetricsFile:
             atomic_write(self.path, "".join(json.dumps(record) + "\n" for record in self.records))
 
     def mean(self, name: str, records: slice) -> float:
-        """Return the mean of the figure `name` over a slice of the records; NaN if no record has it."""
+        """Return the mean of the metric `name` over a slice of the records, one for each step.
+
+        Records without the metric, or in which it is None, are left out; NaN if none is left.
+        """
         values = [value for record in self.records[records] if (value := record.get(name)) is not None]
         return math.fsum(values) / len(values) if values else math.nan
 
@@ -62,8 +67,9 @@ class MetricsFile:
 def newest_figures(home: Path, stage: str) -> Figures:
     """Return the last record of the most recently written metrics file of a stage named `stage`.
 
-    The files are those in the folders `home`/stages/`stage`-*. The step's number is included under `step`,
-    and null figures are left out. Returns an empty dictionary if there is no record.
+    `home` is the folder that holds everything a run writes, and the files are those in its folders
+    stages/`stage`-*. The record has the metrics of a training step by name, and the step's number under
+    `step`; null figures are left out. Returns an empty dictionary if there is no record.
     """
     files = sorted(home.glob(f"stages/{stage}-*/{METRICS}"), key=lambda path: path.stat().st_mtime)
     lines = files[-1].read_text().splitlines() if files else []
@@ -74,9 +80,9 @@ def newest_figures(home: Path, stage: str) -> Figures:
 def ages(trajectories: Sequence[Trajectory], step: int) -> Figures:
     """Return the mean age (`age`) and the largest age (`age_max`) of the own tokens of the trajectories.
 
-    Own tokens are those that the policy sampled. The age of a token is the number of steps, up to `step`,
-    that the policy was trained after the weights that sampled the token. The result is empty if the
-    trajectories have no own tokens.
+    Own tokens are those that the policy sampled. The age of a token is `step`, the number of steps that the
+    policy has been trained, less the number of steps that the weights which sampled the token had been
+    trained. The result is empty if the trajectories have no own tokens.
     """
     spans = [
         (step - updates_of(version), tokens)
@@ -98,8 +104,9 @@ def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
     They are the mean reward (`reward`), the share of trajectories with each milestone (`m_-1`, `m_1`, `m_2`
     and `m_3`), the share of trajectories cut off at the length limit (`truncated`), the share of tasks whose
     trajectories all have the same reward (`equal_reward_tasks`), and the mean number of turns (`turns`). The
-    milestone is that of the last verdict: -1 if it is not correct, 1 if it is, 2 if the kernel is also faster
-    than eager mode, and 3 if it is also faster than torch.compile (judge/verdict.py).
+    milestone grades the last verdict, which is what the judge found about the trajectory's kernel: -1 if it
+    is not correct, 1 if it is, 2 if the kernel is also faster than eager mode, and 3 if it is also faster
+    than torch.compile (judge/verdict.py).
     """
     count, milestones = len(trajectories), [milestone(trajectory.final) for trajectory in trajectories]
     by_task: dict[str, set[float]] = {}
@@ -115,18 +122,22 @@ def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
 
 
 class Collapsed(Exception):
-    """Error raised if the policy that sampled a step's trajectories has collapsed.
+    """Error raised if the policy that sampled a step's trajectories has collapsed (see `collapse`).
 
-    The message is a clause, such as "entropy is not a number", which the training loop puts into a sentence.
+    A policy has collapsed if, for instance, its entropy has left the allowed range. The message is a clause,
+    such as "entropy is not a number", which the training loop puts into a sentence.
     """
 
 
 def collapse(ppo: Ppo, figures: Figures, earlier: Sequence[Mapping[str, float | None]]) -> str:
     """Return a clause that states how the policy has collapsed, such as "entropy is not a number", or "".
 
-    `ppo` has the limits. `figures` are the metrics of the step whose trajectories the policy sampled:
-    `entropy`, `truncated`, `effective_share` and, with a critic, `explained_variance`. `earlier` are the
-    metrics of the steps before that step, in order. The result is "" if the policy has not collapsed.
+    `ppo` has the limits. `figures` are the metrics of the step whose trajectories the policy sampled: the
+    mean `entropy` (nats), the share `truncated` of trajectories that were cut off, `effective_share`, the
+    effective sample size as a share of the tokens, and, with a critic, `explained_variance`. `earlier` are
+    the metrics of the steps before that step, in order. A policy has collapsed if its entropy is not a
+    number, or if one of these metrics is beyond its limit, `explained_variance` in PATIENCE successive steps.
+    The result is "" if it has not collapsed.
     """
     entropy, truncated, share = (figures[name] for name in ("entropy", "truncated", "effective_share"))
     limit = ppo.min_explained_variance

@@ -72,7 +72,10 @@ class Actor(nn.Module):
 
 
 class ValueHead(nn.Linear):
-    """Linear layer with one output; it computes in float32, and its weights start at zero."""
+    """Linear layer that maps hidden states [..., hidden] to one value each, [..., 1].
+
+    It computes in float32, and its weights start at zero.
+    """
 
     def __init__(self, hidden: int, dtype: torch.dtype = torch.float32):
         super().__init__(hidden, 1, dtype=dtype)
@@ -86,11 +89,11 @@ class ValueHead(nn.Linear):
 class Critic(nn.Module):
     """Language model backbone with a value head; it computes the value of the state before each own token.
 
-    Own tokens are those that the policy sampled. `hidden` is the backbone's hidden size. `baseline` is a
-    constant that is added to every value: the mean return of the trajectories of value pretraining, or the
-    mean reward of the first step of PPO if that starts without such a critic. The value head starts at zero
-    and one update changes its output by about learning rate * width, so without the baseline tens of updates
-    would be needed to learn the mean return.
+    Own tokens are those that the policy sampled. `hidden` is the backbone's hidden size. The tensor
+    `baseline` is a constant that is added to every value: the mean return of the trajectories of value
+    pretraining, or the mean reward of the first step of PPO if PPO does not start with a pretrained critic.
+    The value head starts at zero and one update changes its output by about learning rate * width, so without
+    the baseline tens of updates would be needed to learn the mean return.
     """
 
     def __init__(self, backbone: nn.Module, hidden: int, dtype: torch.dtype = torch.float32):
@@ -107,7 +110,11 @@ class Critic(nn.Module):
         return (values.squeeze(-1) + self.baseline.float(),)
 
     def extra(self) -> dict[str, Tensor]:
-        """Return the value head's weight and bias and the baseline, for the file `value_head.safetensors`."""
+        """Return the value head's weight and bias and the baseline, for the file `value_head.safetensors`.
+
+        The keys are `weight`, `bias` and `baseline`, a constant that is added to every value. The tensors are
+        float32 copies on the cpu.
+        """
         tensors = {"weight": self.value_head.weight, "bias": self.value_head.bias, "baseline": self.baseline}
         return {name: tensor.detach().float().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
@@ -122,8 +129,8 @@ class Targets(Streams):
 def value_loss(network: nn.Module, packed: Packed, own: Targets) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of the critic `network`, and the same value as the metric value_loss.
 
-    It is half the squared error of the values against the returns in `own`, summed over the tokens of
-    `packed` that the policy sampled.
+    It is half the squared error of the critic's values against the returns in `own`, summed over the tokens
+    of `packed` that the policy sampled.
     """
     (values,) = network(packed)
     every = torch.ones_like(values, dtype=torch.bool)
@@ -188,7 +195,7 @@ def _load(factory: Any, folder: Path, params: Params) -> PreTrainedModel:
 
 
 def tile_mlps(model: PreTrainedModel, settings: stage_params.Engine) -> None:
-    """Let the dense feed-forward layers compute at most `settings.mlp_tokens` tokens at a time.
+    """Let the dense feed-forward layers of `model` compute at most `settings.mlp_tokens` tokens at a time.
 
     Their intermediate states, several times as wide as the hidden states, then exist for this many tokens
     only (Arctic long sequence training, arXiv 2506.13996). Under ZeRO 3 a layer must be a leaf module, whose

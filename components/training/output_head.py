@@ -126,9 +126,10 @@ class _SlicedScores(torch.autograd.Function):
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Return the logits [n, vocabulary] after the states [n, hidden], in float32, over the temperature.
+    """Return the float32 logits [n, vocabulary] after the states [n, hidden], divided by the temperature.
 
-    `weight` [vocabulary, hidden] and `bias` [vocabulary] are those of the output head, or some rows of them.
+    `weight` [vocabulary, hidden] and `bias` [vocabulary] are those of the output head, or some rows of them,
+    so that the result has only as many columns.
     """
     return functional.linear(states, weight, bias).float().div_(temperature)
 
@@ -164,8 +165,9 @@ def _score(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Score the tokens `targets` [n] after the hidden states `states` [n, hidden].
 
-    `weight` [vocabulary, hidden] and `bias` [vocabulary] are those of the output head. Returns
-    log-probability, entropy (nats) and the logarithm of the softmax's denominator, each [n].
+    `weight` [vocabulary, hidden] and `bias` [vocabulary] are those of the output head, and `temperature` is
+    the sampling temperature, which divides the logits. Returns log-probability, entropy (nats) and the
+    logarithm of the softmax's denominator, each [n].
     """
     logits = _logits(states, weight, bias, temperature)
     chosen = logits.detach().gather(-1, targets[:, None])

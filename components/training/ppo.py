@@ -69,12 +69,12 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Experience(Targets):
-    """What the updates of a step need of each token of a batch that the policy sampled, [own tokens].
+    """What the updates of a step need of each own token of a batch, the tokens that the policy sampled.
 
-    The log-probabilities (nats) are those of the actor before the step's updates (`old_logprob`) and of the
-    policy that the stage started from (`reference_logprob`; zeros if no loss or metric needs them).
-    `importance` has the weights of truncated importance sampling (`importance_weights`). The returns are
-    zeros if the stage has no critic.
+    Each tensor is [own tokens]. The log-probabilities (nats) are those of the actor before the step's updates
+    (`old_logprob`) and of the policy that the stage started from (`reference_logprob`; zeros if no loss or
+    metric needs them). `advantages` are whitened if `Ppo.whiten` is set. `importance` has the weights of
+    truncated importance sampling (`importance_weights`). The returns are zeros if the stage has no critic.
     """
 
     old_logprob: Tensor
@@ -88,8 +88,8 @@ class Networks:
     """The networks of a PPO stage.
 
     `critic` is None if advantages are computed from groups of trajectories of a task. `reference` returns the
-    log-probabilities [own tokens] of a batch's sampled tokens under the policy with the weights at the start
-    of the stage; it is None if no loss or metric needs them.
+    log-probabilities (nats) of a batch's own tokens, those that were sampled, [own tokens], under the policy
+    with the weights at the start of the stage; it is None if no loss or metric needs them.
     """
 
     actor: DeepSpeedEngine
@@ -102,20 +102,22 @@ class Networks:
 
 
 def warmup(stage: Stage, episode: RunEpisode) -> StageResult:
-    """Train the policy of the checkpoint `stage.actor` with single-turn PPO (stage 1).
+    """Train the policy of the checkpoint `stage.actor` with single-turn PPO (stage 1), and return the result.
 
-    `episode` samples one trajectory. The critic starts as a copy of the actor. During the first
-    `warmup.critic_warmup_steps` steps only the critic is trained.
+    `episode` is the function that samples one trajectory. The critic starts as a copy of the actor. During
+    the first `warmup.critic_warmup_steps` steps only the critic is trained. Raises StageFailed if fewer than
+    `warmup.min_updates` steps updated the actor (`run_ppo`).
     """
     return run_ppo(stage, stage.params.warmup, stage.actor, episode)
 
 
 def agentic(stage: Stage, episode: RunEpisode) -> StageResult:
-    """Train the policy of the checkpoint `stage.actor` with multi-turn PPO (stage 4).
+    """Train the policy of the checkpoint `stage.actor` with multi-turn PPO (stage 4), and return the result.
 
-    `episode` samples one trajectory. The critic starts from the checkpoint `stage.critic`, which must be None
-    if and only if agentic.advantages needs no critic (`run_stage.check_critic_given`). Raises UserError if
-    the checkpoint is no critic, or if its tokenizer differs from the actor's.
+    `episode` is the function that samples one trajectory. The critic starts from the checkpoint
+    `stage.critic`, which must be None if and only if agentic.advantages needs no critic. Raises UserError if
+    the checkpoint is no critic, or if its tokenizer differs from the actor's, and StageFailed if fewer than
+    `agentic.min_updates` steps updated the actor (`run_ppo`).
     """
     critic = stage.critic
     if critic is None:
@@ -131,10 +133,11 @@ def agentic(stage: Stage, episode: RunEpisode) -> StageResult:
 
 
 def load_networks(stage: Stage, ppo: Ppo, policy: TrainedPolicy, critic_folder: Path) -> Networks:
-    """Load the networks of a stage; every rank must call this.
+    """Load the networks of a PPO stage and prepare the trained ones for training; every rank must call this.
 
-    `policy` has loaded the actor. `critic_folder` is the checkpoint from which the critic starts, which may
-    be that of an actor; it is not read if `ppo.advantages` needs no critic.
+    `policy` has loaded the actor's model already. `critic_folder` is the checkpoint from which the critic
+    starts, which may be that of an actor; it is not read if `ppo.advantages` needs no critic. The reference,
+    which is the policy at the start of the stage, is loaded only if a loss or a metric needs it.
     """
     settings, device = stage.params.engine, stage.params.device
 
@@ -173,12 +176,13 @@ def _reference(
 
 
 def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) -> StageResult:
-    """Train the actor of `stage` for `ppo.steps` steps, continuing from the last saved state.
+    """Train the actor of `stage` for `ppo.steps` steps from the last saved state, and return the result.
 
-    `critic_folder` is the checkpoint that the critic starts with, if there is a critic, and `episode` samples
-    one trajectory. A step whose rewards are all equal (without a critic: equal within each task) does not
-    update the actor. Raises StageFailed if fewer than `ppo.min_updates` steps updated the actor, unless
-    training ended early.
+    A state has the weights and the optimizer states after a step. `critic_folder` is the checkpoint that the
+    critic starts with, if there is a critic, and `episode` is the function that samples one trajectory. A
+    step whose rewards are all equal (without a critic: equal within each task) does not update the actor.
+    Raises StageFailed if fewer than `ppo.min_updates` steps updated the actor, unless the policy collapsed or
+    the time budget ended the training.
     """
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
 
@@ -255,7 +259,8 @@ def equal_rewards_text(records: Sequence[Mapping[str, float | None]]) -> str:
     """Return a clause on the steps from which the actor learned nothing because the rewards were equal.
 
     `records` are the metrics of all steps of the stage that train the actor. The clause says whether all
-    trajectories earned equal rewards, or only those that were left after the judge had failed on others.
+    trajectories earned equal rewards, or only those that were left after others had been dropped, on which
+    the judge, which measures kernels, had failed.
     """
     equal = [record for record in records if record["equal_rewards"]]
     reason = (
@@ -277,10 +282,11 @@ def score(
 ) -> tuple[Experience, Figures]:
     """Evaluate the networks on the batch of `trajectories`, and return its Experience and metrics.
 
-    Every rank must call this, before the step's updates. The metrics are the means over sampled tokens of the
-    entropy (`entropy`), of the distance of the actor's from the sampler's log-probabilities
-    (`sampler_difference`) and of the importance weights (`importance`), and the effective sample size
-    (`effective_share`). With a reference, `kl_start` is the KL divergence from it. With a critic, there are
+    The Experience has what the updates need of each sampled token. Every rank must call this, before the
+    step's updates. The metrics are the means over sampled tokens of the entropy in nats (`entropy`), of the
+    distance of the actor's from the sampler's log-probabilities (`sampler_difference`) and of the importance
+    weights (`importance`), and the effective sample size as a share of the tokens (`effective_share`). With a
+    reference policy, `kl_start` is the mean KL divergence from it in nats. With a critic, there are
     `explained_variance` and the mean value (`value`); without one, the number of tasks with a single
     trajectory (`single_sample_tasks`).
     """
@@ -323,8 +329,9 @@ def update_critic(
 ) -> Figures:
     """Update the critic so that its values approach the returns, and return the metrics.
 
-    They are `value_loss`, the mean over the tokens that the policy sampled, and `critic_gradient_norm`, the
-    mean over optimizer steps. `seed` determines the order of the rows.
+    `experience` has the returns. The metrics are `value_loss`, the mean over the tokens that the policy
+    sampled, and `critic_gradient_norm`, the mean over optimizer steps. `seed` determines the order of the
+    rows.
     """
     figures = update(batch, experience, critic, value_loss, ppo, seed, ppo.critic_learning_rate)
     return figures | {"critic_gradient_norm": figures.pop("gradient_norm")}
@@ -338,9 +345,9 @@ def update_actor(
     The metrics of `policy_loss_sum` and `policy_loss`, the loss without penalty, are means over the tokens
     that the policy sampled. `gradient_norm` is a mean over the optimizer steps of this call, and
     `learning_rate` is the same for all of them. If `ppo.kl_coefficient` is above 0, a penalty on the
-    divergence from the reference is added to the loss. `updates` is the number of PPO steps of the stage
-    before this one, without the first `ppo.critic_warmup_steps`, which train only the critic; the warm-up of
-    the learning rate depends on it. `seed` determines the order of the rows.
+    divergence from the reference policy, with which the stage started, is added to the loss. `updates` is the
+    number of PPO steps of the stage before this one, without the first `ppo.critic_warmup_steps`, which train
+    only the critic; the warm-up of the learning rate depends on it. `seed` determines the order of the rows.
     """
     learning_rate = ppo.learning_rate * min(1.0, (updates + 1) / max(1, ppo.learning_rate_warmup_steps))
 
@@ -375,9 +382,10 @@ def update(
 ) -> Figures:
     """Train the network of `engine` for `ppo.epochs` passes over the rows, and return the mean metrics.
 
-    Each pass shuffles the rows, in an order that `seed` determines, and divides them among `ppo.minibatches`
-    optimizer steps, or among as many steps as there are rows if these are fewer. The metrics of `loss` are
-    means over the tokens that the policy sampled, and `gradient_norm` is a mean over optimizer steps.
+    The rows are those of `batch`, and `experience` has what `loss` needs of each token that the policy
+    sampled. Each pass shuffles the rows, in an order that `seed` determines, and divides them among
+    `ppo.minibatches` optimizer steps, or among as many steps as there are rows if these are fewer. The
+    metrics of `loss` are means over the sampled tokens, and `gradient_norm` is a mean over optimizer steps.
     """
     order, norms, sums, shuffler = list(range(len(batch.ids))), [], MetricSums(), random.Random(seed)
     for _ in range(ppo.epochs):

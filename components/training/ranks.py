@@ -1,7 +1,7 @@
-"""The ranks of a stage, and how a process joins them.
+"""The ranks of a training stage, which are its processes, and how a process joins them.
 
-A single process needs no launcher. With several ranks, every rank runs the same stage and computes its part
-of each step.
+A single process needs no launcher such as torchrun. With several ranks, every rank runs the same stage and
+computes its part of each step.
 """
 
 import os
@@ -67,6 +67,7 @@ class World:
 def join_world(device: records.Device, settings: stage_params.Engine) -> World:
     """Join the launcher's process group, or make one of only this process if there is no launcher.
 
+    There is a launcher if the environment variable WORLD_SIZE is set, which torchrun and Ray Train set.
     Returns the World of this rank. engine.collective_seconds limits the duration of every collective.
     DeepSpeed's default of 10 minutes is too short, because the other ranks wait in a collective while rank 0
     samples. Raises UserError if the number of ranks is not a multiple of engine.sequence_parallel.

@@ -33,11 +33,12 @@ LOCAL_FIELDS = ("pool", "progress")
 
 
 def run_on_ray(stage: Stage, verdicts: Path) -> StageResult:
-    """Run the stage as `pool.trainers` ranks on the cluster that RAY_ADDRESS names.
+    """Run the stage as `pool.trainers` ranks on the cluster that RAY_ADDRESS names, and return its result.
 
-    Ray Train reserves the GPUs of the ranks in a placement group of their own, apart from that of the judges.
-    `verdicts` is the folder in which the judge pool of each rank stores its verdicts. Raises UserError if the
-    earliest error that a rank recorded is a UserError, and StageFailed for any other failure of a rank.
+    Ray Train reserves the GPUs of the ranks in a placement group of their own, apart from that of the judges,
+    which measure kernels. `verdicts` is the folder in which the judge pool of each rank stores its verdicts,
+    the results of these measurements. Raises UserError if the earliest error that a rank recorded is a
+    UserError, and StageFailed for any other failure of a rank.
     """
     connect()
     logs = stage.out / "logs"
@@ -113,8 +114,9 @@ def _reported_progress(stage: Stage) -> Iterator[None]:
 def _rank(config: dict[str, Any]) -> None:
     """Run one rank of the stage; Ray Train calls this with `train_loop_config`.
 
-    `config` has the fields of the Stage that are sent to the ranks (`stage`), the folder of the verdicts
-    (`verdicts`), that of the ranks' errors (`logs`) and the id of the run on the cluster (`run`).
+    `config` has the fields of the Stage that are sent to the ranks (`stage`), the folder in which the judge
+    stores its verdicts on kernels (`verdicts`), the folder of the ranks' errors (`logs`) and the id of the
+    run on the cluster (`run`).
     """
     file = config["logs"] / str(get_context().get_world_rank()) / "error.json"
     file.parent.mkdir(parents=True, exist_ok=True)

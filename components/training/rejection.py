@@ -33,9 +33,10 @@ MAX_TASKS_AFTER = 32
 def run(stage: Stage, episode: RunEpisode) -> StageResult:
     """Sample trajectories with the policy of the checkpoint `stage.actor`, and fine-tune it on a selection.
 
-    `rejection_filter.select` chooses trajectories with a high reward and without faulty calls. `episode`
-    samples one trajectory. After the fine-tuning, the policy is sampled again on some of the tasks, to
-    measure its effect. Raises StageFailed if fewer than rejection.min_kept trajectories are chosen.
+    `rejection_filter.select` chooses trajectories with a high reward and without faulty tool calls. `episode`
+    is the function that samples one trajectory. After the fine-tuning, the policy is sampled again on some of
+    the tasks, to measure its effect. Raises StageFailed if fewer than rejection.min_kept trajectories are
+    chosen.
     """
     started, params, rejection = time.monotonic(), stage.params, stage.params.rejection
     rollouts = rejection.rollouts
@@ -43,7 +44,8 @@ def run(stage: Stage, episode: RunEpisode) -> StageResult:
     def choose(tasks: Sequence[KernelTask], wave: int) -> list[KernelTask]:
         """Return the task of each trajectory to sample before (wave 0) or after the fine-tuning (wave 1).
 
-        After it, at most MAX_TASKS_AFTER of the tasks are sampled, once each.
+        Before it, each task occurs `rollouts.samples` times. After it, at most MAX_TASKS_AFTER of the tasks
+        are sampled, once each.
         """
         chosen = choose_tasks(tasks, rollouts.tasks, seed=params.seed, step=0)
         return (
@@ -105,9 +107,10 @@ def schedule(
 ) -> list[list[Row]]:
     """Return the rows of every optimizer step, made by `rejection.epochs` shuffled passes over `kept`.
 
-    A row is a pair of token ids and action mask. rejection.replay_share sets the share of demonstrations in
-    each batch of rejection.batch rows. `replay` takes a number and returns that many rows of demonstrations.
-    The result is empty if `kept` is empty.
+    A row is a pair of token ids and action mask. `rejection.replay_share` sets the share of demonstrations,
+    which are conversations of the cold start before stage 1, in each batch of `rejection.batch` rows.
+    `replay` takes a number and returns that many rows of demonstrations. `seed` determines the order of the
+    passes. The result is empty if `kept` is empty.
     """
     replayed = rejection.replayed
     kept_rows = max(1, rejection.batch - replayed)

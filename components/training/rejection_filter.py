@@ -1,9 +1,9 @@
 """Selection of the trajectories that a policy learns from by supervised fine-tuning.
 
-A trajectory is kept if its reward is above rejection.min_reward, it was not cut off at the length limit, it
-has no redundant or invalid tool calls (CUDA Agent paper, section 4.2), and no kept one has the same tokens.
-Only the best rejection.per_task trajectories of each task are kept, because easy tasks would dominate
-otherwise.
+A trajectory is kept if its reward is above rejection.min_reward, if it was not cut off at the length limit,
+if it has no redundant or invalid tool calls (CUDA Agent paper, section 4.2), and if no trajectory before it
+that is kept has the same tokens. Only the best rejection.per_task trajectories of each task are kept, because
+easy tasks would dominate otherwise.
 """
 
 from collections import Counter
@@ -17,9 +17,10 @@ from components.core.stage_params import Rejection
 def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[list[Trajectory], Counter[str]]:
     """Return the trajectories to learn from, in their given order, and the number of trajectories by outcome.
 
-    A trajectory is rejected for its `rejection_reason`, as a duplicate, or if its task has
-    rejection.per_task better ones: with a higher reward, then a higher speed-up, then fewer tokens. The
-    outcome is "kept" or the reason of the rejection, such as "low_reward" or "duplicate".
+    A trajectory is rejected for its `rejection_reason`, if an earlier one that was not rejected has the same
+    token ids, or if its task has rejection.per_task better ones: with a higher reward, then a higher
+    speed-up, then fewer tokens. The outcome is "kept" or the reason of the rejection: that of
+    `rejection_reason`, such as "low_reward", or "duplicate" or "over_task_limit".
     """
     reasons: Counter[str] = Counter(kept=0)
     kept: dict[bytes, Trajectory] = {}  # by token ids

@@ -1,7 +1,7 @@
-"""This module gets the trajectories of each training step from a sampler that has the newest weights.
+"""Get the trajectories of each training step from a sampler that has the newest weights.
 
-It chooses the tasks of the step, gives the sampler the weights, and stores the trajectories, so a step that
-is repeated after a kill does not sample them again.
+This module chooses the tasks of the step, gives the sampler the weights, and stores the trajectories, so a
+step that is repeated after a kill does not sample them again.
 """
 
 import random
@@ -47,10 +47,10 @@ RunEpisode = Callable[
 
 
 def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: int) -> list[KernelTask]:
-    """Return the `count` tasks of the step with the number `step`, from 0.
+    """Return the `count` tasks to sample in the step with the number `step`, from 0.
 
-    They are the next tasks in repeated passes over all tasks. The order of a pass depends only on `seed`, the
-    number of the pass and the number of tasks.
+    They are the next tasks in repeated passes over all `tasks`, so a task may occur twice. The order of a
+    pass depends only on `seed`, the number of the pass and the number of tasks.
     """
 
     def order(number: int) -> list[int]:
@@ -66,9 +66,9 @@ def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: in
 class IdleTimes:
     """Meter of the seconds in which the sampler, and in which the judge, is idle.
 
-    The sampler is idle while no completion is waited for or while it is paused, and the judge while no
-    verdict is waited for. `sampling` and `judging` measure the seconds in which at least one completion, or
-    one verdict, is waited for.
+    The judge measures kernels, and its results are verdicts. The sampler is idle while no completion is
+    waited for or while it is paused, and the judge while no verdict is waited for. `sampling` and `judging`
+    measure the seconds in which at least one completion, or one verdict, is waited for.
     """
 
     def __init__(self, sampling: BusyMeter, judging: BusyMeter):
@@ -87,7 +87,8 @@ class IdleTimes:
     def since_last(self) -> Figures:
         """Return the idle seconds since the last call, or since this object was made if this is the first.
 
-        The keys are `idle_sampler` and `idle_judge`.
+        The keys are `idle_sampler` and `idle_judge`, for the sampler and for the judge, which measures
+        kernels.
         """
         now, sampling, judging = time.monotonic(), self.sampling.seconds(), self.judging.seconds()
         figures = {
@@ -103,8 +104,8 @@ class TrainedPolicy:
 
     With the backend transformers, the sampler uses the trained weights themselves, and pauses while they are
     trained. Under ZeRO 3, which shards the weights, the sampler of rank 0 has a full copy of them instead.
-    With vLLM, rank 0 sends the weights to the sampler before every step. The other ranks have no sampler and
-    only help to gather the weights.
+    With vLLM servers, rank 0 sends the weights to the servers before every step. The other ranks have no
+    sampler and only help to gather the weights.
     """
 
     def __init__(
@@ -168,7 +169,11 @@ class TrainedPolicy:
         self.idle = IdleTimes(self.queue.sampling, self.queue.judging)
 
     def _request(self, wave: int) -> RolloutRequest:
-        """Return the request to sample a trajectory of each task that `choose` returns for wave `wave`."""
+        """Return the request to sample a trajectory of each task that `choose` returns for wave `wave`.
+
+        A wave is a list of trajectories to sample, for which one choice of tasks is made; waves are numbered
+        from 0.
+        """
         stage, rollouts = self.stage, self.rollouts
         return RolloutRequest(
             tasks=self.choose(self.tasks, wave),
@@ -217,7 +222,8 @@ class TrainedPolicy:
     def _restore(self) -> None:
         """Send the present weights again if all vLLM servers lost them by a restart.
 
-        Raises StageFailed if several ranks would have to gather the weights.
+        Does nothing with another sampler, or while a server can be used. Raises StageFailed if the weights
+        are sharded by ZeRO 3 among several ranks, because the other ranks would have to help to gather them.
         """
         if isinstance(self.sampler, VllmSampler) and self.sampler.fleet.has_lost_weights():
             if self.world.size > 1 and self.stage.params.engine.zero_stage == 3:
@@ -229,12 +235,18 @@ class TrainedPolicy:
             self._push(self.sampler, self.sampler.version)
 
     def _help_to_gather(self) -> None:
-        """Take part in gathering the weights that rank 0 sends."""
+        """Take part in gathering the sharded weights that rank 0 sends or writes.
+
+        Every other rank must call this when rank 0 does so.
+        """
         for _ in weight_buckets(self.model, BUCKET_BYTES):
             pass
 
     def _copy_to_sampler(self, engine: DeepSpeedEngine) -> None:
-        """Copy the sharded weights, one layer at a time, to the sampler of rank 0."""
+        """Copy the weights that ZeRO 3 has sharded, one layer at a time, to the sampler's separate model.
+
+        Only rank 0 has a sampler, but every rank must call this, because all are needed to gather a layer.
+        """
         for name, module in self.model.named_modules():
             with engine.gathered(module, recurse=False):
                 if isinstance(self.sampler, TransformersSampler):
@@ -259,8 +271,9 @@ class TrainedPolicy:
         """Return the trajectories of step `step` of `steps`, with metrics; every rank must call this.
 
         Steps are counted from 0. If the step's trajectories are not on disk yet, rank 0 waits for `count` of
-        them and stores them. Those that are not trainable (`is_trainable`) are left out of the result. Raises
-        UserError, and stores nothing, if no trajectory is trainable or if the judge failed on too many
+        them and stores them. Those that are not trainable (`is_trainable`), because the judge failed to
+        measure their kernels or no token was sampled, are left out of the result. Raises UserError, and
+        stores nothing, if no trajectory is trainable or if the judge failed on too many
         (`TrajectoryQueue.take`); the next run then samples the step again.
 
         The metrics are the number of trajectories that were left out because the judge failed (`dropped`),
@@ -301,7 +314,11 @@ class TrainedPolicy:
         return trajectories, figures | ages(sampled, step)
 
     def close(self) -> None:
-        """End the sampling; trajectories that no step has taken stay in the stage's folder `sampling`."""
+        """End the sampling.
+
+        Trajectories that no training step has taken stay in the stage's folder `sampling`. Does nothing on
+        ranks other than 0, which have no sampler.
+        """
         if self.queue is not None:
             self._resume()
             self.queue.close()
@@ -310,7 +327,8 @@ class TrainedPolicy:
 def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:
     """Return the training tasks that the judge can measure, and a clause on the others, or "".
 
-    Raises UserError if the judge can measure too few of them.
+    The judge is what builds, checks and times kernels for a task. Raises UserError if it can measure none of
+    the tasks, or a smaller share of them than sandbox.measurable_share.
     """
     tasks = stage.tasks()
     refused = refused_tasks(

@@ -23,17 +23,21 @@ LOST = re.compile(r"gloo|NCCL|Connection (closed|reset) by peer", re.IGNORECASE)
 
 
 class RankLost(StageFailed):
-    """Error of a rank that lost the connection to another rank; the message is one sentence."""
+    """Error of a rank that lost the connection to another rank; the message is one sentence.
+
+    `launcher.raise_first_error` ignores this error, because it only follows from the end of the other rank.
+    """
 
 
 def run_stage(stage: Stage, episode: RunEpisode | None = None) -> StageResult:
     """Run the stage that `stage.name` names, and return its result; every rank calls this function.
 
-    If the stage is finished already, its stored result is returned. `episode` replaces the agent loop in
-    tests. If this rank raises an error, the error is also written to the file that the environment variable
-    TORCHELASTIC_ERROR_FILE names, which torchrun, `launcher` and `ray_launcher` set. Raises UserError for
-    inputs with which the stage cannot run, and StageFailed if training fails. The states and trajectories in
-    `stage.out` are complete even after an error, and the next call continues from them.
+    If the stage is finished already, its stored result is returned. `episode` is the function that samples
+    one trajectory; None is the agent loop (`run_episode`), and tests give another one. If this rank raises an
+    error, the error is also written to the file that the environment variable TORCHELASTIC_ERROR_FILE names,
+    which torchrun, `launcher` and `ray_launcher` set. Raises UserError for inputs with which the stage cannot
+    run, and StageFailed if training fails. The states and trajectories in `stage.out` are complete even after
+    an error, and the next call continues from them.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -83,9 +87,10 @@ def _run(stage: Stage, episode: RunEpisode | None) -> StageResult:
 
 
 def stages_of_run(params: Params) -> tuple[TrainingStage, ...]:
-    """Return the stages of a pipeline run, in order.
+    """Return the names of the training stages of a pipeline run, in order.
 
-    They are night.stages, without value pretraining (`critic`) if agentic.advantages needs no critic.
+    They are those that the parameter night.stages lists, without value pretraining (`critic`) if
+    agentic.advantages needs no critic.
     """
     return tuple(
         name for name in params.night.stages if name != "critic" or params.agentic.advantages == "critic"
@@ -95,7 +100,8 @@ def stages_of_run(params: Params) -> tuple[TrainingStage, ...]:
 def check_critic_given(stage: Stage) -> None:
     """Raise UserError if agentic PPO lacks the critic that it needs, or was given one that it would ignore.
 
-    Nothing is checked for other stages.
+    It needs `stage.critic` if and only if the parameter agentic.advantages is `critic`. Nothing is checked
+    for other stages.
     """
     advantages = stage.params.agentic.advantages
     if stage.name == "agentic":
@@ -175,7 +181,8 @@ def _check_night(params: Params) -> None:
     """Raise UserError unless a pipeline run can train the stages that the parameter night.stages lists.
 
     They must be in the order of `STAGES` and one of them must train the policy. A stage must not need what
-    neither a listed stage nor the first policy provides. The error names the parameter to change.
+    neither a listed stage nor the first policy, with which the run starts, provides, such as a critic. The
+    error names the parameter to change.
     """
     chosen, policy = params.night.stages, params.policy
     first, demonstrations = (

@@ -51,12 +51,14 @@ MAX_REPEATS = 4
 class Stage:
     """Inputs of one training stage: parameters, folders, judge pool and limits.
 
-    `actor` is the checkpoint that the stage starts from, `dataset` contains tasks.parquet, and the stage
-    writes its state and its result to `out`. `code` is the revision of this project's source. `critic` is the
-    checkpoint of stage 3; only stage 4 needs it, unless agentic.advantages needs no critic. `trajectories`
-    have the trajectories of earlier stages; only stage 3 needs them. `earlier` are the folders of the
-    finished stages before this one, whose states are deleted when this one has a state. `deadline` is the
-    time (seconds of Unix time) before which the stage has to end; None if there is no limit.
+    `actor` is the checkpoint that the stage starts from, `dataset` is the folder of tasks.parquet, and the
+    stage writes its state and its result to `out`. `pool` measures the kernels of the sampled trajectories,
+    and `progress` is told which steps are done. `code` is the revision of this project's source. `critic` is
+    the checkpoint of stage 3; only stage 4 needs it, unless agentic.advantages needs no critic.
+    `trajectories` are the folders with the trajectories of earlier stages; only stage 3 needs them. `earlier`
+    are the folders of the finished stages before this one, whose states are deleted when this one has a
+    state. `deadline` is the time (seconds of Unix time) before which the stage has to end; None if there is
+    no limit.
     """
 
     name: StageName
@@ -73,10 +75,11 @@ class Stage:
     deadline: float | None = None
 
     def tasks(self) -> list[KernelTask]:
-        """Return the tasks of the training split.
+        """Return the kernel tasks of the training split of the stage's data set.
 
-        If data.weigh_by_headroom is set, tasks with much headroom (possible speedup) are repeated. Raises
-        UserError if there is no training task.
+        A task is a PyTorch module that the policy has to make faster. If data.weigh_by_headroom is set, a
+        task occurs more often the larger its headroom, the possible speed-up, is (`repeat_by_headroom`).
+        Raises UserError if there is no training task.
         """
         path = self.dataset / TASKS
         tasks = [task for task in read_tasks(path) if task.split == "train"]
@@ -88,8 +91,9 @@ class Stage:
 def repeat_by_headroom(tasks: Iterable[KernelTask]) -> list[KernelTask]:
     """Return the tasks of one pass of training, with repetitions according to their headroom.
 
-    Headroom is the speed-up that is possible for a task. A task occurs once, and once more for each doubling
-    of its headroom above 1, but at most MAX_REPEATS times. A task with unknown headroom occurs once.
+    Headroom is the speed-up that is possible for a task. A task occurs once, and once more for each whole
+    doubling of its headroom above 1, but at most MAX_REPEATS times. A task with unknown headroom occurs once.
+    The repetitions of a task follow each other.
     """
     return [
         task
@@ -103,11 +107,12 @@ class StageResult(FrozenModel):
 
     The file stage.json contains its fields, or unfinished.json if a time budget ended the stage. `checkpoint`
     is a path relative to the stage's folder, and `digest` is that of the checkpoint. The rewards are means
-    before training or in its first steps, and after training or in its last steps; they are None for stages
-    that sample nothing. `figures` summarises the stage's metrics, without those that are NaN or infinite.
-    `stopped` is a remark on a stage that did not run as intended, such as the reason of an early end, and ""
-    otherwise. `progress` has the updates that are done and the updates in all if a time budget ended the
-    stage, and is None if it is finished.
+    before training or in its first steps (`reward_before`), and after training or in its last steps
+    (`reward_after`); they are None for stages that sample nothing. `seconds` is the time that the stage took
+    in all. `figures` summarises the stage's metrics, without those that are NaN or infinite. `stopped` is a
+    remark on a stage that did not run as intended, such as the reason of an early end, and "" otherwise.
+    `progress` has the number of updates that are done and of updates in all if a time budget ended the stage,
+    and is None if it is finished.
     """
 
     name: str
@@ -124,8 +129,9 @@ class StageResult(FrozenModel):
 def load_result(out: Path, file: str = RESULT) -> StageResult | None:
     """Return the result of the stage with the folder `out`, after verifying its checkpoint.
 
-    `file` is RESULT, or UNFINISHED for the result of a run that a time budget ended. Returns None if there is
-    no such file, or if its checkpoint was deleted. Raises UserError if the file or the checkpoint is damaged.
+    `file` is RESULT, or UNFINISHED for the result of a stage that a time budget ended. Returns None if there
+    is no such file, or if the checkpoint that it names was deleted. Raises UserError if the file or the
+    checkpoint is damaged.
     """
     if not (out / file).is_file():
         return None
@@ -174,5 +180,8 @@ def finished_result(stage: Stage) -> StageResult | None:
 
 
 def derived_seed(*parts: object) -> int:
-    """Return a seed that depends only on `parts`, so that a repeated step draws the same random numbers."""
+    """Return a seed below 2^60 that depends only on the texts of `parts` and their order.
+
+    So a step that is repeated draws the same random numbers.
+    """
     return int(digest_json([str(part) for part in parts])[:15], 16)

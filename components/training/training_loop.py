@@ -44,11 +44,12 @@ EXPECTED_FROM = 3
 
 @dataclass(frozen=True)
 class StateStore:
-    """States of a stage's engines in the stage's folder; every rank must call `save` and `load`.
+    """Saved states of a stage's engines in the stage's folder; every rank must call `save` and `load`.
 
-    The keys of `engines` are "actor", "critic" or both. `save` deletes the oldest states if there are more
-    than `kept` on disk. Only states of this layout are loaded: the same precision, ZeRO stage and number of
-    ranks.
+    A state has the parameters, optimizer states and random state of the engines after a step. The keys of
+    `engines` are "actor", "critic" or both. `world` has the number of ranks, and `kept` is the number of
+    states that `save` leaves on disk. Only states of the present layout are loaded, which is the precision,
+    the ZeRO stage and the number of ranks.
     """
 
     stage: Stage
@@ -62,27 +63,29 @@ class StateStore:
         return f"{settings.dtype}-zero{settings.zero_stage}-world{self.world.size}"
 
     def complete(self) -> list[tuple[int, Path]]:
-        """Return (finished steps, folder) of every complete state of this layout, oldest first.
+        """Return (finished steps, folder) of every complete state of the present layout, oldest first.
 
-        A layout is a precision, ZeRO stage and number of ranks.
+        A state has the weights and optimizer states after a step, and its layout is the precision, the ZeRO
+        stage and the number of ranks.
         """
         found = (self.stage.out / "state").glob(f"step-*-{self.layout}")
         return sorted((int(folder.name.split("-")[1]), folder) for folder in found)
 
     def newest(self) -> int:
-        """Return the number of finished steps of the newest complete state of this layout, 0 without one.
+        """Return the number of finished steps of the newest complete state of the present layout, or 0.
 
-        A layout is a precision, ZeRO stage and number of ranks.
+        A state has the weights and optimizer states after a step, and its layout is the precision, the ZeRO
+        stage and the number of ranks. The result is 0 if there is no such state.
         """
         return max((steps for steps, _ in self.complete()), default=0)
 
     def save(self, steps: int) -> None:
-        """Save the engines' present state as the state after `steps` steps.
+        """Save weights, optimizer states and random state of the engines as the state after `steps` steps.
 
-        A layout is a precision, ZeRO stage and number of ranks. If there are then more than `kept` states of
-        this layout, the oldest ones are deleted. States of other layouts after at most `steps` steps are
-        deleted too. The states of the stages `stage.earlier` are deleted, because their checkpoints are all
-        that this stage needs.
+        Every rank must call this. If there are then more than `kept` states of the present layout (precision,
+        ZeRO stage and number of ranks), the oldest ones are deleted. States of other layouts after at most
+        `steps` steps are deleted too. The states of the stages `stage.earlier` are deleted, because their
+        checkpoints are all that this stage needs.
         """
         folder = self.stage.out / "state" / f"step-{steps:04d}-{self.layout}"
         temporary = folder.with_name(f".{folder.name}.writing")
@@ -107,9 +110,11 @@ class StateStore:
         self.world.barrier()
 
     def load(self, *, before: float = float("inf")) -> int:
-        """Load the newest state that was saved after fewer than `before` steps, and return its step count.
+        """Load the newest state that was saved after fewer than `before` steps; return its number of steps.
 
-        Returns 0 and changes nothing if there is no such state.
+        A state has the weights and optimizer states after a step. Every rank must call this. Only states with
+        the present precision, ZeRO stage and number of ranks are considered. Returns 0 and changes nothing if
+        there is no such state.
         """
         states = [state for state in self.complete() if state[0] < before]
         self.world.barrier()
@@ -122,7 +127,11 @@ class StateStore:
 
 
 def _remove(state: Path) -> None:
-    """Remove the folder of a state, if it exists, so that no part of it is taken for a complete state."""
+    """Remove the folder `state`, if it exists.
+
+    The folder is renamed first, so that what is left of it is not taken for a complete state if the process
+    is killed.
+    """
     hidden = state.with_name(f".{state.name}.removed")
     remove_tree(hidden)
     if state.exists():
@@ -132,10 +141,11 @@ def _remove(state: Path) -> None:
 
 @dataclass(frozen=True)
 class TrainState(StateStore):
-    """A stage in training, with its stored states and its metrics.
+    """A stage in training, with its stored states, from which it can continue, and its metrics.
 
     `start` is the number of steps that were done when this process began. `rolls_back` is whether the stage
-    ends with earlier weights, instead of failing, when its policy has collapsed.
+    ends with earlier weights, instead of failing, when its policy has collapsed or a loss or gradient is not
+    finite.
     """
 
     start: int
@@ -152,10 +162,10 @@ def resume(
 ) -> TrainState:
     """Load the newest state in the stage's folder into the engines, and return the stage's TrainState.
 
-    If there is no state, training starts at step 0. The keys of `engines`, "actor" and "critic", name their
-    folders in a state. At most `kept_states` states are kept on disk. With `rolls_back`, the state before the
-    first step is saved too, so that a stage whose policy collapses in its first steps can go back to that
-    state.
+    A state has the weights and optimizer states after a step. If there is no state, training starts at step
+    0. The keys of `engines`, "actor" and "critic", name their folders in a state. At most `kept_states`
+    states are kept on disk. With `rolls_back`, the state before the first step is saved too, so that a stage
+    whose policy collapses in its first steps can go back to that state.
     """
     world = next(iter(engines.values())).world
     store = StateStore(stage, engines, world, kept_states)
@@ -196,7 +206,8 @@ def sigterm_deferred() -> Iterator[list[int]]:
 class StepRecord:
     """Metrics that a running step has collected so far, with times and throughputs of its phases.
 
-    `started` and `phase_started` are the time.monotonic() at which the step and its present phase began.
+    A phase is a part of the step, such as sampling or the update of the actor. `started` and `phase_started`
+    are the time.monotonic() at which the step and its present phase began.
     """
 
     figures: Figures = field(default_factory=dict)
@@ -204,10 +215,10 @@ class StepRecord:
     phase_started: float = field(default_factory=time.monotonic)
 
     def end_phase(self, phase: str, tokens: int = 0) -> None:
-        """Record the seconds since the previous phase ended as the figure seconds_`phase`.
+        """Record the seconds since the previous phase of the step ended as the figure seconds_`phase`.
 
-        If `tokens`, the number of tokens that the phase computed, is not 0, tokens_per_second_`phase` is
-        recorded too.
+        If there was none, they are counted from the step's begin. If `tokens`, the number of tokens that the
+        phase computed, is not 0, tokens_per_second_`phase` is recorded too.
         """
         now = time.monotonic()
         seconds, self.phase_started = now - self.phase_started, now
@@ -220,10 +231,10 @@ class StepRecord:
 class FitEnd:
     """Way in which the training of a stage ended: after its last step, early, or at its time budget.
 
-    `reason` is a clause on the collapse or the loss that is not finite that ended it early, such as "entropy
-    is not a number in update 4; the last good weights were kept", and "" otherwise. `progress` has the number
-    of steps that are done and of steps in all if the time budget ended it before the last step, and is None
-    otherwise.
+    `reason` is a clause that says why training ended early, because the policy collapsed or a loss or
+    gradient was not finite, such as "entropy is not a number in update 4; the last good weights were kept",
+    and "" otherwise. `progress` has the number of steps that are done and of steps in all if the time budget
+    ended the training before the last step, and is None otherwise.
     """
 
     reason: str = ""
@@ -289,7 +300,8 @@ def fit(
 def _is_out_of_time(state: TrainState) -> bool:
     """Return whether the next step is expected to end after the stage's deadline; False without a deadline.
 
-    Every rank must call this, and gets the same answer.
+    The step is expected to take as long as the longest of the last EXPECTED_FROM steps. Every rank must call
+    this, and gets the same answer.
     """
     if state.stage.deadline is None:
         return False
@@ -311,8 +323,8 @@ def finish(
 ) -> StageResult:
     """Write the checkpoint of `model` and then stage.json; every rank calls this and gets the result.
 
-    `end` is what `fit` returned, and `remark` is to be shown beside a stage that ran to its end, or "".
-    If the deadline ended the stage, its weights so far and unfinished.json are written instead, and
+    `end` is what `fit` returned, and `remark` is a text to be shown beside a stage that ran to its end, or
+    "". If the time budget ended the stage, its weights so far and unfinished.json are written instead, and
     trajectories that no step has taken are kept for the next run. `started` is the time.monotonic() at which
     this process began the stage. The seconds of steps that earlier processes ran are added to the result.
     `rewards` are the mean rewards before and after training, None for a stage that samples nothing. `extra`

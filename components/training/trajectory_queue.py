@@ -38,7 +38,10 @@ Attempt = tuple[int, int]
 
 
 def is_trainable(trajectory: Trajectory) -> bool:
-    """Return whether a trajectory can be trained on: the judge did not fail, and a token was sampled."""
+    """Return whether a trajectory can be trained on: the judge did not fail, and a token was sampled.
+
+    The judge is what measures the trajectory's kernels; if it failed, the trajectory has no reward.
+    """
     return trajectory.is_judged and any(trajectory.action_mask)
 
 
@@ -47,7 +50,8 @@ class _Finished:
     """A trajectory that waits to be taken by a training step.
 
     `oldest` is the number of training steps of the oldest weights that sampled one of its tokens.
-    `failure` has the reason and the log of the judge's failure on it, and is None if the judge did not fail.
+    `is_trainable` is whether the trajectory has a reward and sampled tokens. `failure` has the reason and the
+    log of the failure if the judge, which measures kernels, failed on the trajectory, and is None otherwise.
     """
 
     task_id: str
@@ -64,7 +68,10 @@ class _Running:
 
 
 class TrajectoryQueue:
-    """Queue of trajectories that a thread samples, from the first `begin` until `close`."""
+    """Queue of trajectories that a thread samples and that training steps take.
+
+    The thread samples from the first call of `begin` until `close` is called.
+    """
 
     def __init__(
         self,
@@ -109,8 +116,10 @@ class TrajectoryQueue:
         """Let sampling go on for step `step` of `steps` and, as far as `staleness` allows, for later ones.
 
         Steps are counted from 0, and each takes `count` trajectories. Drops the trajectories, finished or
-        running, whose weights are too old for `step`, with the other attempts of their groups. The weights of
-        `step` must have been published. Raises the error of a trajectory whose sampling failed.
+        running, whose oldest weights are more than `staleness` steps older than those of `step`. With each of
+        them, the others of its group are dropped: `group` trajectories that a step takes together or not at
+        all. The weights of `step` must have been published to the sampler. Raises the error of a trajectory
+        whose sampling failed.
         """
         with self.condition:
             self.step = step
@@ -139,11 +148,11 @@ class TrajectoryQueue:
     def take(self, folder: Path, count: int, report: Callable[[int], None], tend: Callable[[], None]) -> None:
         """Wait until `count` trajectories are complete, and move the `count` oldest ones into `folder`.
 
-        `folder` appears when all of them are in it. While it waits, `report` is called with the number of
-        trajectories that wait to be taken, and `tend` is called if none was completed for TEND_SECONDS.
-        Raises the error of a trajectory whose sampling failed, and UserError as soon as the judge has failed
-        on more than MAX_LOST_SHARE of the trajectories of the step, or if none of them is trainable; nothing
-        is moved then.
+        `folder` appears when all of them are in it. While this method waits, `report` is called with the
+        number of trajectories that wait to be taken, and `tend` is called if none was completed for
+        TEND_SECONDS. Raises the error of a trajectory whose sampling failed. Raises UserError, and moves
+        nothing, as soon as the judge, which measures kernels, has failed on more than MAX_LOST_SHARE of the
+        trajectories of the step, or if none of the `count` trajectories can be trained on (`is_trainable`).
         """
         with self.condition:
             while True:
@@ -171,7 +180,9 @@ class TrajectoryQueue:
     def _check(self, chosen: Sequence[_Finished], count: int) -> None:
         """Raise UserError if a step of `count` trajectories, of which `chosen` are complete, cannot be used.
 
-        If it may help to run the stage again unchanged, the error has an InfrastructureError as its cause.
+        That is so if the judge, which measures kernels, failed on more than MAX_LOST_SHARE of them, or if all
+        are complete and none can be trained on. If it may help to run the stage again unchanged, the error
+        has an InfrastructureError as its cause.
         """
         lost = [one.failure for one in chosen if one.failure is not None]
         if len(lost) > MAX_LOST_SHARE * count:
@@ -188,7 +199,7 @@ class TrajectoryQueue:
             )
 
     def close(self) -> None:
-        """End the sampling; trajectories that no step has taken stay in the folder `sampling`."""
+        """End the sampling. Trajectories that no step has taken stay in the folder `sampling`."""
         if self.thread.is_alive() and self.loop is not None and self.main is not None:
             self.loop.call_soon_threadsafe(self.main.cancel)
             self.thread.join()
@@ -202,8 +213,9 @@ class TrajectoryQueue:
     def _ready(self) -> list[Attempt]:
         """Return the finished trajectories that can be taken, beginning with those of the oldest weights.
 
-        Each is a pair of its wave and its index there. A trajectory can be taken if its group, `group` of
-        consecutive indices of a wave, is finished.
+        Each is a pair of the index of its wave and its index in the wave, which is a list of trajectories
+        with one choice of tasks. A trajectory can be taken if its group is finished, which consists of
+        `group` trajectories with consecutive indices of a wave.
         """
         groups: dict[Attempt, list[Attempt]] = {}
         for attempt in self.finished:
@@ -216,8 +228,8 @@ class TrajectoryQueue:
         """Read the trajectories that an earlier process finished and no step has taken.
 
         Those in the folder of a step that was not completed are moved back to the folder `sampling`. Those
-        that are not trainable are removed, so that they are sampled again. The names of folders that were not
-        written completely begin with a dot.
+        that cannot be trained on (`is_trainable`) are removed, so that they are sampled again. Folders in
+        `sampling` whose names begin with a dot are ignored, because they were not written completely.
         """
         for moving in self.out.glob("trajectories/.step-*"):
             for folder in moving.iterdir():
@@ -243,10 +255,10 @@ class TrajectoryQueue:
     def _attempts(self) -> Iterator[tuple[Attempt, RolloutRequest]]:
         """Yield the attempts that remain to be sampled, each with the request of its wave.
 
-        An attempt is the sampling of one trajectory, numbered by its wave, a list of attempts for which one
-        choice of tasks was made, and its index there. They come in this order. Attempts that are finished,
-        taken or dropped are left out. The iterator never ends, because it makes the request of the next wave
-        when it reaches it.
+        An attempt is the sampling of one trajectory. A wave is a list of attempts for which one choice of
+        tasks is made. An attempt is a pair of the number of its wave and its index in the wave, and attempts
+        come in the order of these pairs. Those that are finished, taken or dropped are left out. The iterator
+        never ends, because it makes the request of the next wave when it reaches it.
         """
         for wave in itertools.count():
             request = dataclasses.replace(
@@ -264,7 +276,10 @@ class TrajectoryQueue:
                     yield attempt, request
 
     def _start(self) -> Coroutine[Any, Any, None] | None:
-        """Return the coroutine that samples the next trajectory, or None if none may start now."""
+        """Return the coroutine that samples the next trajectory, or None if no more may be sampled yet.
+
+        `begin` sets how many trajectories may still be sampled.
+        """
         with self.condition:
             if self.budget <= 0:
                 return None
@@ -274,7 +289,11 @@ class TrajectoryQueue:
             return self._sample(attempt, request)
 
     async def _sample(self, attempt: Attempt, request: RolloutRequest) -> None:
-        """Sample the trajectory of `attempt`, its wave and index, and store it unless `begin` drops it."""
+        """Sample one trajectory and store it, unless `begin` drops it because its weights are too old.
+
+        `attempt` has the wave, which is the list of trajectories of `request`, and the trajectory's index
+        there.
+        """
         with self.condition:
             if attempt not in self.running:
                 return
@@ -315,6 +334,9 @@ class TrajectoryQueue:
 
 
 def _attempt(folder: Path) -> Attempt:
-    """Return wave and index from the name of a trajectory's folder, such as (3, 12) for 0003-00012."""
+    """Return the wave and the index in the name of a trajectory's folder, such as (3, 12) for 0003-00012.
+
+    A wave is a list of trajectories for which one choice of tasks was made; the index is that in the wave.
+    """
     wave, index = folder.name.split("-")
     return int(wave), int(index)

@@ -3,7 +3,7 @@
 A session is the requests of one trajectory. It stays with one server, whose cache has its prefix, until this
 server fails or has refused its requests for LOYAL_SECONDS. A request that fails is repeated for at most
 PATIENCE_SECONDS. All requests run in a thread of the fleet with an event loop of its own, so that one set of
-connections serves every caller.
+connections serves every caller. A push is the replacement of the weights of all servers.
 """
 
 import asyncio
@@ -39,7 +39,10 @@ T = TypeVar("T")
 
 
 class Fleet:
-    """Servers with the same weights, over which sessions are divided: the requests of one trajectory each."""
+    """Several vLLM servers with the same weights, over which sessions are divided.
+
+    A session is the requests of one trajectory, which one server gets because its cache has their prefix.
+    """
 
     def __init__(
         self,
@@ -50,14 +53,15 @@ class Fleet:
         patience: float = PATIENCE_SECONDS,
         loyal: float = LOYAL_SECONDS,
     ):
-        """Connect to the servers at `urls`.
+        """Connect to the vLLM servers at `urls`.
 
         `context` is the largest number of tokens of a sequence, and `version` the name of the weights that
         the servers have. `patience` is the longest time in seconds for which a request is repeated while no
         server serves it. After `loyal` seconds in which a server answers but refuses the requests of a
-        session, the session moves to another one. A server that does not answer is contacted again while
-        other servers are used. It is used after the first push of weights in which it takes part. Raises
-        UserError if no server answers, or if a server runs a version of vLLM that is too old.
+        session, which are those of one trajectory, the session moves to another server. A server that does
+        not answer is contacted again while other servers are used. It is used after the first push of weights
+        in which it takes part. Raises UserError if no server answers, or if a server runs a version of vLLM
+        that is too old.
         """
         self.context, self.patience, self.loyal = context, patience, loyal
         self.retries = self.moves = 0
@@ -86,7 +90,11 @@ class Fleet:
         self.queries = self.hits = 0
 
     def all(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]]) -> list[T]:
-        """Return the results of `call` for all of `replicas`, in their order; the calls run concurrently."""
+        """Return the results of `call` for all of `replicas`, in their order; the calls run concurrently.
+
+        A replica is the state of one vLLM server. The calls run in the fleet's own event loop, and this
+        method waits for them. If a call raises an error, the error is raised.
+        """
 
         async def every() -> list[T]:
             return await asyncio.gather(*(call(replica) for replica in replicas))
@@ -96,20 +104,23 @@ class Fleet:
     async def complete(self, request: Request, session: str) -> Completion:
         """Return the completion of a request, which is sent to the server of `session`.
 
-        `session` is a name that all requests of one trajectory share. If a server ends a completion early for
-        a push of weights, the rest is requested afterwards. Raises UserError if no server has returned any
-        token of the completion for `patience` seconds.
+        `session` is a name that all requests of one trajectory share. If a server ends a completion early,
+        because its weights are about to be replaced, the rest is requested afterwards. Raises UserError if no
+        server has returned any token of the completion for `patience` seconds.
         """
         return await asyncio.wrap_future(
             asyncio.run_coroutine_threadsafe(self._complete(request, session), self.loop)
         )
 
     def capacity(self) -> int:
-        """Return the number of sequences that all usable servers can process at the same time, at least 1."""
+        """Return the number of sequences that all usable servers can process at the same time, at least 1.
+
+        A server is usable if it answers and has the newest weights.
+        """
         return max(1, int(sum(replica.limit for replica in self.replicas if replica.is_usable())))
 
     def has_lost_weights(self) -> bool:
-        """Return whether no server can be used and one that answers lacks the newest weights.
+        """Return whether some server answers, but all servers that answer lack the newest weights.
 
         This is so if all servers were restarted, for instance.
         """
@@ -118,17 +129,22 @@ class Fleet:
         )
 
     def has_restarted(self) -> bool:
-        """Return whether a server that answers has lost its weights since the last push."""
+        """Return whether a server that answers was found to have lost its weights since the last push.
+
+        That happens if it was restarted. A push replaces the weights of all servers, so such a server has the
+        newest weights again after it.
+        """
         return any(replica.restarted and not replica.doubted for replica in self.replicas)
 
     def figures(self) -> dict[str, float]:
         """Return figures of the servers' health and load by name, for the metrics of a training step.
 
-        They are the number of usable servers (`samplers_up`), the numbers of running and waiting sequences
-        (`sampler_running`, `sampler_waiting`) and the mean share of the cache in use (`sampler_cache_usage`).
-        Since the last call of this method, they are the share of cache hits (`sampler_prefix_hits`), the
-        number of retries (`sampler_retries`) and that of sessions that moved to another server
-        (`sampler_moves`).
+        They are the number of servers that answer and have the newest weights (`samplers_up`), the numbers of
+        running and waiting sequences (`sampler_running`, `sampler_waiting`) and the mean share of the
+        key-value cache in use (`sampler_cache_usage`). Three more are about the time since the last call of
+        this method: the share of tokens that were found in the cache of prefixes (`sampler_prefix_hits`), the
+        number of requests that failed and were repeated (`sampler_retries`) and the number of trajectories
+        that moved to another server (`sampler_moves`).
         """
         loads = [replica.load for replica in self.replicas if replica.load is not None]
         queries = sum(load.prefix_queries for load in loads)
@@ -149,7 +165,8 @@ class Fleet:
     async def _open(self, replica: Replica) -> ServerUnavailable | None:
         """Prepare a server for sampling, and return None, or the error if the server does not answer.
 
-        A server that does not answer is not used until the next push of weights.
+        A server that does not answer is not used until the next push, which replaces the weights of all
+        servers. Raises UserError if the server runs a version of vLLM that is too old.
         """
         try:
             await replica.server.open()
@@ -165,7 +182,8 @@ class Fleet:
 
         `failed` is the time.monotonic() of the failure; a server that was examined since then is not examined
         again. A server that was restarted has the weights with which it was started, so it is not used until
-        the next push. The examination does not end a pause or sleep of the server.
+        the next push, which replaces the weights of all servers. The examination does not end a pause or
+        sleep of the server. What is found is recorded in `replica`.
         """
         async with replica.examining:
             if replica.examined > failed:
@@ -216,8 +234,10 @@ class Fleet:
     ) -> Completion | None:
         """Return the completion of the rest of a request by the server of `replica`, or None if it failed.
 
-        `request` is the whole request, of which `found` has been completed so far. The result is None if the
-        request fails, or if it is not sent because the server failed shortly before (`Replica.is_resting`).
+        `request` is the whole request, of which `found` has been completed so far, and `session` is the name
+        that all requests of the trajectory share. The result is None if the request fails, or if it is not
+        sent because the server failed shortly before (`Replica.is_resting`). Raises UserError if the server
+        refuses the request for good.
         """
         if replica.is_resting():
             return None
@@ -246,9 +266,10 @@ class Fleet:
         return part
 
     async def _unless_lost(self, replica: Replica, request: Coroutine[Any, Any, Completion]) -> Completion:
-        """Return the result of a request to a server.
+        """Return the result of `request`, a coroutine that sends a request to the server of `replica`.
 
         Raises ServerUnavailable as soon as the server is found not to answer, even if the request still runs.
+        Other errors of the request are raised unchanged.
         """
         asked, lost = asyncio.create_task(request), asyncio.create_task(replica.lost.wait())
         try:
@@ -261,9 +282,10 @@ class Fleet:
             lost.cancel()
 
     def _replica(self, session: str, may_move: bool) -> Replica | None:
-        """Return the server of a session, or None if no server is usable.
+        """Return the server to which the requests of a session go, or None if no server is usable.
 
-        A session without a server, or whose server has failed, is assigned to the least loaded one.
+        A session is the requests of one trajectory, and a server is usable if it answers and has the newest
+        weights. A session without a server, or whose server has failed, is assigned to the least loaded one.
         `may_move` says whether a session also leaves a server that answers but refuses its requests.
         """
         usable = [replica for replica in self.replicas if replica.is_usable()]
@@ -283,8 +305,9 @@ class Fleet:
         return chosen
 
     async def _read_loads(self) -> None:
-        """Read the figures of all servers every READ_SECONDS, and remove sessions that have long been idle.
+        """Read the load of all servers every READ_SECONDS, and remove sessions that have long been idle.
 
+        A session is the requests of one trajectory. It is removed after 10 * IDLE_SECONDS without a request.
         A server that does not answer is examined (`_examine`), and then again at every reading until it is
         found to work.
         """

@@ -1,4 +1,4 @@
-"""The vLLM servers that a process starts for itself because `policy.servers` is empty."""
+"""The vLLM servers that a process starts for itself if the parameter `policy.servers` is empty."""
 
 import atexit
 import contextlib
@@ -56,7 +56,7 @@ def check_own_servers(params: Params) -> None:
 
 
 def _gpus(params: Params) -> list[str]:
-    """Return the names of the GPUs of the servers, as in CUDA_VISIBLE_DEVICES.
+    """Return the names of the GPUs on which the servers are started, as in CUDA_VISIBLE_DEVICES.
 
     They are the `pool.samplers` GPUs after the first one, which is the trainer's. If `pool.samplers` is 0,
     the servers share the trainer's GPU. There are fewer names if CUDA_VISIBLE_DEVICES names fewer GPUs.
@@ -70,7 +70,7 @@ def _gpus(params: Params) -> list[str]:
 class OwnServers:
     """The vLLM servers of this process, which are started when they are first used.
 
-    They end with `close`, and otherwise with the process, also if it is killed.
+    They are ended by `close`, or else at the end of the process, also if the process is killed.
     """
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class OwnServers:
     def open(self, params: Params, model: Path) -> list[str]:
         """Return the addresses of servers that can hold the weights of the model in the folder `model`.
 
-        They are started with this model. Servers that run already, with equal options and for a model of
-        equal configuration, are returned as they are; others are ended first. So the servers may have other
-        weights until a push. The log says that they start, and how long it takes. A server that ends is
-        started again. Raises UserError if a server cannot be started, and StageFailed if one that runs
-        already has ended too often in a row.
+        If no servers run, they are started with this model. Servers that run already, with equal options and
+        for a model of equal configuration, are returned as they are; others are ended first. So the servers
+        may have other weights until a push replaces them. The log says that servers start, and how long it
+        takes. A server that ends is started again. Raises UserError if a server cannot be started, and
+        StageFailed if one that runs already has ended too often in a row.
         """
         # Imported here because the imports take seconds.
         from transformers import AutoConfig
@@ -138,16 +138,16 @@ class OwnServers:
             self.fault = error
 
     def check(self) -> None:
-        """Raise the error after which the servers are not started again any more, if there was one.
+        """Raise the error after which this process no longer restarts its vLLM servers, if there was one.
 
-        It is StageFailed if a server has ended too often in a row, and UserError if its executable could not
-        be started.
+        It is StageFailed if a server has ended too often in a row, and UserError if the executable of vLLM
+        could not be started.
         """
         if self.fault is not None:
             raise self.fault
 
     def close(self) -> None:
-        """End the servers."""
+        """End the vLLM servers that `open` has started, if there are any."""
         self.urls = []
         self.stack.close()
         self.fault = None

@@ -1,4 +1,7 @@
-"""The state of one server of a fleet: whether it works, its weights, and how much it can take."""
+"""The state of one vLLM server of a fleet: whether it works, its weights, and how much it can take.
+
+A fleet is several servers with the same model, among which trajectories are divided.
+"""
 
 import asyncio
 import random
@@ -19,18 +22,19 @@ ROOM, FULL = 0.6, 0.9
 
 @dataclass(eq=False)
 class Replica:
-    """The state of one server of a fleet, as it was last observed.
+    """The state of one vLLM server of a fleet, as it was last observed.
 
     `version` is the name of the weights that the server has, and `weights` are the reports of its workers on
-    them (`Fingerprint.weight_report`), None before the first push. `workers` is their number at the last
-    push. A server is `doubted` if it has failed and was not found to work since; it gets no prompts. It is
-    `outdated` if it is known not to have the newest weights, and `restarted` if it was found to have lost its
-    weights and no push began since then. `lost` is set while `doubted` is true, `examining` is held while the
-    server is examined, and `examined` is the time.monotonic() at which `doubted` was last assigned. No
-    request is sent before the time.monotonic() `resting_until`; `failures` are those since the last answer.
-    `limit` is the number of sequences to keep in flight, and `completed` that of requests completed since it
-    last changed. `load` is what the server last reported. `sessions` has the time.monotonic() of the last
-    request of each trajectory, infinity while a request is in flight.
+    them (`Fingerprint.weight_report`), None before the first push, which is a replacement of the weights.
+    `workers` is their number at the last push. A server is `doubted` if it has failed and was not found to
+    work since; it gets no prompts. It is `outdated` if it is known not to have the newest weights, and
+    `restarted` if it was found to have lost its weights and no push began since then. `lost` is set while
+    `doubted` is true, `examining` is held while the server is examined, and `examined` is the
+    time.monotonic() at which `doubted` was last assigned. No request is sent before the time.monotonic()
+    `resting_until`; `failures` is the number of failures since the last answer. `limit` is the number of
+    sequences to keep in flight, and `completed` the number of requests completed since `limit` last changed.
+    `load` is what the server last reported. `sessions` has the time.monotonic() of the last request of each
+    trajectory, by its name, and infinity while a request is in flight.
     """
 
     server: VllmServer
@@ -57,7 +61,11 @@ class Replica:
         return not self.doubted and not self.outdated
 
     def share(self) -> float:
-        """Return the number of sessions with a request in the last IDLE_SECONDS, divided by `limit`."""
+        """Return the load of the server: its active sessions, divided by its limit of sequences in flight.
+
+        A session is the requests of one trajectory. It is active if it had a request in the last
+        IDLE_SECONDS.
+        """
         since = time.monotonic() - IDLE_SECONDS
         return sum(last >= since for last in self.sessions.values()) / self.limit
 
@@ -72,7 +80,8 @@ class Replica:
     def failed(self) -> None:
         """Record a failure, after which no request is sent to the server for a time.
 
-        The time grows with each failure in a row. A failure during this time is not counted.
+        The time is at most FIRST_PAUSE_SECONDS * 2^n after n failures in a row, and at most
+        LONGEST_PAUSE_SECONDS. A failure during this time is not counted.
         """
         if self.is_resting():
             return
@@ -84,10 +93,11 @@ class Replica:
         """Adjust the number of sequences in flight (`limit`) to the figures that the server has reported.
 
         `context` is the largest number of tokens of a sequence. The limit is at least the number of sequences
-        of this size that the cache holds. It shrinks by a fifth if more than the share FULL of the cache is
-        in use or sequences were preempted. It grows by a quarter if the following holds: less than the share
-        ROOM is in use, no sequence waits, at least 90% as many sessions as the limit are active, and at least
-        as many requests as the limit were completed since it last changed.
+        of this size that the key-value cache holds. It shrinks by a fifth if more than the share FULL of the
+        cache is in use or sequences were preempted since the last report. It grows by a quarter if the
+        following holds: less than the share ROOM is in use, no sequence waits, at least 90% as many sessions
+        (trajectories) as the limit are active, and at least as many requests as the limit were completed
+        since it last changed.
         """
         least = max(1.0, load.cache_tokens // context)
         preempted = self.load is not None and load.preemptions > self.load.preemptions

@@ -33,7 +33,7 @@ class VllmSampler:
     """
 
     def __init__(self, fleet: Fleet, stop: tuple[int, ...], settings: Policy, *, version: str):
-        """Sample from `fleet`, where a turn ends after any of the token ids `stop`.
+        """Sample from the servers of `fleet`; a turn ends after any of the token ids `stop`.
 
         `settings` are the parameters of the section `policy`. `version` is the name of the weights that the
         servers have.
@@ -49,7 +49,10 @@ class VllmSampler:
         self.lock = threading.Lock()
 
     def capacity(self) -> int:
-        """Return how many sequences all usable servers can process at once, by the figures they report."""
+        """Return how many sequences all usable servers can process at once, at least 1.
+
+        The number follows from the figures that the servers report about their caches (`Replica.read`).
+        """
         return self.fleet.capacity()
 
     async def complete(
@@ -58,10 +61,11 @@ class VllmSampler:
         """Sample one completion of the token ids `prompt`, of at most `max_new_tokens` tokens.
 
         It ends after a token that ends a turn, or at the end of the context window, and is empty if the
-        prompt fills the window. `session` is the same for all turns of one trajectory. While it waits,
-        servers that have lost their weights by a restart get them again, if the attribute `push_again` is
-        set. Raises StageFailed or UserError if a server of this process is not started again any more, and
-        UserError if no server completes the request in time (`Fleet.complete`).
+        prompt fills the window. `session` is a name that all turns of one trajectory share. While the
+        completion is awaited, servers that have lost their weights by a restart get them again, if the
+        attribute `push_again` is set. Raises UserError if no server completes the request in time
+        (`Fleet.complete`). Raises StageFailed or UserError if a server that this process started has ended
+        and is not started again (`OwnServers.check`).
         """
         limit = min(max_new_tokens, self.settings.context - len(prompt))
         if limit <= 0:
@@ -92,10 +96,12 @@ class VllmSampler:
     ) -> None:
         """Replace the weights of the servers that answer, and check that all of their workers have them.
 
-        `buckets` have tensors by name, as `weight_stream.weight_buckets` yields them, and are consumed
-        completely. `version` is the name of the new weights. If the weights are transferred by disk, `folder`
-        is a checkpoint with the same weights. Running completions are treated as `policy.push_pause` says.
-        Raises UserError if a worker does not have the new weights, or if no server answers.
+        A worker is the process of vLLM that computes on one GPU. `buckets` are dictionaries of tensors by
+        name, as `weight_stream.weight_buckets` yields them, and are consumed completely. `version` is the
+        name of the new weights. If the parameter policy.weight_transfer is `disk`, the servers load the
+        checkpoint `folder`, which must have the same weights. Running completions are treated as
+        `policy.push_pause` says. Raises UserError if a worker does not have the new weights, or if no server
+        answers.
         """
         if self.asleep:
             self.weights.set_asleep(False)
@@ -104,7 +110,7 @@ class VllmSampler:
         self.version = version
 
     def sleep(self) -> None:
-        """Release vLLM's GPU memory until the next `push`, if `policy.sleep` is set."""
+        """Release the GPU memory of the vLLM servers until the next `push`, if `policy.sleep` is set."""
         if self.settings.sleep and not self.asleep:
             self.weights.set_asleep(True)
             self.asleep = True
@@ -113,10 +119,12 @@ class VllmSampler:
 def open_vllm_sampler(
     params: Params, folder: Path, tokenizer: PreTrainedTokenizerBase, *, version: str
 ) -> VllmSampler:
-    """Return a sampler of the servers `policy.servers`, or of this process's own ones if there are none.
+    """Return a sampler of vLLM servers: those of `policy.servers`, or servers that this process starts.
 
-    The servers have weights of the same model as the checkpoint `folder`, which may be others until a push.
-    `version` is the name of these weights.
+    Servers are started only if `policy.servers` is empty. The servers have a model of the same shape as the
+    checkpoint `folder`, but perhaps other weights until the first push, which replaces them. `version` is the
+    name of the weights. Raises UserError if no server answers, or if one cannot be started, and StageFailed
+    if one that this process started has ended too often in a row.
     """
     settings = params.policy
     urls = server_addresses(settings.servers) or OWN_SERVERS.open(params, folder)

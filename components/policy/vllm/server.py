@@ -1,9 +1,9 @@
 """A client of one vLLM server, whose requests and answers have the form of the server's version.
 
 The server runs in a separate Python environment, because vLLM and Prefect need different versions of fastapi.
-It must be started with VLLM_SERVER_DEV_MODE=1, which adds the routes for weights, sleep and workers.
-`cuda-agent fleet` starts servers so. The routes and fields are those of vLLM 0.24 and 0.33, which differ in
-one point that matters here: since 0.33, a route for token ids reports which weights sampled each token.
+It must be started with VLLM_SERVER_DEV_MODE=1, which adds the routes for weights, sleep and workers, as
+`cuda-agent fleet` does. The routes and fields are those of vLLM 0.24 and 0.33, which differ in one point that
+matters here: since 0.33, a route for token ids reports which weights sampled each token.
 """
 
 import importlib.util
@@ -37,7 +37,7 @@ LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True)
 class Request:
-    """A sequence to complete until one of the tokens `stop`, with at most `max_tokens` tokens.
+    """A request to complete the token ids `prompt` until one of the tokens `stop`, by at most `max_tokens`.
 
     At temperature 0, each token is the most probable one.
     """
@@ -51,11 +51,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Load:
-    """Figures that a server reports about itself.
+    """Figures that a vLLM server reports about itself.
 
     `cache_tokens` is the number of tokens that the key-value cache holds, and `cache_usage` the share of it
-    in use. `running` and `waiting` are numbers of sequences. `preemptions` and, in tokens, `prefix_queries`
-    and `prefix_hits` are counted from the server's start.
+    in use. `running` and `waiting` are numbers of sequences. `preemptions` is the number of sequences that
+    were interrupted because the cache was full. `prefix_queries` and `prefix_hits` are the numbers of tokens
+    that were looked up and found in the cache of prefixes. These last three are counted from the server's
+    start.
     """
 
     cache_tokens: int
@@ -197,9 +199,9 @@ class VllmServer:
         return response
 
     def _completion_request(self, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
-        """Return the route and the JSON body of a request for a completion.
+        """Return the route and the JSON body with which this version of vLLM is asked for a completion.
 
-        Requests share cached prefixes only if their `salt` is equal.
+        Requests share cached prefixes only if their `salt`, the name of the weights, is equal.
         """
         sampling = {
             "max_tokens": request.max_tokens,

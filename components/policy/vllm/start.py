@@ -1,4 +1,4 @@
-"""Start vLLM servers on this host, with the options that sampling and pushes of weights need."""
+"""Start vLLM servers on this host, with the options that sampling and replacing their weights need."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ MAX_ENDS, STEADY_SECONDS = 3, 300.0
 
 @dataclass(frozen=True)
 class Launch:
-    """One server to start: its address, command, GPUs (as in CUDA_VISIBLE_DEVICES) and log file."""
+    """One vLLM server to start: its address, command, GPUs (as in CUDA_VISIBLE_DEVICES) and log file."""
 
     url: str
     command: tuple[str, ...]
@@ -41,7 +41,7 @@ class Launch:
 
 
 class _Server:
-    """A server with its process, which is started by the constructor.
+    """A vLLM server with its process, which is started when an object of this class is made.
 
     `ends` is the number of times in a row that the process has ended, each without having been healthy for
     STEADY_SECONDS before. `started` is the time.monotonic() of the last start, `reported` that of the last
@@ -63,8 +63,9 @@ class _Server:
     def attend(self, report: Callable[[str], None]) -> None:
         """Find out whether the server, which is starting, is healthy, and set `healthy` if it is.
 
-        `report` is called when it is healthy, and otherwise every REPORT_SECONDS with a sentence that says
-        for how long the server has been starting.
+        Healthy means that its route /health answers with status 200. `report` is called when it is healthy,
+        and otherwise every REPORT_SECONDS with a sentence that says for how long the server has been
+        starting.
         """
         now = time.monotonic()
         name, seconds = f"The vLLM server at {self.launch.url}", f"{now - self.started:.0f} s"
@@ -95,11 +96,11 @@ def launches(
     ports: Sequence[int],
     logs: Path,
 ) -> list[Launch]:
-    """Return the servers of a fleet, one for each of `ports`, each with the next `tensor_parallel` of `gpus`.
+    """Return the vLLM servers to start, one for each of `ports`, with `tensor_parallel` of `gpus` each.
 
-    They serve the checkpoint `model` on the address `host`. `gpus` are names as in CUDA_VISIBLE_DEVICES,
-    `vllm` is the executable of vLLM's own environment, and `logs` the folder of the log files. Raises
-    UserError if there are too few GPUs.
+    They serve the checkpoint `model` on the address `host`, and take the GPUs in their order. `gpus` are
+    names as in CUDA_VISIBLE_DEVICES, `vllm` is the executable of vLLM's own environment, and `logs` the
+    folder of the log files. Raises UserError if there are too few GPUs.
     """
     if len(gpus) < len(ports) * tensor_parallel:
         raise UserError(
@@ -153,13 +154,13 @@ def find_vllm(name: str) -> str:
 def running(
     fleet: Sequence[Launch], report: Callable[[str], None], *, max_ends: float = MAX_ENDS
 ) -> Iterator[Callable[[], None]]:
-    """Start the servers, yield when all of them are healthy, and end them all after the block.
+    """Start vLLM servers, yield a function when all of them are healthy, and end them all after the block.
 
-    A function is yielded, for a thread of the caller, that starts each server again that has ended, and
-    returns after the block. It raises StageFailed when a server has ended `max_ends` times in a row, without
-    having been healthy for STEADY_SECONDS before an end. `report` is called with one sentence every
-    REPORT_SECONDS while a server starts, when it is ready, and when it has ended. Raises UserError if a
-    server ends before it is healthy, or is not healthy within START_SECONDS.
+    The caller runs the yielded function in a thread of its own. The function starts each server again that
+    has ended, and returns after the block. It raises StageFailed when a server has ended `max_ends` times in
+    a row, without having been healthy for STEADY_SECONDS before an end. `report` is called with one sentence
+    every REPORT_SECONDS while a server starts, when it is ready, and when it has ended. Raises UserError if a
+    server ends before it is first healthy, or is not healthy within START_SECONDS.
     """
     servers: list[_Server] = []
     ended, lock = threading.Event(), threading.Lock()
@@ -250,7 +251,7 @@ def is_healthy(url: str) -> bool:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes and their children by SIGTERM, and by SIGKILL after END_SECONDS."""
+    """End the processes and their children by SIGTERM, and after at most END_SECONDS by SIGKILL."""
     for kind, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,10 @@
 """The broadcast of weights from the trainer to the workers of vLLM servers, by NCCL, or by gloo on a CPU.
 
-The trainer is rank 0 of a process group that it forms with all workers that take part in a push. The workers
-are asked over HTTP to receive a bucket while the trainer sends it. The group is kept between pushes, and is
-formed anew when a server joined, left or was restarted.
+A worker is the process of vLLM that computes on one GPU. The trainer is rank 0 of a process group that it
+forms with all workers that take part in a push, which replaces their weights. The weights are sent in
+buckets, which are groups of complete tensors. The workers are asked over HTTP to receive a bucket while the
+trainer sends it. The group is kept between pushes, and is formed anew when a server joined, left or was
+restarted.
 """
 
 import ipaddress
@@ -33,13 +35,18 @@ Answer = tuple[Replica, list[str]]
 
 
 class WeightGroup:
-    """The process group in which this process broadcasts weights.
+    """The process group in which this process broadcasts weights to the workers of vLLM servers.
 
-    `members` are the servers in it, and `name` is its name or that of the group that is being formed.
+    `members` are the servers whose workers are in it. `name` is the name of the group, or of the group that
+    is being formed.
     """
 
     def __init__(self, each: Callable[[Callable[[Replica], Awaitable[Answer]]], list[Answer]]):
-        """Broadcast to the servers for which `each` makes a call (`FleetWeights._each`)."""
+        """Prepare broadcasts without forming a group.
+
+        `each` makes a given call for each vLLM server that takes part in the present push of weights, and
+        returns the results of those that succeed (`FleetWeights._each`).
+        """
         self.each = each
         self.group: BroadcastGroup | None = None
         self.name = ""
@@ -48,7 +55,9 @@ class WeightGroup:
     def check(self, workers: Sequence[Mapping[str, Any]]) -> None:
         """Leave the group if one of the workers is not in it, because its server was restarted for instance.
 
-        `workers` has what `Fingerprint.expect_weights` returned for all workers.
+        A worker is the process of vLLM that computes on one GPU. `workers` has what
+        `Fingerprint.expect_weights` returned for all workers, including the name of the group in which each
+        of them is. If the group is left, the next `send` forms a new one.
         """
         if self.group is not None and any(worker["group"] != self.group.name for worker in workers):
             self._leave()
@@ -62,9 +71,11 @@ class WeightGroup:
     ) -> None:
         """Broadcast the bucket `number`, from 0, of a push to all workers of `targets`.
 
-        All tensors have the same dtype and device. `workers` is that of `check`. If a server fails, the
-        others get the bucket in a new group without it. Raises UserError if no server is left, if the
-        broadcast fails although every server answers, or if NCCL cannot connect the workers.
+        A push replaces the weights of the servers, in buckets, which are groups of complete tensors.
+        `weights` are pairs of name and tensor, and all tensors have the same dtype and device. `workers` has
+        what `Fingerprint.expect_weights` returned for all workers of vLLM. If a server fails, the others get
+        the bucket in a new group without it. Raises UserError if no server is left, if the broadcast fails
+        although every server answers, or if NCCL cannot connect the workers.
         """
         tensors = [tensor for _, tensor in weights]
         bucket = {
@@ -89,7 +100,14 @@ class WeightGroup:
     def _join(
         self, targets: Sequence[Replica], device: torch.device, workers: Sequence[Mapping[str, Any]]
     ) -> list[Replica]:
-        """Form a new group with the workers of `targets`, and return the servers that still answer."""
+        """Form a new group with the workers of `targets`, and return the servers that still answer.
+
+        A worker is the process of vLLM that computes on one GPU. This process is rank 0 of the group and
+        broadcasts from `device`. `workers` has what `Fingerprint.expect_weights` returned for all workers. If
+        the result has fewer servers than `targets`, the group cannot be used. Raises UserError if NCCL cannot
+        connect the workers (`_check_nccl`), if no server is left, or if forming the group fails although all
+        servers answer.
+        """
         self._leave()
         if device.type == "cuda":
             _check_nccl(device, workers)
@@ -133,10 +151,12 @@ class WeightGroup:
         method: str,
         arguments: Callable[[Replica], dict[str, Any]],
     ) -> list[Replica]:
-        """Call `own` here and a method of all workers at the same time; return the servers that answered.
+        """Call `own` in this process and a method of all workers at the same time; return who answered.
 
-        If one of them has failed, the group is left. Raises UserError if it was none of the servers, or if no
-        server is left.
+        The workers are those of the vLLM servers `targets`; each gets the keyword arguments
+        `arguments(server)` for `method`. The result has the servers that answered. If `own` or a worker
+        reports an error, the group is left; if all servers answered nevertheless, UserError is raised.
+        UserError is also raised if no server is left.
         """
 
         async def call(replica: Replica) -> Answer:
@@ -184,7 +204,8 @@ class WeightGroup:
 def _check_nccl(device: torch.device, workers: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError if NCCL would refuse a group of `device` and the workers.
 
-    It refuses two ranks on the same GPU, and ranks with different versions of NCCL.
+    `workers` has the `device` (UUID of its GPU) and `nccl` (version) of each worker of vLLM. NCCL refuses two
+    ranks on the same GPU, and ranks with different versions of NCCL.
     """
     gpus = [device_name(device), *(worker["device"] for worker in workers)]
     own = nccl_version(device)

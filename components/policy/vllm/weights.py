@@ -1,11 +1,12 @@
-"""The weights of all servers of a fleet, which are replaced together.
+"""The weights of all servers of a fleet, which are replaced together by a push.
 
-A push from memory calls vLLM's routes in this order: pause, start, one update for each bucket, finish,
-resume. The update is vLLM's own for memory of the same device, or a call of the workers, which receive the
-broadcast of the bucket (`weight_group`). In a push by disk, the servers load a checkpoint between pause and
-resume. A server that fails during a push is left out of the rest of the push, and no prompt is sent to this
-server until a later push to it succeeds. Servers that are known not to answer (`Replica.doubted`) are left
-out from the beginning, unless this is so of all servers.
+A fleet is several vLLM servers with the same model. New weights are sent in buckets, which are dictionaries
+of complete tensors by name. A push from memory calls vLLM's routes in this order: pause, start, one update
+for each bucket, finish, resume. The update is vLLM's own for memory of the same device, or a call of the
+workers, which receive the broadcast of the bucket (`weight_group`). In a push by disk, the servers load a
+checkpoint between pause and resume. A server that fails during a push is left out of the rest of the push,
+and no prompt is sent to this server until a later push to it succeeds. Servers that are known not to answer
+(`Replica.doubted`) are left out from the beginning, unless this is so of all servers.
 """
 
 from __future__ import annotations
@@ -36,13 +37,17 @@ T = TypeVar("T")
 
 
 class FleetWeights:
-    """Interface with which the weights of all servers of a fleet are replaced.
+    """Interface with which the weights of all vLLM servers of a fleet are replaced.
 
-    `targets` are the servers that take part in the present push.
+    Such a replacement is called a push. `targets` are the servers that take part in the present push.
     """
 
     def __init__(self, fleet: Fleet, transfer: Literal["ipc", "nccl", "disk"]):
-        """Replace the weights of `fleet` by `transfer`, the parameter `policy.weight_transfer`."""
+        """Prepare to replace the weights of the servers of `fleet` without contacting them.
+
+        `transfer` is the parameter `policy.weight_transfer`: "ipc" for memory of the same device, "nccl" for
+        a broadcast, or "disk" for a checkpoint that the servers load.
+        """
         self.fleet, self.transfer = fleet, transfer
         self.targets: list[Replica] = []
         self.group = WeightGroup(self._each)
@@ -52,11 +57,11 @@ class FleetWeights:
     ) -> None:
         """Replace the weights of the servers by those of `buckets`, and check that every worker has them.
 
-        Servers that do not answer are left out. `buckets` have tensors by name. With the transfer by disk,
-        the servers load the checkpoint `folder`, which has the same weights. `version` is the name of the new
-        weights, and `pause` the parameter `policy.push_pause`, which says whether running requests are kept,
-        aborted or awaited. Raises UserError if a server answers but has other weights, or if no server
-        answers.
+        A worker is the process of vLLM that computes on one GPU. Servers that do not answer are left out.
+        `buckets` are dictionaries of complete tensors by name. With the transfer by disk, the servers load
+        the checkpoint `folder`, which has the same weights. `version` is the name of the new weights, and
+        `pause` the parameter `policy.push_pause`, which says whether running requests are kept, aborted or
+        awaited. Raises UserError if a server answers but has other weights, or if no server answers.
         """
         try:
             workers = self._begin(pause)
@@ -86,13 +91,14 @@ class FleetWeights:
             self._post(targets, "/resume")
 
     def _begin(self, pause: str) -> list[dict[str, Any]]:
-        """Pause the servers that take part in a push, and return the precision and device of each worker.
+        """Pause the servers that take part in a push of new weights, and return facts about each worker.
 
         A worker is the process of vLLM that computes on one GPU. Its dictionary has the keys `dtype`, such as
-        "bfloat16", and `device`, the UUID of the GPU or "cpu". `pause` says what happens to running
-        completions: "keep", "abort" or "wait". Servers that are known not to answer do not take part unless
-        this is so of all, and neither do servers that fail now. Raises UserError if a server's workers lack
-        the extension `worker.Fingerprint`, if a server has several engines, or if no server answers.
+        "bfloat16", `device`, the UUID of the GPU or "cpu", `nccl` and `group` (`Fingerprint.expect_weights`).
+        `pause` says what happens to running completions: "keep", "abort" or "wait". Servers that are known
+        not to answer do not take part unless this is so of all, and neither do servers that fail now. Raises
+        UserError if a server's workers lack the extension `worker.Fingerprint`, if a server has several
+        engines, or if no server answers.
         """
         # The fleet asks doubted servers again and again, so they are left out here unless all are doubted.
         answering = [replica for replica in self.fleet.replicas if not replica.doubted]
@@ -127,7 +133,8 @@ class FleetWeights:
     def _start(self) -> None:
         """Begin an update by vLLM's weight transfer engine on all servers that take part in the push.
 
-        Raises UserError if no server is left that answers.
+        A push replaces the weights of the servers. An update that a killed training process has left
+        unfinished is finished first. Raises UserError if no server is left that answers.
         """
 
         async def start(replica: Replica) -> None:
@@ -149,8 +156,9 @@ class FleetWeights:
     def _send(self, weights: Sequence[tuple[str, Tensor]], devices: Sequence[str]) -> None:
         """Send one bucket of weights to all workers, which read it from the memory of their own device.
 
+        A worker is the process of vLLM that computes on one GPU, and a bucket is a group of complete tensors.
         `weights` are pairs of name and tensor. `devices` are the devices of the workers: UUIDs of GPUs, or
-        "cpu". Raises UserError if this process cannot use one of them.
+        "cpu". Raises UserError if this process cannot use one of them, or if no server is left that answers.
         """
         own = weights[0][1].device
         gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -178,7 +186,10 @@ class FleetWeights:
             torch.cuda.ipc_collect()
 
     def _reload(self, folder: str, version: str) -> None:
-        """Have every server load the checkpoint in `folder`, whose weights have the name `version`."""
+        """Have every server in the push of weights load the checkpoint in `folder`.
+
+        `version` is the name of its weights. Raises UserError if no server is left that answers.
+        """
 
         async def load(replica: Replica) -> None:
             await replica.server.workers("reload_weights", {"weights_path": folder})
@@ -188,10 +199,11 @@ class FleetWeights:
         self._each(load)
 
     def _end(self, version: str, sent: Sent) -> None:
-        """Check that every server in the push has the weights `sent`, and mark such a server as usable.
+        """Check that every server in the push has the weights `sent`, and mark servers that do as usable.
 
-        `version` is the name of the new weights, which trajectories record. Raises UserError if a server
-        answers but has other weights, or if no server answers.
+        A push replaces the weights of the servers. `version` is the name of the new weights, which
+        trajectories record. Raises UserError if a server answers but has other weights, or if no server
+        answers.
         """
 
         async def end(replica: Replica) -> None:
@@ -211,7 +223,10 @@ class FleetWeights:
         self._each(end)
 
     def set_asleep(self, asleep: bool) -> None:
-        """Release the GPU memory of all usable servers if `asleep` is true, or else allocate it again."""
+        """Release the GPU memory of all usable servers if `asleep` is true, or else allocate it again.
+
+        A server is usable if it answers and has the newest weights.
+        """
         usable = [replica for replica in self.fleet.replicas if replica.is_usable()]
         self._post(usable, "/sleep?level=1" if asleep else "/wake_up")
 
@@ -232,9 +247,10 @@ class FleetWeights:
     def _each(self, call: Callable[[Replica], Awaitable[T]]) -> list[T]:
         """Make a call for each of `targets` at the same time, and return the results of those that succeed.
 
-        A call that a server refuses because it is busy (status 429 or 503) is repeated for REFUSED_SECONDS.
-        Servers whose call raises ServerUnavailable otherwise are removed from `targets`. Raises UserError if
-        no server is left, or if a call raises it.
+        `targets` are the servers that take part in the present push of weights. A call that a server refuses
+        because it is busy (status 429 or 503) is repeated for REFUSED_SECONDS. Servers whose call raises
+        ServerUnavailable otherwise are removed from `targets`, and get no prompts until a later push to them
+        succeeds. Raises UserError if no server is left, or if a call raises it.
         """
         failed: dict[Replica, ServerUnavailable] = {}
 
@@ -266,10 +282,10 @@ class FleetWeights:
 
 
 class Sent:
-    """The fingerprints of all weights that were sent to vLLM so far, after a cast to its dtype.
+    """The fingerprints of all weights that were sent to vLLM so far in a push, after a cast to its dtype.
 
-    A fingerprint is a number that identifies the values of tensors (`worker.fingerprint`). `values` is that
-    of the values alone, and `named` also depends on the names.
+    A fingerprint is a number that identifies the values of tensors (`worker.fingerprint`). The attribute
+    `values` is the fingerprint of the values alone, and `named` one that also depends on the names.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -284,11 +300,11 @@ class Sent:
     def fault(self, reports: Sequence[Mapping[str, Any]]) -> str:
         """Return a phrase that says how one server's weights differ from those sent, or "" if they do not.
 
-        `reports` has what `weight_report` (`worker.Fingerprint`) returned for each worker of the server.
-        Every worker must have received all weights. The parameters of all workers together must also have the
-        values that were sent: a parameter that is equal in all workers counts once, and of any other
-        parameter, each worker has a part. This is not checked if several workers have copies of the same key
-        and value heads.
+        `reports` has what `weight_report` (`worker.Fingerprint`) returned for each worker of the server,
+        which is the process of vLLM on one GPU. Every worker must have received all weights. The parameters
+        of all workers together must also have the values that were sent: a parameter that is equal in all
+        workers counts once, and of any other parameter, each worker has a part. This is not checked if
+        several workers have copies of the same key and value heads.
         """
         for number, report in enumerate(reports):
             if report["received"] != self.named:
@@ -305,8 +321,8 @@ class Sent:
 def ipc_handles(copies: Iterable[Sequence[Tensor]]) -> str:
     """Return the pickled memory handles in the `update_info` of vLLM's ipc backend, in base64.
 
-    `copies` has the same tensors on each device that a worker uses. The caller must keep them alive until the
-    workers have finished.
+    With a handle, another process can open the memory of a tensor. `copies` has the same tensors on each
+    device that a worker of vLLM uses. The caller must keep the tensors alive until the workers have finished.
     """
     shared: list[dict[str, Any]] = []
     for tensors in copies:

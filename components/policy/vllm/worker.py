@@ -1,9 +1,9 @@
 """An extension of vLLM's workers that reports which weights they received and which they hold.
 
-It also receives the weights that a trainer broadcasts. It is loaded with
-`--worker-extension-cls components.policy.vllm.worker.Fingerprint`. This file is imported in vLLM's Python
-environment and needs only torch. The trainer computes the fingerprints of what it sends, and forms the
-process group of a broadcast, with the same functions.
+A worker is the process of vLLM that computes on one GPU. The extension also receives the weights that a
+trainer broadcasts. It is loaded with `--worker-extension-cls components.policy.vllm.worker.Fingerprint`. This
+file is imported in vLLM's Python environment and needs only torch. The trainer computes the fingerprints of
+what it sends, and forms the process group of a broadcast, with the same functions.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class Fingerprint:
     """
 
     def expect_weights(self: Any) -> dict[str, str]:
-        """Observe the weights that this worker loads from now on; return facts about it.
+        """Observe the weights that this worker loads from now on, and return facts about the worker.
 
         The result has the keys `dtype`, such as bfloat16, which is that of the largest parameter, `device`
         (UUID of a GPU, or "cpu"), `nccl` (`nccl_version`) and `group`, the name of the process group in which
@@ -67,9 +67,10 @@ class Fingerprint:
     ) -> str:
         """Join the process group `name` of `size` ranks, in place of an earlier one, to receive weights.
 
-        The group's store is that of the trainer, at `host` and `port`. `backend` is nccl or gloo, and `first`
-        the rank in the group of the first worker of this server. Joining, and later each broadcast, fails
-        after `seconds`. Returns the text of the error if joining fails, and otherwise "".
+        The trainer's store, over which the ranks find each other, is at `host` and `port`. `backend` is nccl
+        or gloo. The first worker of this server has the rank `first` in the group, and the others have the
+        next ones. Joining, and later each broadcast, fails after `seconds`. Returns the text of the error if
+        joining fails, and otherwise "".
         """
         if vars(self).get("group"):
             self.group.leave()
@@ -85,9 +86,11 @@ class Fingerprint:
     def receive_bucket(
         self: Any, number: int, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]]
     ) -> str:
-        """Receive the tensors of a bucket from rank 0 of the process group, and load them.
+        """Receive the tensors of a bucket from rank 0 of the process group, and load them into the model.
 
-        `number` is the bucket's number in the push, from 0; a bucket that was loaded before is only received.
+        A push of new weights consists of buckets, which are groups of complete tensors. `number` is the
+        bucket's number in the push, from 0; a bucket that was loaded before is received but not loaded again.
+        The tensors have the names `names`, the type `dtype`, such as "bfloat16", and the shapes `shapes`.
         Returns the text of the error if the broadcast fails, and otherwise "".
         """
         device = self.group.device
@@ -100,7 +103,7 @@ class Fingerprint:
         return fault
 
     def loading(self: Any) -> contextlib.AbstractContextManager[Any]:
-        """Return the context in which vLLM calls `load_weights`."""
+        """Return the context that vLLM itself enters before it calls `load_weights` of a model."""
         from vllm.config import set_current_vllm_config
 
         stack = contextlib.ExitStack()
@@ -111,9 +114,10 @@ class Fingerprint:
     def weight_report(self: Any) -> dict[str, Any]:
         """Return fingerprints of the received weights and of each parameter of this worker.
 
-        `received` is the fingerprint of all weights since `expect_weights` was called, or None if it was not.
-        `parameters` has the fingerprint of each parameter by its name. `key_value_copies` is the number of
-        tensor parallel workers that hold the same key and value heads.
+        A fingerprint is a number that identifies the values of tensors (`fingerprint`). The result has three
+        keys. `received` is the fingerprint of all weights since `expect_weights` was called, or None if it
+        was not. `parameters` has the fingerprint of each parameter by its name. `key_value_copies` is the
+        number of tensor parallel workers that hold the same key and value heads.
         """
         parameters = dict(self.get_model().named_parameters())
         dtype = max(parameters.values(), key=Tensor.numel).dtype
@@ -128,13 +132,14 @@ class Fingerprint:
 
 
 class BroadcastGroup:
-    """A process group of its own, beside the default one, in which rank 0 broadcasts tensors."""
+    """A process group, separate from torch's default one, in which rank 0 broadcasts tensors."""
 
     def __init__(self, name: str, store: Store, device: torch.device, rank: int, size: int, seconds: float):
         """Join the group `name` as `rank` of `size`, and wait until all others have joined.
 
-        The tensors are on `device`; the backend is NCCL on a GPU and gloo otherwise. Raises RuntimeError if a
-        rank has not joined after `seconds`, or cannot be connected to.
+        `store` is the key-value store of torch over which the ranks find each other. The tensors are on
+        `device`; the backend is NCCL on a GPU and gloo otherwise. Raises RuntimeError if a rank has not
+        joined after `seconds`, or cannot be connected to.
         """
         self.name, self.device, limit = name, device, timedelta(seconds=seconds)
         store.set(f"joined/{rank}", "")
@@ -152,7 +157,10 @@ class BroadcastGroup:
             raise
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Send the tensors if this is rank 0, and otherwise receive them; raise RuntimeError on failure."""
+        """Send the tensors if this is rank 0, and otherwise receive them in place.
+
+        Every rank must call this with tensors of the same shapes. Raises RuntimeError on failure.
+        """
         for work in [self.group.broadcast([tensor]) for tensor in tensors]:
             work.wait()
 
@@ -203,7 +211,10 @@ def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
 
 
 def named_fingerprint(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
-    """Return a number below MODULUS that identifies a name and the values of its tensor, cast to `dtype`."""
+    """Return a number below MODULUS that identifies a tensor's name and its values, cast to `dtype`.
+
+    It is the `fingerprint` of the values, multiplied by an odd number that depends on the name.
+    """
     return fingerprint([tensor], dtype) * (2 * zlib.crc32(name.encode()) + 1) % MODULUS
 
 
