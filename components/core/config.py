@@ -1,8 +1,8 @@
 """Resolution of the parameters of a run from `params.yaml`, a profile and options; the kinds of parameters.
 
 `params.yaml` has a base section and profiles that override parts of it. The types, meanings and permitted
-values are in `params.py` and `stage_params.py`. The kind of a parameter, `result` or `throughput`, is defined
-in `records.py`.
+values are in `params.py` and `stage_params.py`. The kind of a parameter is `result` if it changes what a run
+computes, measures or publishes, and `throughput` if it does not (`records.py`).
 """
 
 import difflib
@@ -76,8 +76,8 @@ KINDS = {
 def _result_keys(names: tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the dotted keys of the parameters that change results and are in or below `names`.
 
-    They are those of the kind `result`, which core/records.py defines. `names` are dotted keys of parameters
-    or of sections; None means all parameters.
+    They are those of the kind `result`, which core/records.py defines, in the order of their declaration.
+    `names` are dotted keys of parameters or of sections; None means all parameters.
     """
     return tuple(
         key
@@ -115,7 +115,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def default_device() -> str:
-    """Return the device of commands that are given none: cuda where there is an NVIDIA GPU, or else cpu."""
+    """Return the device of commands that are given none, which is `cuda` or `cpu`.
+
+    It is `cuda` if /dev has the device file of an NVIDIA GPU.
+    """
     return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
 
 
@@ -123,7 +126,8 @@ def default_device() -> str:
 class Resolved:
     """The parameters of one run, and the name of the profile that they were resolved with, or "" without one.
 
-    `sources` has the origin of each value by dotted key, such as "params.yaml" or "--set seed=1".
+    A profile is a named section of params.yaml that overrides parameters. `sources` has the origin of each
+    value by dotted key, such as "params.yaml" or "--set seed=1".
     """
 
     params: Params
@@ -134,11 +138,11 @@ class Resolved:
 def resolve(profile: str = "", sets: tuple[str, ...] = (), path: Path = PROJECT / "params.yaml") -> Resolved:
     """Return the parameters of a run, computed from params.yaml, a profile and KEY=VALUE options.
 
-    The values of the profile, and of its variant for the device (such as smoke-cuda for the profile smoke and
-    the device cuda, if the file has it), override the base values. Each KEY=VALUE in `sets` overrides these
-    and the items of `sets` before it. An empty `profile` means no profile. `path` is the parameter file.
-    Raises UserError if the file cannot be read, for an unknown profile or parameter, for the first value that
-    is not valid, and for values that contradict each other.
+    A profile is a named section of params.yaml. Its values, and those of its variant for the device (such as
+    smoke-cuda for the profile smoke and the device cuda, if the file has it), override the base values. Each
+    KEY=VALUE in `sets` overrides these and the items of `sets` before it. An empty `profile` means no
+    profile. `path` is the parameter file. Raises UserError if the file cannot be read, for an unknown profile
+    or parameter, for the first value that is not valid, and for values that contradict each other.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -321,12 +325,18 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
 
 
 def is_gguf(source: str | Path) -> bool:
-    """Return whether the name of a policy's source is that of a GGUF file."""
+    """Return whether `source`, the path of a policy, ends in .gguf in upper or lower case.
+
+    The file is not read and need not exist.
+    """
     return Path(source).suffix.lower() == ".gguf"
 
 
 def load_arguments(source: Path) -> dict[str, Any]:
-    """Return the keyword arguments of transformers' `from_pretrained` that name a folder or a GGUF file."""
+    """Return the keyword arguments with which transformers' `from_pretrained` loads what is in `source`.
+
+    `source` is a GGUF file (its name ends in .gguf) or a folder in the format of Hugging Face.
+    """
     if is_gguf(source):
         return {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
     return {"pretrained_model_name_or_path": source}
@@ -335,8 +345,9 @@ def load_arguments(source: Path) -> dict[str, Any]:
 def check_policy_source(params: Params) -> None:
     """Raise UserError unless policy.source names a policy from which a run can start.
 
-    It must be `scratch`, `champion`, a Hugging Face folder (one with config.json), or a GGUF file. If it is
-    `champion`, policy.base must be one of the others, because it is used while there is no champion.
+    It must be `scratch` (a new policy with random weights), `champion` (the promoted version in the
+    registry), a Hugging Face folder (one with config.json), or a GGUF file. If it is `champion`, policy.base
+    must be one of the others, because that policy is used while no version is promoted.
     """
     is_champion = params.policy.source == "champion"
     key, source = ("base", params.policy.base) if is_champion else ("source", params.policy.source)

@@ -39,7 +39,11 @@ def digest_bytes(data: bytes) -> str:
 
 
 def digest_json(value: Any) -> str:
-    """Return the SHA-256 of a JSON value, which does not depend on the order of keys or on spacing."""
+    """Return the SHA-256 of a JSON value as 64 hexadecimal digits.
+
+    The order of the keys in `value` has no effect on the digest. Raises TypeError if JSON cannot represent
+    `value`.
+    """
     return digest_bytes(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode())
 
 
@@ -56,8 +60,8 @@ def digest_file(path: Path) -> str:
 def digest_tree(folder: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, str]:
     """Return the SHA-256 of every file below `folder` by relative POSIX path, in the order of the paths.
 
-    For a symbolic link to a file, the digest is that of the target's content. `exclude` has the relative
-    paths of files that are left out.
+    A digest has 64 hexadecimal digits. For a symbolic link to a file, it is that of the target's content.
+    `exclude` has the relative paths of files that are left out.
     """
     return {
         path.relative_to(folder).as_posix(): digest_file(path)
@@ -67,7 +71,7 @@ def digest_tree(folder: Path, *, exclude: tuple[str, ...] = ()) -> dict[str, str
 
 
 def sync(path: Path) -> None:
-    """Flush a file or the entries of a folder to the disk."""
+    """Flush the content of a file, or the list of the entries of a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -76,17 +80,17 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Flush every file below `folder` to the disk."""
+    """Flush the content of every file below `folder` to the disk, but no folder's list of entries."""
     for path in filter(Path.is_file, folder.rglob("*")):
         sync(path)
 
 
 def user_cache(name: str) -> Path:
-    """Return the folder `name` in this user's cache, and create it if necessary.
+    """Return the folder `name` in this user's cache, and create it if it does not exist.
 
     The cache is shared by all homes (a home is the folder of a run's files, the parameter `home`). Its files
-    can be deleted at any time. Because they are loaded and executed, UserError is raised if the folder
-    belongs to another user, cannot be written, or is on a file system that forbids execution.
+    can be deleted at any time. Because its files are loaded and executed, UserError is raised if the folder
+    belongs to another user, cannot be made or written, or is on a file system that forbids execution.
     """
     place = os.environ.get("XDG_CACHE_HOME", "")
     remedy = "name a folder of your own by the variable XDG_CACHE_HOME"
@@ -135,10 +139,10 @@ def scratch_folder() -> Path:
 
 
 def sqlalchemy_path(file: Path) -> str:
-    """Return the path of a SQLite database as it stands in an address of SQLAlchemy, after `sqlite:///`.
+    """Return the path of a SQLite database in the form that an address of SQLAlchemy has after `sqlite:///`.
 
     In such an address a question mark ends the path. A path with a question mark is therefore returned as a
-    file URI of SQLite, in which the question mark is percent-encoded.
+    file URI of SQLite, in which the question mark is percent-encoded. Any other path is returned unchanged.
     """
     return f"file:{quote(str(file))}?uri=true" if "?" in str(file) else str(file)
 
@@ -146,7 +150,8 @@ def sqlalchemy_path(file: Path) -> str:
 def atomic_write(path: Path, data: bytes | str, mode: int = 0o644) -> None:
     """Replace the content of `path` in one step; the file gets the access rights `mode`.
 
-    A reader sees either the whole old content or the whole new content.
+    A reader sees either the whole old content or the whole new content. A text is written in UTF-8. Folders
+    that do not exist are made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
@@ -160,12 +165,13 @@ def atomic_write(path: Path, data: bytes | str, mode: int = 0o644) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `path` when the block ends.
+    """Yield an empty folder that replaces the folder `path` when the `with` block ends.
 
-    If the block raises an exception, the folder is removed and `path` is not changed. If `path` exists, the
-    kernel exchanges it with the new folder in one step, so that a process that is killed leaves the old or
-    the new folder there. Only on a file system that cannot exchange folders, such as NFS, the old one is
-    renamed first, and a process that is killed between the two renames leaves no `path`.
+    The old folder is deleted. If the block raises an exception, the new folder is deleted and `path` is not
+    changed. If `path` exists, the kernel exchanges it with the new folder in one step, so that a process that
+    is killed leaves the old or the new folder there. Only on a file system that cannot exchange folders, such
+    as NFS, the old one is renamed first, and a process that is killed between the two renames leaves no
+    `path`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
@@ -189,7 +195,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_changed(path: Path, text: str) -> None:
-    """Write a text file unless it already has this content.
+    """Write `text` to the file `path` unless the file already has this content.
 
     An unchanged file keeps its modification time, which DVC and other programs compare.
     """
@@ -204,9 +210,10 @@ def read_json(path: Path) -> Any:
 def verify_files(checkpoint: Path, remedy: str = "delete the folder and run again") -> str:
     """Check the files of the folder `checkpoint` against its manifest, and return the manifest's digest.
 
-    The manifest, manifest.json, lists the SHA-256 of each other file, and has the digest of this list. Raises
-    UserError if the manifest is missing or damaged, or if a file does not match; the message names the first
-    such file. `remedy` is the end of the message and says what the user can do.
+    The manifest, manifest.json, lists the SHA-256 of each other file, and has the digest of this list (64
+    hexadecimal digits), which is returned. Raises UserError if the manifest is missing or damaged, or if a
+    file is missing, added or changed; the message names the first such file. `remedy` is the end of the
+    message and says what the user can do.
     """
     try:
         manifest = read_json(checkpoint / MANIFEST)
@@ -231,7 +238,11 @@ def verify_files(checkpoint: Path, remedy: str = "delete the folder and run agai
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder, or a file, whatever the depth and the modes of the files in a folder are."""
+    """Remove a folder with its content, or a file, whatever the depth of the content is.
+
+    If access rights prevent the removal, the user's rights to the content are set to read, write and execute,
+    and the removal is tried again. What still cannot be removed stays, and no error is raised.
+    """
     for program in (("rm", "-rf"), ("chmod", "-R", "u+rwx"), ("rm", "-rf")):
         if folder.exists():
             subprocess.run(
@@ -247,7 +258,7 @@ def remove_stale(folder: Path, seconds: float) -> None:
 
     They are removed in the reverse order of their names, so that in the cache of builds
     (components/sandbox/build.py) a `.symbols` file, which marks a complete build, is removed before its
-    `.so`.
+    `.so`. What cannot be removed stays, and no error is raised.
     """
     for path in sorted(folder.iterdir(), reverse=True):
         with contextlib.suppress(OSError):  # Another process may have removed it.
@@ -258,9 +269,10 @@ def remove_stale(folder: Path, seconds: float) -> None:
 def environment_fault(error: BaseException) -> str:
     """Return one sentence on the fault of the machine or the judge, such as a full disk, that led to `error`.
 
-    The result is empty if neither `error` nor one of its causes is such a fault. The messages are searched as
-    well, because safetensors and torch keep only the text of the system's error, and SQLite reports a full
-    disk with a text of its own.
+    The judge is the component that builds, checks and times kernels. The result is empty if neither `error`
+    nor one of its causes is such a fault. The messages of the errors are searched as well, because
+    safetensors and torch keep only the text of the system's error, and SQLite reports a full disk with a text
+    of its own.
     """
     for seen in error_chain(error):
         place = f"{seen.filename}: " if isinstance(seen, OSError) and seen.filename else ""

@@ -2,7 +2,8 @@
 
 The parameters of the training stages and of the engine are in stage_params.py and included here. The values
 are read from `params.yaml` by `config.resolve`. No value has a default in this file. Every parameter has the
-kind `result` or `throughput`, which records.py defines.
+kind `result` (it changes what a run computes, measures or publishes) or `throughput` (it does not), which
+records.py defines.
 """
 
 from pathlib import Path
@@ -29,7 +30,7 @@ from components.core.stage_params import Coldstart, Critic, Engine, Ppo, Rejecti
 
 
 def _listed(value: Any) -> Any:
-    """Convert a single address to a list, and an empty text to an empty list.
+    """Convert a single address to a list with one item, and an empty text to an empty list.
 
     A value that is not a string is returned unchanged.
     """
@@ -37,7 +38,10 @@ def _listed(value: Any) -> Any:
 
 
 class Data(FrozenModel):
-    """Parameters of the data set."""
+    """Parameters of the data set of kernel tasks: what the tasks are made of, and which of them are admitted.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     tasks: Tasks = result("admitted training tasks to make")
     held_out: Tasks = result("admitted held-out tasks to make; never seen in any stage")
@@ -84,7 +88,10 @@ class Data(FrozenModel):
 
 
 class Sandbox(FrozenModel):
-    """Parameters of the judge, which builds, checks and measures kernels, and of its sandbox."""
+    """Parameters of the judge, which builds, checks and measures kernels, and of its sandbox.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     isolation: Literal["bubblewrap", "none"] = result(
         "isolation of candidates; none must be written by a person and is recorded in every verdict"
@@ -154,7 +161,10 @@ class Sandbox(FrozenModel):
 
 
 class Adapter(FrozenModel):
-    """Parameters of low-rank adapters (LoRA, arXiv 2106.09685), made by peft."""
+    """Parameters of low-rank adapters (LoRA, arXiv 2106.09685), made by peft.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     rank: Natural = result("rank of the adapters; 0 trains all parameters instead")
     alpha: Count = result("the adapters' product is scaled by alpha / rank")
@@ -164,7 +174,10 @@ class Adapter(FrozenModel):
 
 
 class Policy(FrozenModel):
-    """Parameters of the policy and its sampler."""
+    """Parameters of the policy, which is the language model that writes kernels, and of its sampler.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     source: str = result(
         "what a run starts from: scratch, champion, or a Hugging Face causal LM: its folder, or a GGUF file"
@@ -216,7 +229,9 @@ class Policy(FrozenModel):
 class Pool(FrozenModel):
     """Parameters of the placement: the GPUs, or processor cores on cpu, of trainers, samplers and judges.
 
-    Trainers and judges are placed on the Ray cluster that RAY_ADDRESS names.
+    Judges are processes that build, check and measure kernels. Trainers and judges are placed on the Ray
+    cluster that the environment variable RAY_ADDRESS names, unless their number is 0. The description of each
+    field gives its meaning and its unit.
     """
 
     trainers: Natural = throughput(
@@ -244,7 +259,10 @@ class Pool(FrozenModel):
 
 
 class Evaluation(FrozenModel):
-    """Parameters of the evaluation."""
+    """Parameters of the evaluation of a policy on a suite, which is a set of kernel tasks.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     suite: str = result(
         "held-out, shipped, or the path of a suite: task files, a KernelBench checkout, or parquet"
@@ -265,7 +283,10 @@ DATABASE = Path("mlflow", "mlflow.db")
 
 
 class Registry(FrozenModel):
-    """Parameters of MLflow and the audit chain."""
+    """Parameters of MLflow, and of the audit chain, which is the signed log of decisions on policy versions.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     tracking_uri: str = result("MLflow tracking URI; empty is SQLite in the home folder")
     experiment: str = result("MLflow experiment")
@@ -284,12 +305,21 @@ class Registry(FrozenModel):
     )
 
     def uri(self, home: Path) -> str:
-        """Return `tracking_uri` or, if that is empty, the address of a SQLite database below `home`."""
+        """Return `tracking_uri` or, if that is empty, the address of the SQLite database in `home`.
+
+        `home` is the folder of a run's files, and the address is `sqlite:///` with the path of
+        mlflow/mlflow.db in this folder.
+        """
         return self.tracking_uri or f"sqlite:///{sqlalchemy_path(home / DATABASE)}"
 
 
 class GateThresholds(FrozenModel):
-    """Thresholds of the gates: the conditions under which a trained policy may become the champion."""
+    """Thresholds of the gates: the conditions under which a trained policy may become the champion.
+
+    The champion is the promoted version of the policy in the registry. `approval` and `approval_seconds` say
+    whether a person has to approve a version that passes the gates, and how long it waits. The description of
+    each field gives its meaning and its unit.
+    """
 
     pass_rate: Share = result("least lower end of the share of tasks that are solved")
     faster_rate_eager: Share = result("least lower end of the share of tasks faster than eager")
@@ -325,7 +355,10 @@ class GateThresholds(FrozenModel):
 
 
 class StoreParams(FrozenModel):
-    """Parameters of the artifact store."""
+    """Parameters of the artifact store, which keeps copies of checkpoints and of the files of runs.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     url: str = result(
         "artifact store: empty is a folder in the home folder; "
@@ -335,7 +368,10 @@ class StoreParams(FrozenModel):
 
 
 class Night(FrozenModel):
-    """Parameters of a night, which is one run of the pipeline in a series of runs."""
+    """Parameters of a night, which is one run of the pipeline in a series of runs.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     hours: Annotated[float, Field(ge=0, allow_inf_nan=False)] = throughput(
         "time budget in hours, for which training ends after a whole update; 0 is off"
@@ -348,7 +384,10 @@ class Night(FrozenModel):
 
 
 class JudgeParams(FrozenModel):
-    """Parameters of a judge of kernels, on which all its verdicts depend."""
+    """Parameters of a judge, which builds, checks and measures kernels: device, precision and sandbox.
+
+    All verdicts of the judge depend on them. The description of each field gives its meaning and its unit.
+    """
 
     device: Device = result("what kernels run on")
     precision: Precision = result("precision policy of candidate and both baselines alike")
@@ -356,7 +395,10 @@ class JudgeParams(FrozenModel):
 
 
 class Params(JudgeParams):
-    """All parameters of a run."""
+    """All parameters of a run of the pipeline, with one field for each parameter or section in params.yaml.
+
+    `config.resolve` makes this record. The description of each field gives its meaning and its unit.
+    """
 
     seed: Natural = result("seed of sampling and of the training stages")
     reward: str = result(

@@ -1,4 +1,4 @@
-"""The interface with which components report progress, and its implementations that need no terminal."""
+"""The interface by which components report their progress, and implementations that need no terminal."""
 
 import time
 from collections.abc import Callable
@@ -14,14 +14,17 @@ Report = Callable[[str], None]
 
 
 def ignore(text: str) -> None:
-    """Ignore a report; functions that report their progress call this if no other receiver is given."""
+    """Ignore a report; functions that report the steps of their work call this if no other receiver is given.
+
+    `text` is the description of a step.
+    """
 
 
 class Progress(Protocol):
     """A receiver of progress reports.
 
-    A report says that `step` of the `total` steps of `stage` are done. `figures` are numbers with short
-    names, such as reward=1.2.
+    A report says that `step` of the `total` steps of `stage`, such as "evaluation", are done. `figures` are
+    numbers with short names, such as reward=1.2.
     """
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None: ...
@@ -31,16 +34,16 @@ class Quiet:
     """A `Progress` that ignores every report."""
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
-        """Ignore the report."""
+        """Ignore the report, whose arguments `Progress` defines."""
 
 
 @dataclass
 class Row:
-    """The progress of one stage, as its first and its last report give it.
+    """The progress of one stage (a named part of a run), as its first and its last report give it.
 
-    `started` and `first_step` are the time and the step of the first report, `figures` those of the last
-    report that had any, and the other fields those of the last report. The times are in seconds of a
-    monotonic clock.
+    `step` of `total` steps were done at the last report. `started` and `first_step` are the time and the step
+    of the first report, and `updated` is the time of the last one. `figures` are those of the last report
+    that had any. The times are in seconds of a monotonic clock.
     """
 
     step: int
@@ -52,15 +55,20 @@ class Row:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return the estimated seconds until the stage ends, or None if no step has ended yet."""
+        """Return the estimated seconds from the last report to the end of the stage.
+
+        The estimate is the mean time of the steps since the first report, times the number of steps that are
+        left. It is None if no step has ended since the first report.
+        """
         done = self.step - self.first_step
         return (self.updated - self.started) / done * (self.total - self.step) if done > 0 else None
 
 
 class LineProgress:
-    """A `Progress` that writes a stage's first and last line, and others at most every LINE_SECONDS.
+    """A `Progress` that writes lines of text about each stage, a named part of a run.
 
-    `write` is called with each line, and `clock` returns seconds.
+    The first and the last report of a stage give a line each. Other reports give one only if the stage had
+    none for LINE_SECONDS. `write` is called with each line, and `clock` returns seconds.
     """
 
     def __init__(self, write: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic):
@@ -82,7 +90,8 @@ class LineProgress:
     def print_progress(self, stage: str, *, is_new: bool) -> None:
         """Write a line about a stage that is new, has ended, or has had no line for LINE_SECONDS.
 
-        `is_new` says that this is the first report of the stage, or that its steps begin again.
+        `is_new` says that the last report was the first one of the stage, or that its steps have begun again.
+        In all other cases nothing is written.
         """
         row = self.rows[stage]
         ended = row.step >= row.total

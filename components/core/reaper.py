@@ -29,8 +29,9 @@ def start_reaper() -> None:
     """Start a reaper, which kills all later descendants of the current process after that process has ended.
 
     The standard input of the reaper is a pipe whose other end only the current process holds. The pipe closes
-    when this process ends. Then the reaper kills every process that has this process's mark in the
-    environment variable VARIABLE. A second call does nothing.
+    when this process ends. Then the reaper kills every process whose environment variable VARIABLE has the
+    mark that this call sets in the current process and that processes started later inherit. A second call in
+    the same process does nothing.
     """
     if os.environ.get(VARIABLE, "").startswith(f"{os.getpid()}-"):
         return

@@ -1,7 +1,8 @@
 """The base class of records, and the types and kinds of parameters.
 
-The kind of a parameter is `result` or `throughput`. Only result parameters enter the keys, which are the
-digests under which the results of stages and runs are stored and found again.
+The kind of a parameter is `result` or `throughput`. Only parameters of the kind `result` enter the keys,
+which are the digests under which the results of runs and of stages (steps of the pipeline) are stored and
+found again.
 """
 
 from typing import Annotated, Any, Literal
@@ -21,7 +22,10 @@ Minutes = Annotated[str, Field(pattern=r"^[1-9][0-9]*min$")]
 
 
 class FrozenModel(BaseModel):
-    """An immutable record that refuses unknown keys."""
+    """Base class of records whose fields cannot be assigned, and which have no other keys than their fields.
+
+    Pydantic raises ValidationError if a record is made with an unknown key or a value of a wrong type.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,6 +44,6 @@ def throughput(description: str) -> Any:
 
     `description` is the parameter's meaning for people. Such a parameter has the kind `throughput`. It says
     where or how fast something is computed, with how much memory, how often it is saved, or when it is given
-    up. A result that is computed in full differs at most by rounding.
+    up. Another value of the parameter changes a result that is computed to its end at most by rounding.
     """
     return Field(description=description, json_schema_extra={"kind": "throughput"})

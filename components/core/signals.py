@@ -3,7 +3,8 @@
 Python runs the handler of a signal between two bytecode instructions of the main thread. If the handler
 raises an exception in a method such as `Condition.__enter__`, which takes a lock before the caller's `with`
 block begins, nothing releases the lock (https://github.com/python/cpython/issues/74174). The main thread can
-then block forever on its next message to the thread that shares the lock, for example that of a queue.
+then block forever when it takes this lock again, for example to put a message into a queue for another
+thread.
 """
 
 import contextlib
@@ -39,8 +40,9 @@ class Terminated(SystemExit):
 def handle_signals() -> None:
     """Make SIGTERM raise Terminated, and send SIGTERM and SIGINT again where Python drops their exception.
 
-    Python drops an exception that is raised in `__del__` for instance. Terminated has the exit code 143.
-    While a lock is being taken or released, it is not raised but deferred (`outside_of_locks`).
+    Python drops, for instance, an exception that a handler raises during `__del__`. Terminated has the exit
+    code 143. While the main thread takes or releases a lock, Terminated is not raised, and SIGTERM is sent
+    again after AGAIN_SECONDS (`outside_of_locks`).
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -53,9 +55,10 @@ def handle_signals() -> None:
 def _send_ignored_again(unraisable: "sys.UnraisableHookArgs") -> None:
     """Send a signal once more if the exception that its handler raised was ignored; report other exceptions.
 
-    Python ignores an exception where none can be raised, for instance in `__del__`, in a weak reference's
-    callback, and in some C code. The signal is sent by another thread after AGAIN_SECONDS, when such code has
-    usually ended.
+    `unraisable` is the argument of `sys.unraisablehook`. Python ignores an exception where none can be
+    raised, for instance in `__del__`, in a weak reference's callback, and in some C code. The signal is sent
+    by another thread after AGAIN_SECONDS, when such code has usually ended. Nothing is sent while the
+    interpreter ends.
     """
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         number: int | None = signal.SIGINT
@@ -77,7 +80,9 @@ def send_again(number: int) -> None:
 def outside_of_locks(handler: Handler) -> Handler:
     """Return a handler that calls `handler`, or sends the signal again if a lock is being taken or released.
 
-    After MOST_DEFERRALS signals in a row it calls `handler` in any case, because a lock may never be free.
+    A lock counts as being taken or released if the interrupted function is one of LOCKING_FUNCTIONS or in one
+    of LOCKING_MODULES. Then `handler` is not called, and the signal is sent again after AGAIN_SECONDS. After
+    MOST_DEFERRALS such signals in a row, `handler` is called in any case, because the lock may never be free.
     """
     deferrals = 0
 
@@ -99,9 +104,10 @@ def _is_locking(frame: FrameType) -> bool:
 
 @contextlib.contextmanager
 def sigterm_outside_of_locks() -> Iterator[None]:
-    """Apply `outside_of_locks` to the present handler of SIGTERM while the block runs in the main thread.
+    """Pass the present handler of SIGTERM through `outside_of_locks` while the `with` block runs.
 
-    In other threads, and if the handler is not a Python function, nothing is changed.
+    At the end of the block the present handler is set again. In threads other than the main thread, and if
+    the present handler is not a Python function, nothing is changed.
     """
     previous = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):

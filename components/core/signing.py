@@ -1,8 +1,9 @@
 """Ed25519 signatures of records, and the public keys whose signatures are trusted.
 
 Keys have OpenSSH's formats, so `ssh-keygen -t ed25519` makes a private key, and the file of trusted keys has
-one public key and a name per line, as ssh's authorized_keys has. If there is no file of trusted keys, the
-first signature makes a private key, unless there is one, and writes the file with its public key.
+one public key and a name per line, as ssh's authorized_keys has. If the file of trusted keys does not exist,
+the first signature writes it with the public key of the present private key. A private key is made before, if
+there is none.
 """
 
 import base64
@@ -27,7 +28,7 @@ KEY, TRUSTED = "signing_key", "trusted_keys"
 
 
 def person() -> str:
-    """Return the current user and the host as `user@host`."""
+    """Return the current user and the host as `user@host`, with `uid NUMBER` for a user without a name."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # A container's user often has no name.
@@ -39,9 +40,10 @@ class Signer:
     """Signs records with one private key, and verifies signatures by the trusted keys.
 
     The parameters registry.key and registry.trusted_keys name the files of the private key and of the trusted
-    keys. If the first is empty, the private key is in the folder `cuda-agent` of the user's configuration; if
-    the second is empty, the trusted keys are in the folder of the private key. Relative paths begin at the
-    working directory. Raises UserError if a path begins with ~ and this account has no home folder.
+    keys. If `registry.key` is empty, the private key is the file signing_key in the folder `cuda-agent` of
+    the user's configuration. If `registry.trusted_keys` is empty, the trusted keys are in the file
+    trusted_keys in the folder of the private key. Relative paths begin at the working directory. Raises
+    UserError if a path begins with ~ and this account has no home folder.
     """
 
     def __init__(self, registry: Registry):
@@ -58,7 +60,8 @@ class Signer:
     def sign(self, record: Mapping[str, Any]) -> str:
         """Return the fingerprint of the key and the signature of a JSON record, as `FINGERPRINT:BASE64`.
 
-        Raises UserError if the key cannot be read or made, or is not a trusted one.
+        If the file of trusted keys does not exist, it is written with this key, which is made if there is
+        none. Raises UserError if the key cannot be read or made, or is not a trusted one, or as `names` does.
         """
         private = self._private()
         public = private.public_key()
@@ -91,10 +94,11 @@ class Signer:
         return name
 
     def names(self) -> dict[str, tuple[str, Ed25519PublicKey]]:
-        """Return the name and the key on each line of the file `trusted`, by the key's fingerprint.
+        """Return the name and the public key on each line of the file `trusted`, by the key's fingerprint.
 
-        The result is empty if there is no such file. Raises UserError if the file cannot be read, or if a
-        line is no Ed25519 key.
+        Empty lines and lines that begin with # are skipped. A key without a name has the name `unnamed`. The
+        result is empty if there is no such file. Raises UserError if the file cannot be read, or if a line is
+        no Ed25519 key.
         """
         try:
             lines = self.trusted.read_text().splitlines() if self.trusted.exists() else []
@@ -121,9 +125,9 @@ class Signer:
     def _private(self) -> Ed25519PrivateKey:
         """Return the private key.
 
-        If there is no file of trusted keys, the private key is made, unless it exists, and the file is
-        written with its public key. Raises UserError if the private key is not a readable Ed25519 key without
-        a passphrase.
+        If the file of trusted keys does not exist, a private key is made unless there is one, and its public
+        key is written as the only line of the file of trusted keys. Raises UserError if the private key is
+        not a readable Ed25519 key without a passphrase.
         """
         try:
             if not self.trusted.exists():
@@ -143,7 +147,11 @@ class Signer:
         return private
 
     def _make(self) -> None:
-        """Write a new private key to the file `self.key`, unless there is one."""
+        """Write a new private key without a passphrase to the file `self.key`, unless the file exists.
+
+        Only the user can read the file. A lock in the folder of the file keeps two processes from making two
+        keys.
+        """
         self.key.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (self.key.parent / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -157,7 +165,7 @@ class Signer:
 
 
 def _line(public: Ed25519PublicKey) -> str:
-    """Return the line of the file of trusted keys for a public key of the current user."""
+    """Return the line `ssh-ed25519 KEY USER@HOST` of the file of trusted keys for a public key."""
     text = public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     return f"{text.decode()} {person()}"
 

@@ -1,8 +1,9 @@
 """Find the source files on which the result of a stage depends, and compute their digests.
 
-The files of a stage are found from the modules that the caller names: grimp follows their imports, also those
-inside functions. Files that are used without an import are found by folder: data files beside a module, such
-as templates, and the folders in USED_WITHOUT_IMPORT. Comments, docstrings and formatting do not change the
+A stage is a step of the pipeline, whose result is stored under a key that contains these digests. The files
+of a stage are found from the modules that the caller names: grimp follows their imports, also those inside
+functions. Files that are used without an import are found by folder: data files beside a module, such as
+templates, and the folders in USED_WITHOUT_IMPORT. Comments, docstrings and formatting do not change the
 digest of a module.
 """
 
@@ -69,10 +70,10 @@ def _import_graph() -> grimp.ImportGraph:
 
 @functools.cache
 def import_closure(*modules: str) -> frozenset[Path]:
-    """Return the files of modules, and all files of the project that they use, directly or indirectly.
+    """Return the paths of modules, and of all files of the project that they use, directly or indirectly.
 
-    `modules` are dotted names. Modules that only declare parameters (`DECLARATIONS`) are left out. Raises
-    ValueError if there is no module of such a name.
+    `modules` are dotted names. Modules that only declare parameters (`DECLARATIONS`) are left out. Data files
+    beside a module of the result count as used. Raises ValueError if there is no module of such a name.
     """
     graph, reached = _import_graph(), set(modules)
     for name in modules:
@@ -96,7 +97,8 @@ def import_closure(*modules: str) -> frozenset[Path]:
 def closure_digests(*modules: str) -> dict[str, str]:
     """Return the digest of every file that `import_closure` finds, by its path in the project.
 
-    These are the files of `modules` (dotted names) and those that they use, directly or indirectly.
+    These are the files of `modules` (dotted names) and those that they use, directly or indirectly. A digest
+    has 64 hexadecimal digits. Raises ValueError if there is no module of such a name.
     """
     return {
         path.relative_to(PROJECT).as_posix(): source_digest(path) for path in sorted(import_closure(*modules))
@@ -107,7 +109,8 @@ def closure_digests(*modules: str) -> dict[str, str]:
 def project_digests() -> dict[str, str]:
     """Return the digest of every file below the project's source folders, by its path in the project.
 
-    The folders are components, flows and agent_workdir. Files in __pycache__ are left out.
+    The folders are components, flows and agent_workdir. Files in __pycache__ are left out. A digest has 64
+    hexadecimal digits.
     """
     files = sorted(path for top in FOLDERS for path in _files_below(PROJECT / top))
     return {path.relative_to(PROJECT).as_posix(): source_digest(path) for path in files}

@@ -1,4 +1,8 @@
-"""Parameters of the cold start, of the training stages and of their engine."""
+"""Parameters of the cold start, of the training stages and of their engine.
+
+The cold start is the supervised training on demonstrations before the first training stage. The engine is
+DeepSpeed. The class `Params` in params.py includes these parameters.
+"""
 
 from typing import Annotated, Literal
 
@@ -8,7 +12,11 @@ from components.core.records import Count, FrozenModel, Minutes, Natural, Positi
 
 
 class Coldstart(FrozenModel):
-    """Parameters of the cold start, which trains a policy from scratch, or fine-tunes a language model."""
+    """Parameters of the cold start, which trains a policy from scratch, or fine-tunes a language model.
+
+    The cold start comes before the training stages, and its training data are demonstrations. The description
+    of each field gives its meaning and its unit.
+    """
 
     language_model: bool = result(
         "whether a language model that policy.source names is fine-tuned before stage 1; it needs a much "
@@ -30,7 +38,10 @@ class Coldstart(FrozenModel):
 
 
 class Rollouts(FrozenModel):
-    """Parameters of the sampling of trajectories."""
+    """Parameters of the sampling of trajectories, which are attempts of the policy at kernel tasks.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     tasks: Count = result("tasks of one step")
     samples: Count = result("trajectories per task")
@@ -40,7 +51,10 @@ class Rollouts(FrozenModel):
 
 
 class Ppo(FrozenModel):
-    """Parameters of a PPO stage."""
+    """Parameters of a PPO stage, the training stage `warmup` (single-turn) or `agentic` (multi-turn).
+
+    The description of each field gives its meaning and its unit.
+    """
 
     steps: Count = result("updates of this stage")
     learning_rate: Positive = result("actor's learning rate; the paper uses 3e-6")
@@ -97,7 +111,10 @@ class Ppo(FrozenModel):
 
 
 class Rejection(FrozenModel):
-    """Parameters of rejection fine-tuning."""
+    """Parameters of rejection fine-tuning: supervised training on sampled trajectories with enough reward.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     rollouts: Rollouts = Field(description="how trajectories are sampled")
     min_reward: float = result("keep trajectories whose reward is greater than this; the paper uses 0")
@@ -110,12 +127,19 @@ class Rejection(FrozenModel):
 
     @property
     def replayed(self) -> int:
-        """Return the number of cold-start demonstrations in a full batch."""
+        """Return how many of the `batch` trajectories in a full batch are demonstrations of the cold start.
+
+        The number is `batch` times `replay_share`, rounded to an integer. The cold start is the supervised
+        training before the training stages.
+        """
         return round(self.batch * self.replay_share)
 
 
 class Critic(FrozenModel):
-    """Parameters of value pretraining."""
+    """Parameters of value pretraining, which trains the critic on trajectories before multi-turn PPO.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     epochs: Count = result("passes over the trajectories")
     batch: Count = result("trajectories of one optimizer step")
@@ -128,7 +152,10 @@ class Critic(FrozenModel):
 
 
 class Engine(FrozenModel):
-    """Parameters of the training engine."""
+    """Parameters of the training engine, DeepSpeed: precision, use of memory, and division among ranks.
+
+    The description of each field gives its meaning and its unit.
+    """
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = throughput("DeepSpeed ZeRO stage")
     dtype: Literal["float32", "bfloat16"] = result("precision of the trained weights")

@@ -3,7 +3,7 @@
 A task has the form of KernelBench (`Model`, `get_inputs`, `get_init_inputs`) and of the public data set
 CUDA-Agent-Ops-6K, whose columns `ops`, `data_source` and `code` are kept. It may also name workloads, several
 calls of `get_inputs` (`workloads.py`). The source of a task is untrusted: this module only parses it, and
-only a sandboxed runner executes it.
+only a runner, which is a sandboxed process, executes it.
 """
 
 import ast
@@ -45,9 +45,9 @@ REQUIRED_PARTS = ("Model", "get_inputs()", "get_init_inputs()")
 
 
 def normalise(code: str) -> str:
-    """Return the source without comments, docstrings and formatting.
+    """Return the source of a task without comments and docstrings, formatted by `ast.unparse`.
 
-    Sources that differ only in these are the same task. Raises what `ast.parse` raises for a faulty source.
+    Sources whose results are equal are the same task. Raises what `ast.parse` raises for a faulty source.
     """
     return ast.unparse(parse_without_docstrings(code))
 
@@ -56,11 +56,11 @@ class KernelTask(FrozenModel):
     """A PyTorch module that a policy has to make faster, identified by the digest of its normalised source.
 
     `code` is its Python source, and `ops` are the names of its operators in their order. `split` says whether
-    the task is for training or for evaluation. `name` is that of the task's file or row, or "". `data_source`
-    is its kind, such as torch#2 for a chain of two operators, or its origin. `level` is its level in an
-    evaluation suite, or None if it has none. `evidence` is what was recorded when the task was admitted, such
-    as the shapes of its inputs and outputs and its eager time in seconds. It is empty if the judge has not
-    checked the task.
+    the task is for training (`train`) or for evaluation (`held_out`). `name` is that of the task's file or
+    row, or "". `data_source` is its kind, such as torch#2 for a chain of two operators, or its origin.
+    `level` is its level in an evaluation suite, or None if it has none. `evidence` is what was recorded when
+    the judge checked and admitted the task, such as the shapes of its inputs and outputs and its eager time
+    in seconds. It is empty if the judge has not checked the task.
     """
 
     code: str
@@ -73,7 +73,11 @@ class KernelTask(FrozenModel):
 
     @cached_property
     def task_id(self) -> str:
-        """Return the first 16 hexadecimal digits of the SHA-256 of the normalised source."""
+        """Return the first 16 hexadecimal digits of the SHA-256 of the source that `normalise` returns.
+
+        Comments, docstrings and formatting of the source do not change this id. Raises what `ast.parse`
+        raises for a faulty source.
+        """
         return digest_bytes(normalise(self.code).encode())[:16]
 
     @cached_property
@@ -90,8 +94,9 @@ def check_contract(code: str, origin: str) -> None:
     """Raise UserError, which names `origin`, unless the source is valid Python with the parts of a task.
 
     The parts are a class `Model` and the functions `get_inputs` and `get_init_inputs`. If the source names
-    workloads (several calls of `get_inputs`), they are checked too. `origin` is the path of the source's
-    file, or another text that tells the user where it is.
+    workloads (several calls of `get_inputs`), UserError is also raised unless these are valid
+    (`workloads.workloads_of`). `origin` is the path of the source's file, or another text that tells the user
+    where it is.
     """
     tree = parse_task(code, origin)
     parts = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -108,8 +113,9 @@ def check_contract(code: str, origin: str) -> None:
 def cast_task(task: KernelTask, dtype: TaskDtype) -> KernelTask:
     """Return the task with the source that `in_dtype` casts to `dtype`, or the task itself for float32.
 
-    The evidence of an admission is dropped, because it is that of the task as it was. Raises UserError, which
-    names the task, if its source has not the parts of a kernel task.
+    `evidence` of the result is empty, because what the judge recorded when it checked the task holds only for
+    the source before the cast. Raises UserError, which names the task, if its source is not valid Python or
+    lacks a part of a kernel task (`check_contract`).
     """
     if dtype not in CASTS:
         return task
@@ -121,12 +127,14 @@ def cast_task(task: KernelTask, dtype: TaskDtype) -> KernelTask:
 
 
 def in_dtype(code: str, dtype: TaskDtype) -> str:
-    """Return the source of a task with its module and the inputs that are floating-point cast to `dtype`.
+    """Return the source of a task in which the module and the floating-point inputs are cast to `dtype`.
 
-    The last line of the constructor of `Model` casts the module, and get_inputs casts its result, as
-    KernelBench does with its option `precision`, which casts integers too. Where the constructor has no last
-    line to write that after, the end of the source wraps it. For float32, the source is returned unchanged.
-    `code` has the parts of a kernel task (`check_contract`).
+    `code` has the parts of a kernel task (`check_contract`). The module is cast by a line, such as
+    `self.half()`, that is inserted after the last statement of the constructor of `Model`. If `Model` has no
+    constructor of its own, or one with a return statement or with a last statement that does not begin its
+    line, code at the end of the source replaces the constructor by one that calls it and then casts.
+    `get_inputs` returns its list with every floating-point tensor cast; KernelBench's option `precision`
+    casts integers too. For float32, `code` is returned unchanged.
     """
     return _cast_module(_cast_inputs(code, CASTS[dtype]), CASTS[dtype]) if dtype in CASTS else code
 
@@ -134,7 +142,8 @@ def in_dtype(code: str, dtype: TaskDtype) -> str:
 def _insert(code: str, texts: Sequence[tuple[int, int, str]]) -> str:
     """Return `code` with texts inserted, each given as (line, column, text).
 
-    The position is that of a node of `ast`: lines are counted from 1, and columns in bytes of UTF-8 from 0.
+    Line and column are counted as in the nodes of `ast`: lines from 1, and columns in bytes of UTF-8 from 0.
+    They are positions in `code` before the insertion of any text.
     """
     lines = code.encode().splitlines(keepends=True)
     for number, column, text in sorted(texts, reverse=True):
@@ -144,7 +153,7 @@ def _insert(code: str, texts: Sequence[tuple[int, int, str]]) -> str:
 
 
 def _returns(function: ast.FunctionDef) -> list[ast.Return]:
-    """Return the return statements of a function, without those of functions inside it."""
+    """Return the return statements of a function, without those of functions and classes inside it."""
     found, left = list[ast.Return](), list[ast.AST](function.body)
     while left:
         node = left.pop()
@@ -181,7 +190,11 @@ def _cast_module(code: str, cast: str) -> str:
 
 
 def dtype_of(code: str) -> TaskDtype:
-    """Return the dtype that `in_dtype` cast a source to, which is float32 for any other source."""
+    """Return the dtype to which `in_dtype` has cast the source of a task, or float32 if there is no cast.
+
+    The cast is recognised by its line, `self.half()` or `self.bfloat16()`. A source that was written with
+    such a line counts as cast too.
+    """
     found = re.search(rf"^[ \t]+self\.({'|'.join(CASTS.values())})\(\)[ \t]*$", code, re.MULTILINE)
     return next((dtype for dtype, cast in CASTS.items() if found and found[1] == cast), "float32")
 
@@ -189,7 +202,8 @@ def dtype_of(code: str) -> TaskDtype:
 def missing_kernelbench(path: Path) -> str:
     """Return a text that says how to get KernelBench if `path` names a missing checkout of it.
 
-    The result is empty if the last part of `path` is not KernelBench, or if `path` exists.
+    KernelBench is a public suite of kernel tasks. The result is empty if the last part of `path` is not
+    KernelBench, or if `path` exists.
     """
     if path.name != "KernelBench" or path.exists():
         return ""
@@ -200,9 +214,9 @@ def missing_kernelbench(path: Path) -> str:
 
 
 def load_task(path: Path) -> KernelTask:
-    """Return the task in a Python file.
+    """Return the task in a Python file, with the file's name without its suffix as the name of the task.
 
-    Raises UserError if the file cannot be read or is not a kernel task.
+    Raises UserError if the file cannot be read or is not a kernel task (`check_contract`).
     """
     try:
         code = path.read_text(encoding="utf-8-sig")
@@ -221,10 +235,11 @@ COLUMNS = ("ops", "data_source", "code", "task_id", "split", "name", "evidence")
 
 
 def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
-    """Write tasks to the parquet file `path`.
+    """Write tasks to the parquet file `path`, with one row for each task.
 
-    The field `level` of a task is not written. The file has the columns ops, data_source and code of the
-    public data set CUDA-Agent-Ops-6K, and the columns task_id, split, name and evidence (as JSON).
+    The file has the columns ops, data_source and code of the public data set CUDA-Agent-Ops-6K, and the
+    columns task_id, split, name and evidence (as JSON). The field `level` of a task is not written. An
+    existing file is replaced in one step.
     """
     rows = [
         task.model_dump(include={"data_source", "code", "split", "name"})
@@ -284,9 +299,9 @@ def _task(path: Path, number: int, row: dict[str, Any]) -> KernelTask:
 def dataset_version(path: Path) -> str:
     """Return the version of a data set: the SHA-256 of its rows in their order, without measured values.
 
-    `path` is the parquet file. Left out are those values of `KernelTask.evidence` that are measured, such as
-    times, so two builds that admit the same tasks in the same order have the same version. Raises UserError
-    as `read_tasks` does.
+    The version has 64 hexadecimal digits. `path` is the parquet file. Left out are those values of
+    `KernelTask.evidence` that are measured, such as times, so two builds with the same tasks in the same
+    order have the same version. Raises UserError as `read_tasks` does.
     """
     return digest_json(
         [

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the judge, the rollouts and the training.
+"""Prometheus metrics of the judge (which builds, checks and times kernels), the rollouts and the training.
 
 Each process has one registry of metrics. A run writes its registry as a text file into the home (the folder
 of a run's files), where the textfile collector of node_exporter reads it. The service (`cuda-agent serve
@@ -46,10 +46,11 @@ MOVED = Gauge(
 
 @contextmanager
 def judging() -> Iterator[list[str]]:
-    """Add the duration and the status of one judgement to the metrics.
+    """Add the duration in seconds and the status of one judgement to the metrics when the `with` block ends.
 
-    The block is the judgement. It appends the status, such as `correct`, to the list that is yielded. If it
-    appends nothing, for example because it raises an exception, the status `raised` is counted.
+    The judgement of a kernel is made inside the block, which appends the status, such as `correct`, to the
+    yielded list. If the block appends nothing, for example because it raises an exception, the status
+    `raised` is counted. The exception is not suppressed.
     """
     started, status = time.monotonic(), ["raised"]
     try:
@@ -68,6 +69,9 @@ def set_stage_progress(stage: str, step: int, total: int, figures: dict[str, flo
 
 
 def write(path: Path) -> None:
-    """Write all metrics to `path` in Prometheus' text format; the file is replaced in one step."""
+    """Write all metrics of this process to `path` in Prometheus' text format.
+
+    The folder of `path` is made if it does not exist, and an existing file is replaced in one step.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     write_to_textfile(str(path), REGISTRY)

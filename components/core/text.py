@@ -40,8 +40,9 @@ def duration(seconds: float | None) -> str:
 def figures_text(figures: Mapping[str, float]) -> str:
     """Return the figures with their names as text, such as "reward 1.2  m_3 25%".
 
-    Shares are written as percentages. They are the figures whose names begin with pass_rate or m_. The
-    figures m_-1 to m_3 are the shares of trajectories with the rewards -1 to 3 (components/agent/rewards.py).
+    Figures whose names begin with pass_rate or m_ are shares and are written as percentages, all others with
+    three significant digits. The figures m_-1 to m_3 are the shares of trajectories with the rewards -1 to 3
+    (components/agent/rewards.py).
     """
     return "  ".join(
         f"{name} {value:.0%}" if name.startswith(("m_", "pass_rate")) else f"{name} {value:.3g}"
@@ -65,10 +66,11 @@ FIGURES = (
 
 
 def figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
-    """Return the cells of one evaluation in a table with the columns FIGURES, of which `name` is the first.
+    """Return the cells of the row for one evaluation in a table with the columns FIGURES.
 
-    The others are the pass rate and, against eager and torch.compile, the shares of faster tasks and the mean
-    speed-ups. `found` has the fields of a components.evaluation.results.Summary.
+    `name` is the first cell. The others are, as text, the pass rate, the shares of tasks faster than eager
+    and than torch.compile, and the geometric means of the speed-ups over both; a missing figure is a dash.
+    `found` has the fields of a components.evaluation.results.Summary.
     """
     rate, mean = found["faster_rate"], found["geomean"]
     cells = [format_number(cell, "{:.0%}") for cell in (found["pass_rate"], rate["eager"], rate["compile"])]
@@ -76,10 +78,11 @@ def figures_row(name: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def before_name(record: Mapping[str, Any]) -> str:
-    """Return the name of the first policy's evaluation in tables, from the content of a run.json.
+    """Return how tables name the evaluation of a run's first policy, such as "before (cold start)".
 
-    The first policy is that of the cold start, a version of the registry, or a folder. An example of the
-    result is "before (cold start)".
+    `record` is the content of the run's run.json. The text in brackets is "cold start" if the run began from
+    scratch, and otherwise names the version of the registry (such as "version 3") or the folder or file that
+    the run began from.
     """
     start = record.get("night", {}).get("start", "scratch")
     return f"before ({'cold start' if start == 'scratch' else start})"
@@ -100,7 +103,10 @@ def parse_python(code: str | bytes) -> ast.Module:
 
 
 def parse_without_docstrings(code: str | bytes) -> ast.Module:
-    """Return the syntax tree of a module without docstrings; raises what `parse_python` raises."""
+    """Return the syntax tree of a module without the docstrings of the module and its classes and functions.
+
+    A body that has nothing but a docstring becomes `pass`. Raises what `parse_python` raises.
+    """
     tree = parse_python(code)
     for node in ast.walk(tree):
         if (

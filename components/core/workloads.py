@@ -1,7 +1,8 @@
 """The workloads of a kernel task: the calls of its `get_inputs` on which every candidate is judged.
 
-A task's source may assign a list of tuples to `WORKLOADS`. Each tuple has the arguments of one call of
-`get_inputs`. The judge handles each workload as a task of its own, with the source in `Workload.code`.
+A candidate is an implementation of the task's module with its own kernels. A task's source may assign a list
+of tuples to `WORKLOADS`. Each tuple has the arguments of one call of `get_inputs`. The judge handles each
+workload as a task of its own, with the source in `Workload.code`.
 """
 
 import ast
@@ -37,7 +38,8 @@ class Workload:
 def parse_task(code: str, origin: str) -> ast.Module:
     """Return the syntax tree of a task's source; raise UserError if the source is not valid Python.
 
-    The message begins with `origin`, which is the path of the task's file, or another text that names it.
+    The message begins with `origin`, which is the path of the task's file, or another text that says which
+    task it is.
     """
     try:
         return parse_python(code)
@@ -48,10 +50,11 @@ def parse_task(code: str, origin: str) -> ast.Module:
 def workloads_of(code: str, origin: str) -> list[Workload]:
     """Return the workloads that the source of a task names, in their order.
 
-    Without an assignment to `WORKLOADS`, the result is one workload with the source itself. Raises UserError,
-    which names `origin` (such as the path of the task's file), if the source is not valid Python, if there is
-    more than one assignment, or if the value is not a list of 1 to `MAX_WORKLOADS` tuples of literals that
-    `get_inputs` takes as arguments.
+    A workload is a call of the task's `get_inputs` on whose inputs kernels are judged. If the source does not
+    assign `WORKLOADS`, the result is one workload with the source itself. Raises UserError, which names
+    `origin` (such as the path of the task's file), if the source is not valid Python, if `WORKLOADS` is
+    assigned more than once or used elsewhere, or if its value is not a list of 1 to `MAX_WORKLOADS` tuples of
+    literals that `get_inputs` takes as arguments.
     """
     whole = [Workload("", code)]
     if WORKLOADS not in code:
@@ -103,7 +106,7 @@ def workloads_of(code: str, origin: str) -> list[Workload]:
 
 
 def assigns_workloads(node: ast.stmt) -> TypeGuard[ast.Assign | ast.AnnAssign]:
-    """Return whether a statement assigns a value to `WORKLOADS`."""
+    """Return whether a statement assigns a value to the name `WORKLOADS`, with or without an annotation."""
     targets = node.targets if isinstance(node, ast.Assign) else []
     targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
     return any(isinstance(target, ast.Name) and target.id == WORKLOADS for target in targets)

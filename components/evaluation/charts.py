@@ -1,7 +1,7 @@
 """Draw the charts of the reports with matplotlib, as inline SVG.
 
-Every public function returns complete markup, in which labels are escaped. Colours are names of variables of
-the page's style sheet, so that the same markup can be shown in light and dark mode.
+Every public function returns complete markup, in which labels are escaped. Colours are names of CSS variables
+in the style sheet of the report's page, so that the same markup can be shown in light and dark mode.
 """
 
 import io
@@ -62,10 +62,11 @@ LEFT_OUT = re.compile(
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart.
+    """One line of a chart, which the legend shows as `label`.
 
     `xs` and `ys` are the coordinates of its points in order, and `colour` is a name in VARIABLES, such as
-    after. `band` holds the interval (low, high) of each point, or is empty if there are no intervals.
+    after. `band` holds the interval (low, high) of each point, or is empty if there are no intervals. If
+    `dashed` is true, the line is dashed.
     """
 
     label: str
@@ -85,10 +86,11 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     whole_x: bool = False,
 ) -> Markup:
-    """Draw lines over a common x axis.
+    """Draw lines over a common x axis, and return the chart with its legend as inline SVG.
 
-    `y_range` replaces the range of the values on the y axis. With `whole_x`, the ticks of the x axis are
-    whole numbers. Returns empty markup if there is no point.
+    `x_label` and `y_label` are the titles of the axes. `y_range` is the range (low, high) of the y axis; if
+    it is None, the values determine the range. With `whole_x`, the ticks of the x axis are whole numbers.
+    Returns empty markup if there is no point.
     """
     if not any(line.xs for line in series):
         return Markup("")
@@ -111,10 +113,11 @@ def line_chart(
 def stacked_shares(
     xs: Sequence[float], shares: Mapping[str, tuple[str, Sequence[float]]], *, x_label: str
 ) -> Markup:
-    """Draw stacked areas whose values add up to one at every x.
+    """Draw stacked areas whose values add up to one at every x, and return the chart as inline SVG.
 
     `shares` maps the label of each area to its colour (a name in VARIABLES) and its values, one for each of
-    `xs`; the first area is at the bottom. Returns empty markup if `xs` is empty.
+    `xs`; the first area is at the bottom. `x_label` is the title of the x axis. Returns empty markup if `xs`
+    is empty.
     """
     if not xs:
         return Markup("")
@@ -132,10 +135,11 @@ def stacked_shares(
 
 @rc_context(STYLE)
 def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_label: str) -> Markup:
-    """Draw a histogram of speed-ups for each group, with bins whose width is a factor of sqrt(2).
+    """Draw a histogram of speed-ups for each group, and return the chart with its legend as inline SVG.
 
-    Each group is a tuple of label, colour (a name in VARIABLES) and ratios. Returns empty markup if there is
-    no ratio.
+    The axis is logarithmic, and each bin is a factor of sqrt(2) wide. Each group is a tuple of label, colour
+    (a name in VARIABLES) and ratios. `x_label` is the title of the x axis and of the chart. Returns empty
+    markup if there is no ratio.
     """
     powers = [np.log2(values) for _, _, values in groups]
     every = np.concatenate(powers)
@@ -152,9 +156,10 @@ def speedup_histogram(groups: Sequence[tuple[str, str, Sequence[float]]], *, x_l
 
 
 def whisker(estimate: float, low: float, high: float) -> Markup:
-    """Return an SVG of a speed-up with its interval on a small logarithmic axis from 1/8 to 8.
+    """Return an SVG of the speed-up `estimate` with its interval on a small logarithmic axis from 1/8 to 8.
 
-    A vertical line in the centre marks a speed-up of 1. Values outside the axis are drawn at its ends.
+    The interval is from `low` to `high`. A vertical line in the centre marks a speed-up of 1. Values outside
+    the axis are drawn at its ends.
     """
 
     def place(value: float) -> str:
@@ -180,9 +185,10 @@ def _times(value: float) -> str:
 
 
 def _svg(axes: Axes, title: str, labels: Sequence[tuple[str, str]]) -> Markup:
-    """Return the SVG of a chart, followed by a legend.
+    """Return the inline SVG of a chart, followed by a legend in HTML.
 
-    `title` describes the chart for screen readers. `labels` are the pairs of label and colour of the legend.
+    `axes` has what matplotlib has drawn. `title` describes the chart for screen readers. `labels` are the
+    pairs of label and colour (a CSS class) of the legend.
     """
     buffer = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

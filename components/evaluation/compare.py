@@ -1,4 +1,4 @@
-"""Compare the data, code, parameters and results of two runs or evaluations.
+"""Compare the data, code, parameters and results of two runs or evaluations, which are called sides.
 
 The results of both sides are paired by task. Yes-or-no outcomes are compared using McNemar's exact test.
 Speed-ups are compared using a sign-flip permutation test on the log ratios of the tasks that both sides
@@ -41,8 +41,9 @@ SIGN_FLIPS = 2**14
 class Side(FrozenModel):
     """One run or evaluation: its results, and its parameters, data set and code if they were recorded.
 
-    `params` has the values of the parameters by dotted key, `dataset` is the version of the data set, and
-    `sources` has the digests of the source files by path. Each is empty if it was not recorded.
+    `name` is its id or its folder, for messages. `params` has the values of the parameters by dotted key,
+    `dataset` is the version of the data set, and `sources` has the digests of the source files by path. Each
+    of these three is empty if it was not recorded.
     """
 
     name: str
@@ -53,10 +54,10 @@ class Side(FrozenModel):
 
 
 class PairedTest(FrozenModel):
-    """Result of a paired test.
+    """Result of a two-sided paired test of two runs or evaluations, the first and the second side.
 
-    `tasks` is the number of tasks that were compared. `better` and `worse` are the numbers of tasks on which
-    the second side did better or worse than the first.
+    `name` says what is compared, such as "solved". `tasks` is the number of tasks that were compared.
+    `better` and `worse` are the numbers of tasks on which the second side did better or worse than the first.
     """
 
     name: str
@@ -71,12 +72,12 @@ class PairedTest(FrozenModel):
 
 
 class TaskChange(FrozenModel):
-    """A task that was won or lost.
+    """A task that was won or lost by the second of two runs or evaluations, which are called sides.
 
-    A task is won if only the second side solved it, or if the speed-up over eager of the second side is
-    larger than the speed-up of the first side by more than the factor 1.05 (`MARGIN`). It is lost in the
-    opposite cases. `before` and `after` describe the outcomes of the first and the second side, such as
-    "1.20x eager" or "build failed".
+    A task is won if only the second side solved it, or if both solved it and the speed-up over eager of the
+    second side is larger than the speed-up of the first side by more than the factor 1.05 (`MARGIN`). It is
+    lost in the opposite cases. `before` and `after` describe the outcomes of the first and the second side,
+    such as "1.20x eager" or "build failed".
     """
 
     task_id: str
@@ -87,13 +88,14 @@ class TaskChange(FrozenModel):
 
 
 class Comparison(FrozenModel):
-    """Differences between two sides, which are named `first` and `second`.
+    """Differences between two runs or evaluations (sides), whose names are `first` and `second`.
 
     `dataset` (versions of both sides), `code` (paths of source files), `params` (values of both sides by
     dotted key) and `changed` (tasks) contain only differences; `dataset` is None if there is none. `unknown`
     lists which of "parameters", "code" and "data" were not recorded by both sides, so that they cannot be
     compared. `changes` has the paired differences of the figures by name, second minus first, or second over
-    first for geometric means, with 95 % intervals. `tasks` is the number of tasks that both sides have.
+    first for geometric means, with 95 % intervals. `tests` are the results of `paired_tests`. `tasks` is the
+    number of tasks that both sides have.
     """
 
     first: str
@@ -111,9 +113,9 @@ class Comparison(FrozenModel):
 def open_side(home: Path, name: str) -> Side:
     """Load a finished run or evaluation.
 
-    `name` is the folder of an evaluation, or the beginning of the id of a run or evaluation in `home`.
-    Evaluations are searched only if no run has this beginning. Raises UserError if none is found, if more
-    than one run or more than one evaluation is found, or if the record is damaged.
+    `name` is the folder of an evaluation, or the beginning of the id of a run or evaluation in `home`, the
+    folder of all runs. Evaluations are searched only if no run has this beginning. Raises UserError if none
+    is found, if more than one run or more than one evaluation is found, or if the record is damaged.
     """
     if (Path(name) / RESULTS).is_file():
         return _evaluation_side(name, Path(name))
@@ -143,7 +145,8 @@ def open_side(home: Path, name: str) -> Side:
 def read_record(file: Path) -> dict[str, Any]:
     """Return the contents of `file`, the run.json of a finished run.
 
-    Raises UserError if the file is damaged, and OSError if it cannot be read.
+    Raises UserError if the file is damaged or lacks the stages, the evaluation's results or the version of
+    the data set, and OSError if it cannot be read.
     """
     try:
         record: dict[str, Any] = read_json(file)
@@ -171,7 +174,7 @@ def compare(first: Side, second: Side) -> Comparison:
 
     Parameters, code and data are compared, and the results on the tasks that both have. Raises UserError if
     they have no task in common, or if they were judged with different labels (`judge.verdict.Labels`, the
-    rules of the judge).
+    rules of the judge) or on tasks that were cast to different dtypes.
     """
     require_equal_labels(second.name, second.evaluation, first.name, first.evaluation)
     earlier = {row.task_id: row for row in first.evaluation.tasks}
@@ -202,19 +205,21 @@ def compare(first: Side, second: Side) -> Comparison:
 
 
 def _differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the values of both sides for each key whose values differ.
+    """Return the pair of the values of the first and the second side for each key whose values differ.
 
-    The result is empty if one of the mappings is empty, because the side did not record the values then.
+    A side is one of the compared runs or evaluations. A value is None if the side lacks the key. The result
+    is empty if one of the mappings is empty, because that side did not record the values then.
     """
     keys = sorted(first.keys() | second.keys()) if first and second else []
     return {key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)}
 
 
 def paired_tests(pairs: Sequence[tuple[TaskResult, TaskResult]]) -> tuple[PairedTest, ...]:
-    """Test whether the two sides differ in tasks solved, in tasks faster than a baseline, and in speed-up.
+    """Test whether two sides differ in tasks solved, in tasks faster than a baseline, and in speed-up.
 
-    `pairs` are the results of both sides on each task. Tasks on which the judge or the policy's server failed
-    are left out.
+    `pairs` are the results of the first and the second side (compared runs or evaluations) on each task.
+    Tasks on which the judge or the policy's server failed are left out. Returns the test on solved tasks and,
+    for each of the baselines eager and torch.compile, one on faster tasks and one on speed-ups.
     """
     pairs = [(a, b) for a, b in pairs if not a.error and not b.error]
     tests = [_mcnemar("solved", [(a.correct, b.correct) for a, b in pairs])]
@@ -230,8 +235,9 @@ def paired_tests(pairs: Sequence[tuple[TaskResult, TaskResult]]) -> tuple[Paired
 def _mcnemar(name: str, outcomes: Sequence[tuple[bool, bool]]) -> PairedTest:
     """Return the result of McNemar's exact two-sided test on pairs of yes-or-no outcomes.
 
-    `name` is that of the result. Each pair has the outcomes of the first and the second side on one task. The
-    test is a sign test of the pairs whose outcomes differ.
+    `name` becomes the name of the result. Each pair has the outcomes of the first and the second side
+    (compared runs or evaluations) on one task. The test is a sign test of the pairs whose outcomes differ.
+    The p-value is 1 if there are none.
     """
     better = sum(b and not a for a, b in outcomes)
     worse = sum(a and not b for a, b in outcomes)
@@ -242,9 +248,9 @@ def _mcnemar(name: str, outcomes: Sequence[tuple[bool, bool]]) -> PairedTest:
 def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
     """Return the result of a two-sided permutation test of the mean of paired differences.
 
-    `name` is that of the result. A positive difference means that the second side is better. Under the null
-    hypothesis, each difference has either sign with equal probability. One difference alone is never
-    significant.
+    `name` becomes the name of the result. There is a difference for each task, and a positive one means that
+    the second of the compared sides is better. Under the null hypothesis, each difference has either sign
+    with equal probability. With fewer than two differences the p-value is 1.
     """
     values = np.asarray(differences, dtype=float)
     p_value = 1.0
@@ -266,8 +272,8 @@ def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
 def _changed(a: TaskResult, b: TaskResult) -> TaskChange | None:
     """Return the record of a task that was won or lost, as `TaskChange` defines it.
 
-    `a` and `b` are the results of the first and the second side. Returns None if the task was neither won nor
-    lost, or if the judge or the policy's server failed on it.
+    `a` and `b` are the results on the task of the first and the second of the compared runs or evaluations.
+    Returns None if the task was neither won nor lost, or if the judge or the policy's server failed on it.
     """
     if a.error or b.error:
         return None

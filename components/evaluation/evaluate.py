@@ -1,9 +1,9 @@
-"""Evaluate a policy on a suite of tasks.
+"""Evaluate a policy on a suite, which is a set of kernel tasks.
 
 The policy first attempts each task in one or more episodes. Then the judge measures the final answer of the
-first attempt again, that is, the candidate's files at the end of the episode. The verdict of this final
-measurement is the result of the task. The best solution of a trajectory is not reported, because choosing the
-best of several noisy measurements would overestimate the speed-up.
+first attempt again, that is, the candidate's files (the kernels and their module) at the end of the episode.
+The verdict of this final measurement is the result of the task. The best solution of a trajectory is not
+reported, because choosing the best of several noisy measurements would overestimate the speed-up.
 
 Every result is written to disk as soon as it is known, so a repeated call with the same folder continues:
 
@@ -64,17 +64,18 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate `policy` on `tasks` with the policy's own parameters and keep all results in the folder `out`.
 
-    `epoch` is a name of the evaluation that the caller chooses. It is part of the key under which the judge
-    keeps its verdicts, so equal candidates share one measurement only within one epoch. `seed` is that of the
-    sampling. `admit` is the method of a judge pool that finds out whether a task can be measured and whether
-    a wrong kernel could pass on it, or None for no such check. It is called for tasks without evidence of an
-    earlier admission (`KernelTask.evidence`), before the policy attempts any. Tasks on which a wrong kernel
-    could pass are marked as degenerate but remain included in the figures. Tasks whose own source fails, and
-    tasks that take more memory than there is (`refused_tasks`), are left out and listed in
-    `Evaluation.not_measurable`. Raises UserError if there is no task, if the judge fails in the check of the
-    tasks, if less than sandbox.measurable_share of the tasks can be measured, if `out` holds a different
-    evaluation, or if the policy's server does not answer. Raises StageFailed if the judge fails on more than
-    MAX_LOST_SHARE of the attempts of a batch or of the tasks.
+    `pool` judges the kernels. `epoch` is a name of the evaluation that the caller chooses. It is part of the
+    key under which the judge keeps its verdicts, so equal candidates (kernels to be judged) share one
+    measurement only within one epoch. `seed` is that of the sampling. `admit` is the method of a judge pool
+    that finds out whether a task can be measured and whether a wrong kernel could pass on it, or None for no
+    such check. It is called for tasks without evidence of an earlier admission (`KernelTask.evidence`),
+    before the policy attempts any. Tasks on which a wrong kernel could pass are marked as degenerate but
+    remain included in the figures. Tasks whose own source fails, and tasks that take more memory than there
+    is (`refused_tasks`), are left out and listed in `Evaluation.not_measurable`. Raises UserError if there is
+    no task, if the judge fails in the check of the tasks, if less than the share sandbox.measurable_share of
+    the tasks can be measured, if `out` holds a different evaluation, or if the policy's server does not
+    answer. Raises StageFailed if the judge fails on more than the share MAX_LOST_SHARE of the attempts of a
+    batch or of the tasks.
     """
     params = policy.params
     if not tasks:
@@ -155,7 +156,8 @@ def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) ->
 def claim(out: Path, plan: dict[str, Any]) -> None:
     """Write `plan`, the settings of an evaluation, to plan.json in `out`, or compare it with that file.
 
-    If the file exists, it is not written. Raises UserError if the two plans differ.
+    `out` is the folder of the evaluation. If the file exists, it is not written. Raises UserError, which
+    names the settings that differ, if one of the settings in `plan` has another value in the file.
     """
     file = out / "plan.json"
     if not file.is_file():
@@ -171,7 +173,10 @@ def claim(out: Path, plan: dict[str, Any]) -> None:
 
 
 def add_cost(out: Path, phase: str, seconds: float) -> None:
-    """Add `seconds`, during which `phase` (such as "episodes") occupied the device, to cost.json in `out`."""
+    """Add `seconds`, during which `phase` (such as "episodes") occupied the device, to cost.json in `out`.
+
+    The file has the sum of seconds for each phase, and is made if it does not exist.
+    """
     file = out / "cost.json"
     costs: dict[str, float] = read_json(file) if file.is_file() else {}
     write_json(file, costs | {phase: round(costs.get(phase, 0.0) + seconds, 3)})
@@ -180,9 +185,11 @@ def add_cost(out: Path, phase: str, seconds: float) -> None:
 def _admissions(
     tasks: Sequence[KernelTask], admit: Callable[[str], Future[Admission]], progress: Progress
 ) -> dict[str, Admission]:
-    """Admit all tasks without evidence of an earlier admission, and return the admissions by task id.
+    """Start the check `admit` for every task without evidence of an earlier check, and wait for the results.
 
-    `admit` takes the source of a task. It starts a check whether a wrong kernel could pass on the task.
+    `admit` takes the source of a task and finds out whether a task can be measured and whether a wrong kernel
+    could pass on it. Returns its results by task id. Tasks with evidence of an earlier check are not among
+    them.
     """
     pending = {task.task_id: admit(task.code) for task in tasks if not task.evidence}
     for number, _ in enumerate(as_completed(pending.values())):
@@ -204,9 +211,10 @@ def _attempts(
 
     They are sampled in batches of as many trajectories as the parameter `policy.batch` says. An interrupted
     evaluation continues after the last batch that is complete, also with another `policy.batch`, because each
-    trajectory has a seed of its own. The keys of the judge's verdicts contain `epoch`. Raises UserError if
-    the policy's server answers no turn of a batch, and StageFailed if a failure of the judge ended more than
-    MAX_LOST_SHARE of the trajectories of a batch. In both cases the batch is not stored.
+    trajectory has a seed of its own. `epoch` is part of the keys under which the judge keeps its verdicts.
+    Raises UserError if the policy's server answers no turn of a batch, and StageFailed if a failure of the
+    judge ended more than the share MAX_LOST_SHARE of the trajectories of a batch. In both cases the batch is
+    not stored.
     """
     settings = policy.params.evaluation
     requested = [task for task in tasks for _ in range(settings.attempts)]
@@ -256,7 +264,9 @@ def _check_lost(out: Path, lost: Sequence[Verdict], count: int, things: str) -> 
     """Raise StageFailed if the judge failed on more than MAX_LOST_SHARE of `count` attempts or tasks.
 
     `lost` are the verdicts on the attempts or tasks on which the judge failed, and `things` is the word for
-    these in the message. If another try may help, the error has an InfrastructureError as its cause.
+    these in the message, which begins with the evaluation's folder `out`. The error has an
+    InfrastructureError as its cause unless the tasks' own sources caused all failures, so that another try
+    would not help.
     """
     if len(lost) > MAX_LOST_SHARE * count:
         said = judge_failures([(verdict.reason or verdict.status, verdict.log) for verdict in lost])
@@ -269,7 +279,10 @@ def _check_lost(out: Path, lost: Sequence[Verdict], count: int, things: str) -> 
 
 
 def _has_answer(attempt: Trajectory) -> bool:
-    """Return whether the attempt has files, and neither the policy's server nor the judge ended it."""
+    """Return whether an attempt ended with files that can be judged.
+
+    This is not so if it has no files, or if a failure of the policy's server or of the judge ended it.
+    """
     return bool(attempt.files) and attempt.finish_reason not in ("server", "judge")
 
 
@@ -283,15 +296,15 @@ def _measure(
     epoch: str,
     progress: Progress,
 ) -> list[TaskResult]:
-    """Return one result per entry of `tasks`, in order.
+    """Return one result per entry of `tasks`, in order, from a final measurement of its first attempt.
 
-    `attempts` has the trajectories of each task. `admissions` has, by task id, the results of the checks
-    whether a wrong kernel could pass, and may lack tasks. The keys of the judge's verdicts contain `epoch`.
-    The result is the verdict of a final measurement of the first attempt's files, which is made here unless
-    the result is on disk already. If the judge fails, the measurement is repeated after pauses of
-    `RETRY_SECONDS`. A task that is listed several times is measured only once. Raises StageFailed if the
-    judge failed on more than MAX_LOST_SHARE of the tasks; no result of these tasks is stored then, so the
-    next call measures them again.
+    `attempts` has the trajectories of each task, and the files of the first one are measured. `admissions`
+    has, by task id, the results of the checks whether a wrong kernel could pass, and may lack tasks. `epoch`
+    is part of the keys under which the judge keeps its verdicts. A result that is on disk in `out` already is
+    not measured again. If the judge fails, the measurement is repeated after pauses of `RETRY_SECONDS`. A
+    task that is listed several times is measured only once. Raises StageFailed if the judge failed on more
+    than the share MAX_LOST_SHARE of the tasks; no result of these tasks is stored then, so the next call
+    measures them again.
     """
     first = {task.task_id: (task, own) for task, own in reversed(list(zip(tasks, attempts, strict=True)))}
     files = {task_id: out / "tasks" / f"{task_id}.json" for task_id in first}
@@ -348,9 +361,9 @@ def _measure(
 def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
     """Measure the files of a finished attempt once more, and return a future of the verdict.
 
-    The key under which the judge keeps the verdict contains `epoch`. An attempt without files keeps the
-    verdict from the end of its episode. If the policy's server or the judge ended the attempt, the verdict
-    has the status `infrastructure`. Nothing is measured in these cases.
+    `epoch` is part of the key under which the judge keeps the verdict. Nothing is measured if the attempt has
+    no files, or if the policy's server or the judge ended it. The future then has the verdict from the end of
+    the episode, or one with the status `infrastructure` if the server ended the attempt.
     """
     if _has_answer(attempt):
         return pool.submit(
@@ -395,9 +408,9 @@ def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, dege
 
 
 def _first_answer(attempt: Trajectory) -> Measurement:
-    """Return the verdict on the first kernel of an episode that was judged.
+    """Return the status and the speed-up over eager of the first kernel of an episode that was judged.
 
-    Its status is `infrastructure` if the policy's server answered no turn.
+    The status is `infrastructure` if the policy's server answered no turn.
     """
     if attempt.finish_reason == "server" and not attempt.turns:
         return Measurement(status="infrastructure")

@@ -20,7 +20,8 @@ Array = NDArray[np.float64]
 class Interval(FrozenModel):
     """A 95 % interval from bootstrap samples of the tasks, or an exact binomial one for shares of 0 and 1.
 
-    Both ends are None if there is no task on which the figure is defined.
+    `low` and `high` are its ends, in the unit of the figure. Both are None if there is no task on which the
+    figure is defined.
     """
 
     low: float | None
@@ -39,8 +40,8 @@ class Estimate(Interval):
 def bootstrap_counts(tasks: int) -> Array:
     """Return how often each of `tasks` tasks occurs in the whole set, and in each bootstrap sample of it.
 
-    The shape is [1 + RESAMPLES, tasks]. The first row, that of the whole set, is 1 everywhere. The samples
-    are equal in every call.
+    The shape is [1 + RESAMPLES, tasks]. The first row, that of the whole set, is 1 everywhere. A fixed seed
+    draws the same samples in every call with the same number of tasks.
     """
     if tasks == 0:
         return np.zeros((1 + RESAMPLES, 0))
@@ -64,9 +65,10 @@ def quotients(figure: tuple[Array, Array], counts: Array) -> Array:
 
 
 def percentile_interval(samples: Array) -> Interval:
-    """Return the percentile interval of a figure from its values for all bootstrap samples.
+    """Return the 95 % percentile interval of a figure from its values for all bootstrap samples.
 
-    Samples that are NaN are left out. Both ends are None if all samples are NaN.
+    `samples` has the shape [samples]. Samples that are NaN are left out. Both ends are None if all samples
+    are NaN.
     """
     samples = samples[~np.isnan(samples)]
     if len(samples) == 0:

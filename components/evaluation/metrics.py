@@ -1,9 +1,10 @@
 """The figures of an evaluation, each with an interval, and their changes between two evaluations.
 
-The figures include rates, geometric means of speed-ups, fast_p and rewards. Where KernelBench has the same
-figure, its definition is used with three corrections. Every task is included in the denominator of every rate
-of tasks, the geometric mean is the exponential of the mean log, and a speed-up is used only if it is positive
-and finite.
+The figures include rates, geometric means of speed-ups, rewards, and fast_p, the share of tasks whose
+solution is correct and more than p times as fast as a baseline. Where KernelBench has the same figure, its
+definition is used with three corrections. Every task is included in the denominator of every rate of tasks,
+the geometric mean is the exponential of the mean log, and a speed-up is used only if it is positive and
+finite.
 
 Every figure but pass@k is computed as a ratio of two sums over tasks, because each of these sums, for all
 bootstrap samples together, is then one matrix product.
@@ -32,10 +33,11 @@ SHARES = ("pass_rate", "faster_rate", "beyond_margin", "fast_p")
 
 
 def summarise(rows: Sequence[TaskResult]) -> Summary:
-    """Return the figures over the results of tasks, with bootstrap intervals.
+    """Return the figures over the results of tasks, with 95 % intervals from bootstrap samples of the tasks.
 
-    If there are no results, rates and means are None, both ends of each interval are None, the shares in
-    `fast_p` and all counts are 0, and `pass_at` is empty.
+    The interval of a share of tasks that is 0 or 1 is the exact binomial one. If `rows` is empty, rates and
+    means are None, both ends of each interval are None, the shares in `fast_p` and all counts are 0, and
+    `pass_at` is empty.
     """
     samples = bootstrap_counts(len(rows))
     values: dict[str, float | None] = {}
@@ -78,7 +80,10 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
 
 
 def by_level(results: Sequence[TaskResult]) -> dict[str, Summary]:
-    """Return one summary for each level, by the level as text. The dict is empty if no task has a level."""
+    """Return the figures (`summarise`) of the tasks of each level of the suite, by the level as text.
+
+    Results without a level are left out, so the dict is empty if no task has one.
+    """
     levels = sorted({row.level for row in results if row.level is not None})
     return {str(level): summarise([row for row in results if row.level == level]) for level in levels}
 
@@ -103,10 +108,10 @@ def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[s
 
 
 def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
-    """Return the summands of each task in the numerator and in the denominator of each figure, by name.
+    """Return, by the name of each figure, the summands of each task in its numerator and in its denominator.
 
-    A figure is the sum of its first array divided by the sum of its second array. Both arrays have the shape
-    [tasks]. For geometric means, the summands are those of the mean log. Pass@k is not among the figures.
+    Both arrays have the shape [tasks], and a figure is the sum of the first divided by the sum of the second.
+    For geometric means, the summands are those of the mean log. Pass@k is not among the figures.
     """
     every = np.ones(len(rows))
     judged = np.array([not row.error for row in rows], dtype=float)
@@ -158,7 +163,7 @@ def _estimate(name: str, values: Array) -> Estimate:
 
 
 def _pass_at(rows: Sequence[TaskResult]) -> dict[str, float]:
-    """Return pass@k by k: the mean over tasks of 1 - C(n - c, k) / C(n, k).
+    """Return pass@k by k as text: the mean over tasks of 1 - C(n - c, k) / C(n, k).
 
     n is the number of attempts on a task on which neither the judge nor the policy's server failed, and c the
     number of correct ones among them. k begins at 1, and the largest k is the smallest n of all tasks, so the

@@ -57,7 +57,7 @@ BASELINE_TITLES: dict[Baseline, str] = {"eager": "against eager", "compile": "ag
 
 
 class StageFigures(FrozenModel):
-    """Figures of one training stage.
+    """Figures of one training stage, read from the files in the folder of the stage.
 
     `steps` has the metrics of each step in order, from metrics.jsonl. `result` is the contents of stage.json,
     or of unfinished.json if the stage was not finished. Both are empty if the files are missing.
@@ -69,13 +69,14 @@ class StageFigures(FrozenModel):
 
 
 class ReportData(FrozenModel):
-    """Everything that the report shows.
+    """Everything that the report of a run or of a single evaluation shows.
 
     `meta` has the optional keys run_id, profile, device, created (text), verdict (promoted, refused, waiting
     or nothing_learned), reasons (texts), model (name and version), title and environment. `dataset` is the
-    contents of the data set's metrics.json. Each of `gates` (conditions for the new policy) has the keys of
-    `registry.gates.Gate`: name, value, low, high, threshold, passed and note. `cost` gives the device-seconds
-    of each part of the run. `before` and `after` are the evaluations before and after training.
+    contents of the data set's metrics.json, or empty. Each of `gates` (conditions for the promotion of the
+    new policy) has the keys of `registry.gates.Gate`: name, value, low, high, threshold, passed and note.
+    `cost` gives the device-seconds of each part of the run. `before` and `after` are the evaluations before
+    and after training; `before` is None if there is none.
     """
 
     meta: dict[str, Any]
@@ -97,12 +98,12 @@ def load_report_data(
 ) -> ReportData:
     """Read the data of a report from the files of a run.
 
-    `dataset` is the folder of the data set, `stages` are the folders of the stages by name, and `before` and
-    `after` are the evaluations' files results.json or the folders that contain them. `gates` (the conditions
-    for the new policy) and `meta` (such as the run's id and verdict) become the fields of `ReportData` with
-    these names. The charts of a data set or stage are left out of the report if its figures are missing.
-    Raises UserError if an evaluation is missing or damaged, or if the figures of the data set or of a stage
-    are damaged.
+    `dataset` is the folder of the data set, `stages` are the folders of the training stages by name, and
+    `before` and `after` are the evaluations' files results.json or the folders that contain them. `gates`
+    (the conditions for the promotion of the new policy) and `meta` (such as the run's id and verdict) become
+    the fields of `ReportData` with these names. If the files with the figures of the data set or of a stage
+    are missing, these figures are empty, and the report has no chart of them. Raises UserError if an
+    evaluation is missing or damaged, or if the figures of the data set or of a stage are damaged.
     """
     metrics = dataset / "metrics.json"
     try:
@@ -147,7 +148,8 @@ def _load_stage(name: str, folder: Path) -> StageFigures:
 def write_evaluation_report(folder: Path, evaluation: Evaluation) -> Path:
     """Write the report of a single evaluation to report.html in `folder` and return the path of this file.
 
-    `folder` is the folder with the results of the evaluation. The figures are also written to report.json.
+    `folder` is the folder with the results of the evaluation. The figures are also written to report.json
+    there.
     """
     data = ReportData(
         meta={"title": "evaluation", "device": evaluation.device},
@@ -165,9 +167,9 @@ def write_evaluation_report(folder: Path, evaluation: Evaluation) -> Path:
 def write_report(path: Path, data: ReportData) -> None:
     """Write the report to `path` as one self-contained HTML file.
 
-    The figures are also written as JSON, to the same path with the suffix .json. Raises UserError if the
-    evaluations before and after training were judged with different labels (`verdict.Labels`: the rules, the
-    weights and the tolerance).
+    The figures are also written as JSON, to the same path with the suffix .json. Existing files are replaced.
+    Raises UserError if the evaluations before and after training were judged with different labels
+    (`verdict.Labels`: the rules of the judge), or on tasks that were cast to different dtypes.
     """
     script = SCRIPT.read_text()
     before, after = data.before, data.after
@@ -241,8 +243,8 @@ def _funnel(dataset: dict[str, Any]) -> list[tuple[str, float, str]]:
     """Return label, length and colour of a bar for each group of tasks that the making of a data set counted.
 
     The groups are the tasks that were composed, those rejected for each reason, those no longer needed, those
-    admitted, and those in each split. The length is the number of tasks. `dataset` is the contents of the
-    data set's metrics.json.
+    admitted, and those in each split. The length is the number of tasks, and the colour is a CSS class.
+    `dataset` is the contents of the data set's metrics.json; a group whose number it lacks has no bar.
     """
     rejected = sorted((dataset.get("rejected") or {}).items(), key=lambda item: -item[1])
     rows = [
@@ -268,8 +270,9 @@ def _curves(stage: StageFigures) -> dict[str, Any] | None:
     """Return a stage's name, a chart of its main metric by step, and one of the shares of its rewards.
 
     The keys are `name` and, with markup, `curve` and `shares`. The main metric is the first in `CURVES` that
-    the stage logged; without one, the result is None. `shares` shows the shares of trajectories with the
-    milestones -1, 1, 2 and 3 (`MILESTONES`), and is empty if the stage did not log them.
+    the stage logged; without one, the result is None. `shares` shows, by step, the shares of trajectories
+    with the milestones -1, 1, 2 and 3 (the rewards of the judge's verdicts), and is empty if the stage did
+    not log them.
     """
     key = next((key for key in CURVES if any(_is_finite(step.get(key)) for step in stage.steps)), None)
     if key is None:
@@ -298,7 +301,8 @@ def _curves(stage: StageFigures) -> dict[str, Any] | None:
 def _points(steps: Sequence[dict[str, Any]], names: Sequence[str]) -> tuple[list[float], list[list[float]]]:
     """Return the numbers of the steps that have all metrics `names`, and a list of values for each metric.
 
-    A step is a dict with the values of its metrics, and has a metric if the value is finite.
+    A step is a dict with the values of its metrics, and has a metric if the value is finite. The number of a
+    step is its value of `step`, or else its index in `steps`. Each list has one value for each number.
     """
     used = [
         (float(step.get("step", index)), step)
@@ -313,7 +317,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def _evaluations(before: Evaluation | None, after: Evaluation) -> list[tuple[str, str, Evaluation]]:
-    """Return label, colour and record of each evaluation that a chart shows; `before` may be missing."""
+    """Return label, colour and record of each evaluation that a chart shows, the one before training first.
+
+    The colour is a name in `charts.VARIABLES`. An evaluation `before` that is None is left out.
+    """
     earlier = [("before training", "before", before)] if before is not None else []
     return [*earlier, ("after training", "after", after)]
 
@@ -338,8 +345,9 @@ def _limit(before: Evaluation | None, after: Evaluation) -> Markup:
     """Draw how close solutions and the faster baseline come to the least possible time on each task.
 
     What is drawn is `TaskResult.attained` and `TaskResult.baseline_attained`: the lower bound for a kernel's
-    time (the limit), divided by the measured time. The tasks are sorted by the share of the baseline. The
-    markup is empty if no limit is known.
+    time (the limit), divided by the measured time of the solution or of the faster of eager and
+    torch.compile. The tasks are sorted by the share of this baseline. Returns a chart as inline SVG, or empty
+    markup if no limit is known.
     """
     shares = sorted(
         (share, row.task_id) for row in after.tasks if (share := row.baseline_attained) is not None

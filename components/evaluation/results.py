@@ -1,4 +1,4 @@
-"""The record of an evaluation: the results of its tasks, its figures, and their file."""
+"""The record of an evaluation: the results of its tasks, its figures, and the file that stores them."""
 
 import math
 from pathlib import Path
@@ -28,7 +28,11 @@ RESULTS = "results.json"
 
 
 class Measurement(FrozenModel):
-    """The status of one judged kernel and, if it was measured, its speed-up over eager."""
+    """The status of one judged kernel and, if it was measured, its speed-up over eager PyTorch (`eager`).
+
+    The speed-up is the time of eager PyTorch divided by the time of the kernel. `eager` is None if it was not
+    measured.
+    """
 
     status: Status
     eager: float | None = None
@@ -49,8 +53,9 @@ class Attempt(FrozenModel):
 
     `status` is that of the verdict on the final answer at the end of the episode, or `infrastructure` if the
     policy's server ended the episode. `reward` is that of the trajectory, or None if the judge failed.
-    `finish_reason` is that of the trajectory, such as stop or turns. `first` is the status and speed-up of
-    the first kernel that was judged within the episode, or None in records without it.
+    `turns` is the number of its turns, and `finish_reason` says why it ended, such as stop or turns
+    (`Trajectory`). `first` is the status and speed-up of the first kernel that was judged within the episode,
+    or None in records that do not have it.
     """
 
     status: Status
@@ -73,10 +78,11 @@ class TaskResult(FrozenModel):
     `reason`, `milestone`, `seconds`, `speedup`, `workloads` and `evidence` (the record of the measurements)
     are from the verdict of this final measurement. `milestone` is -1 for a kernel that is not correct, 1 for
     a correct one, 2 if it is also faster than eager, and 3 if it is also faster than torch.compile. If it is
-    not given, it is computed from `status`, `speedup` and `workloads`. `attempts` are all attempts, with the
-    verdicts from the end of their episodes. `source` is the source of the task, and `files` are the final
-    files of the first attempt by workspace path. `degenerate` is the reason why a wrong kernel could pass on
-    this task, or empty if there is no such reason.
+    not given, it is computed from `status`, `speedup` and `workloads` (the figures on each call of the task's
+    `get_inputs` that its source lists). `attempts` are all attempts, with the verdicts from the end of their
+    episodes. `source` is the source of the task, and `files` are the final files of the first attempt by
+    workspace path. `degenerate` is the reason why a wrong kernel could pass on this task, or empty if there
+    is no such reason.
     """
 
     task_id: str
@@ -105,7 +111,7 @@ class TaskResult(FrozenModel):
         return self.status == "infrastructure"
 
     def ratio(self, baseline: Baseline) -> float | None:
-        """Return the measured speed-up over `baseline`.
+        """Return the measured speed-up: the time of `baseline` divided by that of the solution.
 
         Returns None if the solution is not correct, or if the speed-up was not measured or is not positive
         and finite.
@@ -142,8 +148,9 @@ class TaskResult(FrozenModel):
 
         t is the time of the solution, limit the least time that any kernel of the task needs
         (`seconds.limit`), and baseline the time of the faster of eager and torch.compile. The score is 0.5
-        for a solution that takes as long as this baseline, 1 at the limit, and 0 without a correct solution.
-        It is None if one of these times is not known, or if the limit leaves no room below the baseline.
+        for a solution that takes as long as this baseline, 1 for one that takes as long as the limit or less,
+        and 0 without a correct solution. It is None if one of these times is not known, or if the limit is
+        not below the baseline.
         """
         if not self.correct:
             return 0.0
@@ -164,7 +171,7 @@ class Pair(FrozenModel):
 
 
 class Counts(FrozenModel):
-    """Numbers of tasks whose speed-up was measured, over eager PyTorch and over torch.compile."""
+    """Numbers of tasks whose speed-up was measured, over eager PyTorch and over torch.compile (`compile`)."""
 
     eager: int
     compile: int
@@ -186,13 +193,13 @@ class Summary(FrozenModel):
     """Figures over one set of tasks.
 
     The denominator of all rates of tasks is `tasks`, the number of tasks, which includes errors, that is,
-    tasks on which the judge or the policy's server failed; `errors` is their number. `faster_rate` is the
-    share of tasks whose solution is correct and faster than the baseline. `beyond_margin` is the share of
-    tasks whose solution is correct and more than 5 % faster. `geomean` is the geometric mean of the speed-ups
-    of the correct solutions whose speed-up was measured, whose number is `geomean_over`. `mean_reward` is the
-    mean milestone (`TaskResult`: -1, 1, 2 or 3) of the tasks without the errors, whatever function the
-    parameter `reward` names. `milestones` gives the number of tasks for each milestone as text, without the
-    errors.
+    tasks on which the judge or the policy's server failed; `errors` is their number. `correct` is the number
+    of tasks with a correct solution. `faster_rate` is the share of tasks whose solution is correct and faster
+    than the baseline. `beyond_margin` is the share of tasks whose solution is correct and more than 5 %
+    faster. `geomean` is the geometric mean of the speed-ups of the correct solutions whose speed-up was
+    measured, whose number is `geomean_over`. `mean_reward` is the mean milestone (`TaskResult`: -1, 1, 2 or
+    3) of the tasks without the errors, whatever function the parameter `reward` names. `milestones` gives the
+    number of tasks for each milestone as text, without the errors.
 
     `attempts_mean_reward` (of the rewards of the trajectories), `attempts_pass_rate` and `pass_at` (unbiased
     pass@k, by k) are computed on all attempts on which neither the judge nor the policy's server failed, with
@@ -223,7 +230,10 @@ class Summary(FrozenModel):
 
 
 class NotMeasurable(FrozenModel):
-    """Task that the judge cannot measure on the device, and the reason."""
+    """Task that the judge cannot measure on the device, and the reason as text.
+
+    `name` is the task's name or "", and `level` its level in the suite, or None if it has none.
+    """
 
     task_id: str
     name: str
@@ -234,14 +244,15 @@ class NotMeasurable(FrozenModel):
 class Evaluation(FrozenModel):
     """Record of one evaluation, which is the contents of results.json.
 
-    `suite` is the value of the parameter evaluation.suite, and `policy` the name of the policy.
-    `suite_digest` is that of the task ids in order; two evaluations with equal digests have the same tasks.
-    `dtype` is the one to which the tasks were cast (`evaluation.dtype`), and `labels` are the rules under
-    which verdicts were reached; figures with others are not comparable. `epoch` is the name of the evaluation
-    in the keys of the judge's verdicts. `levels` has the figures of each level of the suite, by the level as
-    text. `errors` is the number of tasks on which the judge or the policy's server failed, so that they were
-    neither solved nor failed. `not_measurable` are the tasks of the suite that are not among `tasks`, because
-    they do not run or take too much memory.
+    `suite` is the value of the parameter evaluation.suite, and `policy` the name of the policy;
+    `policy_digest` is equal for equal policies. `suite_digest` is that of the task ids in order; two
+    evaluations with equal digests have the same tasks. `dtype` is the one to which the tasks were cast
+    (`evaluation.dtype`), and `labels` are the rules under which verdicts were reached; figures with others
+    are not comparable. `epoch` is the name of the evaluation in the keys of the judge's verdicts, and `seed`
+    that of the sampling. `overall` has the figures of all tasks, and `levels` those of each level of the
+    suite, by the level as text. `errors` is the number of tasks on which the judge or the policy's server
+    failed, so that they were neither solved nor failed. `not_measurable` are the tasks of the suite that are
+    not among `tasks`, because they do not run or take too much memory.
     """
 
     suite: str
@@ -279,8 +290,8 @@ def load_evaluation(path: Path) -> Evaluation:
 def require_equal_labels(name: str, one: Evaluation, other_name: str, other: Evaluation) -> None:
     """Raise UserError unless the judge's labels and the dtypes of two evaluations are equal.
 
-    The labels are the rules by which verdicts were reached (`judge.verdict.Labels`). The message calls the
-    evaluations `name` and `other_name`.
+    The labels are the rules by which verdicts were reached (`judge.verdict.Labels`), and a dtype is the one
+    to which the tasks were cast. The message calls the evaluations `name` and `other_name`.
     """
     if one.dtype != other.dtype:
         raise UserError(

@@ -34,10 +34,10 @@ LEVEL_FOLDER = re.compile(r"level_?(\d+)")
 def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
     """Return the tasks of the suite `evaluation.suite` that have one of the levels `evaluation.levels`.
 
-    `dataset` is the folder or parquet file of the run's data set, which is read for the suite `held-out`. If
-    `evaluation.levels` is empty, all tasks are returned. The tasks are cast to `evaluation.dtype`. Raises
-    UserError if the suite does not exist, has no task or no task of these levels, or contains a file that is
-    not a task.
+    `dataset` is the folder or parquet file of the run's data set, which is read only for the suite
+    `held-out`. If `evaluation.levels` is empty, all tasks are returned. The tasks are cast to
+    `evaluation.dtype`. Raises UserError if the suite does not exist, has no task or no task of these levels,
+    or contains a file that is not a task.
     """
     suite, levels = params.evaluation.suite, params.evaluation.levels
     tasks = [cast_task(task, params.evaluation.dtype) for task in _tasks(params, suite, dataset)]
@@ -88,7 +88,11 @@ def _tasks(params: Params, suite: str, dataset: Path) -> list[KernelTask]:
 
 
 def _sized(task: KernelTask, numel: int) -> KernelTask:
-    """Return a task of the shipped suite with the size `numel` written in its line `NUMEL = …`."""
+    """Return a task of the shipped suite with `numel`, the number of elements of its largest input.
+
+    The number is written to the line `NUMEL = …` of the task's source, and an AssertionError is raised unless
+    there is exactly one such line.
+    """
     code, count = re.subn(r"(?m)^NUMEL = \d+$", f"NUMEL = {numel}", task.code)
     assert count == 1, f"{task.name}: one line NUMEL = … is the shipped suite's own rule"
     return task.model_copy(update={"code": code, "data_source": SHIPPED})

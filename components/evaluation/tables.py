@@ -65,10 +65,11 @@ PAPER_TASKS = {"overall": 250, "1": 100, "2": 100, "3": 50}
 class Row(FrozenModel):
     """One row of Table 1 of the CUDA Agent paper: the figures of one model on one set of tasks.
 
-    `set` is `overall` for the whole suite, or a level. `figures` and `intervals` are by the names in
-    `FIGURES`, such as pass_rate. `errors` is the number of tasks on which the judge or the policy's server
-    failed, or None for figures of the paper. `note` says that the figures come from the paper, and is empty
-    for figures of this run.
+    `set` is `overall` for the whole suite, or a level. `tasks` is the number of tasks in the set. `figures`
+    and `intervals` are by the names in `FIGURES`, such as pass_rate; the figures of the paper have no
+    intervals. `errors` is the number of tasks on which the judge or the policy's server failed, or None for
+    figures of the paper. `note` says that the figures come from the paper, and is empty for figures of this
+    run.
     """
 
     set: str
@@ -120,9 +121,10 @@ def table_one(before: Evaluation | None, after: Evaluation) -> list[Row]:
 
 
 def best(rows: Sequence[TaskResult]) -> list[TaskResult]:
-    """Return the correct solutions with the largest speed-ups, at most `SHOWN` of them.
+    """Return the results with the largest speed-ups of correct solutions, the largest first, at most `SHOWN`.
 
-    Degenerate tasks, on which a wrong kernel could pass, are left out.
+    The speed-up is that over torch.compile, or that over eager if the former was not measured. Degenerate
+    tasks, on which a wrong kernel could pass, are left out.
     """
     sound = [row for row in rows if row.correct and not row.degenerate]
     return sorted(sound, key=_gain, reverse=True)[:SHOWN]
@@ -131,9 +133,9 @@ def best(rows: Sequence[TaskResult]) -> list[TaskResult]:
 def worst(rows: Sequence[TaskResult]) -> list[TaskResult]:
     """Return the worst results, at most `SHOWN` of them.
 
-    Tasks that were not solved come first, and then the correct solutions with the smallest speed-ups.
-    Degenerate tasks, on which a wrong kernel could pass, and tasks on which the judge or the policy's server
-    failed are left out.
+    Tasks that were not solved come first, and then the correct solutions with the smallest speed-ups over
+    torch.compile, or over eager if the former was not measured. Degenerate tasks, on which a wrong kernel
+    could pass, and tasks on which the judge or the policy's server failed are left out.
     """
     judged = [row for row in rows if not row.error and not row.degenerate]
     return sorted(judged, key=lambda row: (row.correct, _gain(row)))[:SHOWN]
@@ -166,8 +168,9 @@ def cost(results: Path) -> dict[str, float]:
 def environment(rows: Sequence[TaskResult]) -> dict[str, str]:
     """Return the properties of the measuring machines that the verdicts recorded, such as device and torch.
 
-    If the verdicts recorded several values of a property, the values are joined by commas. `torch.compile`
-    has the modes of torch.compile, each with the number of tasks on which it was the fastest.
+    The result has each property as text by its name. If the verdicts recorded several values of a property,
+    the values are joined by commas; a property that no verdict recorded is left out. `torch.compile` has the
+    modes of torch.compile, each with the number of tasks on which it was the fastest.
     """
     values = {
         name: sorted({str(row.evidence[name]) for row in rows if name in row.evidence})
@@ -188,6 +191,7 @@ def as_json(
 ) -> dict[str, Any]:
     """Return the contents of report.json.
 
+    `before` is the evaluation before training, or None, and `after` the one after training, or the only one.
     `costs` are the device-seconds of each part of the run. `environment_of` is the result of `environment`,
     updated by the properties that the run itself recorded. `gates` and `meta` (such as the id of the run and
     its verdict) are the fields of `report.ReportData` with these names. The sources of tasks and candidates
@@ -223,7 +227,7 @@ def as_json(
 def pretty(value: Any) -> str:
     """Return the text of a value, with four significant digits for floats and without brackets or braces.
 
-    A missing value, an empty collection and a float that is not finite become a dash.
+    A bool becomes yes or no. None, an empty text or collection and a float that is not finite become a dash.
     """
     match value:
         case None | "":
@@ -243,8 +247,9 @@ def pretty(value: Any) -> str:
 def figure(value: float | None, name: str) -> str:
     """Return the text of a value of the figure `name`, such as `pass_rate` or `geomean.eager`.
 
-    Rates and `attained` are written as per cent, geometric means with a times sign, and other figures as
-    plain numbers. The prefix `change.` of a name has no effect. A missing value becomes a dash.
+    Shares of tasks and `attained` are written as per cent, geometric means with a times sign, and other
+    figures as plain numbers. The prefix `change.` of a name has no effect. None and a value that is not
+    finite become a dash.
     """
     if value is None or not math.isfinite(value):
         return "–"
@@ -257,7 +262,10 @@ def figure(value: float | None, name: str) -> str:
 
 
 def interval(bounds: Interval | None, name: str) -> str:
-    """Return the text of the interval of the figure `name`, or an empty string if there is no interval."""
+    """Return the text of the interval of the figure `name`, such as "51.0% to 62.5%".
+
+    The text is empty if `bounds` is None or one of its ends is None.
+    """
     if bounds is None or bounds.low is None or bounds.high is None:
         return ""
     return f"{figure(bounds.low, name)} to {figure(bounds.high, name)}"

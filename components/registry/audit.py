@@ -1,11 +1,11 @@
 """The audit chain: a tamper-evident log of decisions on model versions and changes of the champion.
 
-There is one folder for each registered model and one file for each entry, such as `000012.json`. An entry
-contains the evidence of the decision or change, and the digest of the previous entry; its own digest covers
-all of its other fields, and it is signed by a trusted key (components/core/signing.py). So an entry that is
-changed, removed, inserted or signed with another key breaks the chain at a known place. If the last entries
-are removed, the rest is still a valid chain. To detect this too, a tag of the registered model in MLflow
-names the newest entry (`anchor`).
+The champion is the promoted version. There is one folder for each registered model and one file for each
+entry, such as `000012.json`. An entry contains the evidence of the decision or change, and the digest of the
+previous entry; its own digest covers all of its other fields, and it is signed by a trusted key
+(components/core/signing.py). So an entry that is changed, removed, inserted or signed with another key breaks
+the chain at a known place. If the last entries are removed, the rest is still a valid chain. To detect this
+too, a tag of the registered model in MLflow names the newest entry (`anchor`).
 
 An entry is written before the registry is changed, and it contains the aliases after the change. So if a
 process is killed in between, the next process that takes the lock completes the change.
@@ -64,11 +64,12 @@ class AuditEntry(FrozenModel):
 
     `number` counts from 1, and `before` is the digest of the previous entry, or 64 zeros. `when` is a time in
     UTC (ISO 8601, seconds). `who` is the user and host in the operating system, or the name that a person
-    gave. `aliases` maps the aliases `champion` and `previous` to their version numbers after the change; an
-    alias that no version has is not a key. `evidence` has the facts on which the change is based, such as
-    digests, figures with intervals, and thresholds. `key` identifies a change, so that a repeated call adds
-    no second entry; it is "" for changes of which every call adds one. `digest` and `signature`, by a trusted
-    key, cover all other fields.
+    gave. `action` (one of Action) is what was done with the version `version` of the registered model
+    `model`, and `reason` says why. `aliases` maps the aliases `champion` (the promoted version) and
+    `previous` to their version numbers after the change; an alias that no version has is not a key.
+    `evidence` has the facts on which the change is based, such as digests, figures with intervals, and
+    thresholds. `key` identifies a change, so that a repeated call adds no second entry; it is "" for changes
+    of which every call adds one. `digest` and `signature`, by a trusted key, cover all other fields.
     """
 
     number: int
@@ -91,14 +92,18 @@ class AuditEntry(FrozenModel):
 
 
 class AuditChainError(UserError):
-    """Error raised if entries of an audit chain were changed or removed; the message names the first one."""
+    """Error raised if an audit chain, the log of decisions on model versions, is not as it was written.
+
+    An entry was changed, removed or inserted, cannot be read, or is not signed by a trusted key. The message
+    names the first such entry.
+    """
 
 
 class AuditChain:
     """Log of decisions on versions of the registered model `model`, in a folder of its own below `folder`.
 
-    Every method that reads the chain checks all of its entries. `signer` signs new entries and knows the
-    trusted keys.
+    Every method that reads the chain checks all of its entries, and raises AuditChainError if one is wrong.
+    `signer` signs new entries and knows the trusted keys.
     """
 
     def __init__(self, folder: Path, model: str, signer: Signer):
@@ -110,16 +115,18 @@ class AuditChain:
 
     @classmethod
     def of(cls, registry: Registry, home: Path) -> "AuditChain":
-        """Return the chain of the model `registry.model`, below `registry.audit` or else `home`/audit.
+        """Return the audit chain of `registry.model`, below the folder `registry.audit` or else `home`/audit.
 
-        `home` is the folder in which the runs keep everything.
+        The audit chain is the log of decisions on the versions of that model. `home` is the folder in which
+        the runs keep everything. Raises UserError if a path of a key begins with ~ and this account has no
+        home folder.
         """
         folder = Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit"
         return cls(folder, registry.model, Signer(registry))
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the exclusive lock of the chain while the block runs, after waiting until the lock is free.
+        """Wait until the lock of the chain is free, and hold it exclusively while the `with` block runs.
 
         If a process is killed, the operating system releases its lock at once.
         """
@@ -131,10 +138,11 @@ class AuditChain:
     def append(
         self, action: Action, version: str, aliases: dict[str, str], who: str, **rest: Any
     ) -> AuditEntry:
-        """Write the next entry and return it. The caller holds the lock.
+        """Write the next entry and return it. The caller holds the lock (`locked`).
 
         The arguments are the fields of AuditEntry with these names, and `rest` may contain `reason`,
-        `evidence` and `key`.
+        `evidence` and `key`. Raises AuditChainError as `entries` does, and UserError if the entry cannot be
+        signed.
         """
         entries = self.entries()
         content = AuditEntry(
@@ -155,10 +163,11 @@ class AuditChain:
         return entry
 
     def entries(self) -> list[AuditEntry]:
-        """Return all entries in their order.
+        """Return all entries in the order of their numbers; there are none if the folder does not exist.
 
         Raises AuditChainError, which names the first wrong entry, if an entry was changed, removed or
-        inserted, or is not signed by a trusted key.
+        inserted, cannot be read, or is not signed by a trusted key. Raises UserError if the file of trusted
+        keys cannot be read.
         """
         found: list[AuditEntry] = []
         for number, path in enumerate(sorted(self.folder.glob(f"{'[0-9]' * 6}.json")), 1):
@@ -197,25 +206,28 @@ class AuditChain:
 
 
 def newest(entries: list[AuditEntry], version: str, actions: Collection[Action]) -> AuditEntry | None:
-    """Return the newest entry of `version` with one of these actions, or None if there is none."""
+    """Return the newest entry of the version `version` with one of `actions`, or None if there is none.
+
+    `entries` are those of an audit chain, the log of decisions, with the oldest first.
+    """
     of_version = (entry for entry in reversed(entries) if entry.version == version)
     return next((entry for entry in of_version if entry.action in actions), None)
 
 
 def recorded_aliases(entries: list[AuditEntry]) -> dict[str, str]:
-    """Return the version numbers after these entries by alias, which is `champion` or `previous`.
+    """Return the version number of each of the aliases `champion` and `previous` after the last entry.
 
-    An alias that no version has is not a key.
+    `entries` are those of an audit chain, the log of decisions. An alias that no version has is not a key.
     """
     return entries[-1].aliases if entries else {}
 
 
 def check_anchor(entries: list[AuditEntry], anchor: str) -> None:
-    """Raise AuditChainError unless the chain contains the entry that the anchor in the registry names.
+    """Raise AuditChainError unless the audit chain contains the entry that the anchor in the registry names.
 
-    `anchor` has the form NUMBER:DIGEST, or is empty if the registry has no anchor yet. The entry need not be
-    the newest one, because a process can be killed after it has written an entry and before it has written
-    the anchor.
+    `entries` are all entries of the chain. `anchor` has the form NUMBER:DIGEST, or is empty if the registry
+    has no anchor yet, which is no error. The entry need not be the newest one, because a process can be
+    killed after it has written an entry and before it has written the anchor.
     """
     number, _, digest = anchor.partition(":")
     if anchor and (

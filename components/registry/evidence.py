@@ -1,4 +1,4 @@
-"""The evidence of model versions: the files that decisions rest on, and their recorded digests."""
+"""The evidence of model versions: the files on which promotions rest, and their recorded digests."""
 
 import tempfile
 from collections.abc import Mapping
@@ -19,9 +19,10 @@ RESTORE = "restore it from the artifact store's backup, or promote another versi
 class Evidence:
     """Reads the evidence of versions of one registered model from entries of its audit chain.
 
-    The evidence of a version has the digests of its checkpoint and evaluations and the paths of evaluations
-    and report, on which decisions rest. `home` contains the evaluations and reports. `chain` is the folder of
-    the audit chain, the log of decisions; the entries that methods take are all of the chain.
+    The audit chain is the log of decisions on versions. The evidence of a version has the digests of its
+    checkpoint and evaluations and the paths of evaluations and report, on which decisions rest. `home` is the
+    folder that contains the evaluations and reports, and `chain` the folder of the audit chain. The argument
+    `entries` of the methods has all entries of the chain.
     """
 
     def __init__(self, client: MlflowClient, model: str, home: Path, chain: Path):
@@ -33,9 +34,10 @@ class Evidence:
     def verified(self, version: str, entries: list[AuditEntry]) -> dict[str, Any]:
         """Return the recorded evidence of a version, after verifying the files that it names.
 
-        Raises UserError, which names the file, if the checkpoint or an evaluation is missing or has changed
-        since the version was registered, or if the chain has no entry of the registration. The report is not
-        verified, but its digest is added to the evidence as `report.digest` if the report exists.
+        `version` is a number. Raises UserError, which names the file, if the checkpoint or an evaluation is
+        missing or has changed since the version was registered, or if the chain has no entry of the
+        registration. The report is not verified, but its SHA-256 is added to the evidence as `report.digest`
+        if the report exists.
         """
         evidence = self.recorded(version, entries)
         self.verify(version, evidence)
@@ -59,9 +61,10 @@ class Evidence:
         return dict(registered.evidence)
 
     def verify(self, version: str, evidence: Mapping[str, Any]) -> None:
-        """Raise UserError unless checkpoint and evaluations of a version have the digests of `evidence`.
+        """Raise UserError unless checkpoint and evaluations of a version have the digests in `evidence`.
 
-        `evidence` is what `recorded` returns.
+        `version` is a number, and `evidence` is what `recorded` returns. A checkpoint that is not in a local
+        folder is downloaded to a temporary one.
         """
         with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
             folder = models.checkpoint(self.client, self.model, version, Path(scratch))
@@ -82,14 +85,15 @@ class Evidence:
                 )
 
     def match(self, path: str, digest: str) -> bool:
-        """Return whether the file `path`, relative to `home`, exists and has this digest."""
+        """Return whether the file `path`, relative to `home`, exists and has the SHA-256 `digest`."""
         return (self.home / path).is_file() and digest_file(self.home / path) == digest
 
     def disagreements(self, version: str, entries: list[AuditEntry]) -> list[str]:
         """Return a sentence for each disagreement between a version's files and tags and the audit chain.
 
-        The tags are compared for every version. The files are verified only if the version is the champion or
-        the previous champion, or waits for approval, because those of other versions may have been deleted.
+        The tags in the registry are compared for every version. The files are verified only if the version is
+        the champion (the promoted version) or the previous champion, or waits for approval, because those of
+        other versions may have been deleted.
         """
         state = newest(entries, version, DECISIONS)
         action = state.action if state is not None else None
@@ -111,9 +115,10 @@ class Evidence:
         ]
 
     def untrusted_runs(self, signer: Signer) -> list[str]:
-        """Return a sentence for each run's record (`home`/runs/*/run.json) without a trusted signature.
+        """Return a sentence for each record of a run that is not signed by a trusted key.
 
-        `signer` has the trusted keys.
+        The records are the files `home`/runs/*/run.json. A record that was changed after it was signed, or is
+        not valid JSON, counts as not signed. `signer` has the trusted keys.
         """
         found = []
         for file in sorted(self.home.glob("runs/*/run.json")):

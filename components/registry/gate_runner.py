@@ -1,6 +1,7 @@
 """Collect the evidence of a model version from its files, and run the gates (gates.py) on it.
 
-The nightly flow runs the gates after an evaluation. `cuda-agent models gate` runs them again at any time.
+Gates are the conditions under which a version is promoted. The nightly flow runs the gates after an
+evaluation. `cuda-agent models gate` runs them again at any time.
 """
 
 import tempfile
@@ -35,14 +36,15 @@ def run_gates(
     report: Path,
     epoch: str,
 ) -> Decision:
-    """Run all gates on a model version, and return the decision.
+    """Run all gates, the conditions of promotion, on a model version, and return the decision.
 
     The gates compare `after`, the evaluation of the version, with the thresholds, with `start`, the
-    evaluation of the policy that the run began with, and with the evaluation of the champion on the same
-    tasks, which is None if there is no champion. They verify that the files of `checkpoint` match the
-    `registered_digest` and that `report`, the HTML file, is complete. The judge also judges a sample of
-    exploits (exploits.py), or reuses its stored verdicts on them if they have the same `epoch`, a name
-    for one set of judgements. Raises UserError if a file of the checkpoint is damaged.
+    evaluation of the policy that the run began with, and with `champion`, the evaluation of the promoted
+    version on the same tasks, which is None if there is none. They verify that the files in the folder
+    `checkpoint` match the `registered_digest` and that `report`, the HTML file, is complete. `pool` also
+    judges a sample of exploits (exploits.py), or reuses its stored verdicts on them if they have the same
+    `epoch`, a name for one set of judgements. Raises UserError if a file of the checkpoint is damaged, and
+    InfrastructureError if the judge fails on the sample.
     """
     sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
     found = evaluate_gates(
@@ -67,13 +69,13 @@ def evaluate_gates(
     digests_match: bool,
     report_complete: bool,
 ) -> list[Gate]:
-    """Return all gates for the evaluation `after` of a version.
+    """Return the results of all gates, the conditions of promotion, for the evaluation `after` of a version.
 
-    `start` is the evaluation of the policy that the run began with, and `champion` that of the champion, both
-    on the same tasks; `champion` is None if there is no champion. `sample` is the result of judging exploits.
-    `digests_match` says whether the checkpoint's files have the digests of the registration and of the
-    evaluation, and `report_complete` whether the report was written to its end. Exploits that were tried on
-    another device than that of the evaluation count as not refused.
+    `start` is the evaluation of the policy that the run began with, and `champion` that of the promoted
+    version, both on the same tasks; `champion` is None if no version is promoted. `sample` is the result of
+    judging exploits (kernels that break a rule). `digests_match` says whether the checkpoint's files have the
+    digests of the registration and of the evaluation, and `report_complete` whether the report was written to
+    its end. Exploits that were tried on another device than that of the evaluation count as not refused.
     """
     found = gates.floors(after.overall, after.levels, thresholds)
     if thresholds.improvement:
@@ -99,7 +101,7 @@ def evaluate_gates(
 
 
 def is_complete(report: Path) -> bool:
-    """Return whether the HTML file of the report exists and contains its end."""
+    """Return whether the HTML file `report` exists and has the tag `</html>` in its last 200 characters."""
     return report.is_file() and "</html>" in report.read_text()[-200:]
 
 
@@ -108,14 +110,16 @@ def gate_again(
 ) -> tuple[str, Decision, Compared | None]:
     """Run the gates again on a registered version, with the present thresholds and the present champion.
 
-    If the version is the champion itself, it is compared with the previous champion. The figures of the
-    version are read from its stored evaluation. The champion is evaluated on the same tasks unless such an
-    evaluation is stored. If all gates pass, the verdict is `waiting`, never `promoted`.
+    Gates are the conditions of promotion, and the champion is the promoted version. If the version is the
+    champion itself, it is compared with the previous champion. The figures of the version are read from its
+    stored evaluation. The champion is evaluated on the same tasks unless such an evaluation is stored. If all
+    gates pass, the verdict is `waiting` (for a person's approval), never `promoted`.
 
-    Returns the number of the version, the decision, and the champion, which is None if there is no champion.
-    Raises UserError if the version was evaluated on another device, in another precision or in another dtype
-    than `params` say, or under other rules of the judge than the default ones (`Labels` in judge/verdict.py),
-    or if its checkpoint or an evaluation is missing or changed.
+    `version` is a number or an alias. Returns the number of the version, the decision, and the champion with
+    the path of its evaluation, which is None if there is no champion. Raises UserError if the version was
+    evaluated on another device, in another precision or in another dtype than `params` say, or under other
+    rules of the judge than the default ones (`Labels` in judge/verdict.py), or if its checkpoint or an
+    evaluation is missing or changed.
     """
     home = promotion.home
     number, evidence = promotion.evidence(version)
@@ -159,9 +163,11 @@ def _evaluate(
     pool: JudgePool,
     progress: Progress,
 ) -> Compared:
-    """Evaluate the champion on the tasks of `after`, and return the path and digest of its results.
+    """Evaluate the champion, the promoted version, on the tasks of the evaluation `after`.
 
-    `champion` is the champion's version number, and `after` the evaluation of the version to compare with it.
+    `champion` is the champion's version number, and `after` is the evaluation of the version to be compared
+    with it. Returns `champion` with the path and the digest of the results. Raises UserError if a file of the
+    champion is missing or changed.
     """
     promotion.evidence(champion)
     tasks = [KernelTask(code=row.source, ops=row.ops, name=row.name, level=row.level) for row in after.tasks]

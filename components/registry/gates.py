@@ -1,6 +1,7 @@
 """The gates of promotion as pure functions of figures and thresholds.
 
-All thresholds are parameters (`params.gate`). There are four kinds of gates:
+Gates are the conditions under which a version of the policy becomes the champion, the promoted version. All
+thresholds are parameters (`params.gate`). There are four kinds of gates:
 
 - A floor requires that the lower end of a figure's 95 % confidence interval reaches a threshold, unless the
   threshold is 0. So the true figure is above the threshold with a confidence of 97.5 %, and a small suite,
@@ -40,10 +41,11 @@ REFUSALS = ("refused", "nothing_learned")
 
 
 class Gate(FrozenModel):
-    """The result of one gate: a figure with its interval, the threshold, and whether the gate passed.
+    """The result of one gate, which is a condition for the promotion of a version of the policy.
 
-    `value` is None if the figure could not be measured, and `low` and `high` are None without an interval.
-    `note` has further details, such as the names of exploits that succeeded.
+    A gate compares the figure `value`, with the 95 % interval from `low` to `high`, with `threshold`. `value`
+    is None if the figure could not be measured, and `low` and `high` are None without an interval. `passed`
+    is true if the condition holds. `note` has further details, such as the names of exploits that succeeded.
     """
 
     name: str
@@ -59,8 +61,8 @@ class Gate(FrozenModel):
         """Return the number that is compared with the threshold.
 
         It is the lower end of the interval, and the upper end for changes from the policy that the run began
-        with. If there is no interval, or the gate is on a change from the champion, it is the figure itself,
-        which is None if it could not be measured.
+        with. If there is no interval, or the gate is on a change from the champion (the promoted version), it
+        is the figure itself, which is None if it could not be measured.
         """
         if self.low is None or self.name.startswith("change."):
             return self.value
@@ -68,7 +70,11 @@ class Gate(FrozenModel):
 
     @property
     def sentence(self) -> str:
-        """Return the figure, its interval, the threshold and the note as text."""
+        """Return a sentence with the figure, its interval and the threshold, followed by the note.
+
+        For a gate that did not pass, the sentence also says by how much the decisive number is below the
+        threshold.
+        """
         more = f" {self.note}" if self.note else ""
         if self.value is None:
             return f"{self.name} could not be measured; at least {self.threshold:.3g} is needed.{more}"
@@ -88,11 +94,12 @@ class Gate(FrozenModel):
 
 
 class Decision(FrozenModel):
-    """The decision of the gates.
+    """The decision of the gates, the conditions for the promotion of a version of the policy.
 
-    `waiting` means that all gates passed and that a person has to approve. `nothing_learned` means that only
-    the gate failed that requires that the version is better than the policy that its run began with.
-    `reasons` has a sentence for each failed gate, or one on why the version is promoted or waits.
+    `promoted` means that all gates passed, and `waiting` that all passed and that a person has to approve.
+    `nothing_learned` means that only the gate failed that requires that the version is better than the policy
+    that its run began with, and `refused` that another gate failed. `reasons` has a sentence for each failed
+    gate, or one on why the version is promoted or waits.
     """
 
     verdict: Literal["promoted", "refused", "waiting", "nothing_learned"]
@@ -103,8 +110,9 @@ class Decision(FrozenModel):
 class Compared(FrozenModel):
     """The champion with which the gates compared a version, and its evaluation on the version's tasks.
 
-    `version` is the champion's version number. `evaluation` is the path of the results, relative to the home
-    (the folder in which runs keep everything), and `digest` their digest.
+    The champion is the promoted version. `version` is its version number. `evaluation` is the path of the
+    results, relative to the home (the folder in which runs keep everything), and `digest` the SHA-256 of this
+    file.
     """
 
     version: str
@@ -115,8 +123,9 @@ class Compared(FrozenModel):
 def floors(summary: Summary, levels: dict[str, Summary], thresholds: GateThresholds) -> list[Gate]:
     """Return the gates that compare the figures of one evaluation with their lowest accepted values.
 
-    `levels` has the figures of the tasks of each level of the suite, by the level's number as a text. A gate
-    with the threshold 0 always passes, and any other fails if its figure or interval is missing.
+    `summary` has the figures of all tasks, and `levels` those of the tasks of each level of the suite, by the
+    level's number as a text. A gate with the threshold 0 always passes. Any other passes if the lower end of
+    the figure's 95 % interval is at least the threshold, and fails if its figure or interval is missing.
     """
 
     def floor(name: str, figures: Summary | None, threshold: float, called: str = "") -> Gate:
@@ -149,7 +158,8 @@ def regression(
 ) -> list[Gate]:
     """Return the gates on the change of each rate from the champion to the candidate, paired by task.
 
-    Only tasks on which both were measured are included. A gate fails if the rate drops by more than
+    `candidate` has the results of the version that is to be promoted, and `champion` those of the promoted
+    version. Only tasks on which both were measured are included. A gate fails if the rate drops by more than
     `thresholds.regression` and the 95 % confidence interval of the change is below 0.
     """
     failed = {row.task_id for row in (*candidate, *champion) if row.error}
@@ -176,10 +186,11 @@ def regression(
 def improvement(candidate: Sequence[TaskResult], start: Sequence[TaskResult]) -> list[Gate]:
     """Return the gates on the change of each figure from the policy that the run began with, paired by task.
 
-    `start` has the results of that policy. Only tasks on which both were measured are included. The gate of a
-    figure fails if the whole 95 % interval of its change is below no change, which is a ratio of 1 for a
-    geometric mean and a difference of 0 for any other figure. One more gate (IMPROVEMENT) requires that the
-    whole interval of at least one figure is above no change.
+    `candidate` has the results of the version that is to be promoted, and `start` those of the policy that
+    the run began with. Only tasks on which both were measured are included. The gate of a figure fails if the
+    whole 95 % interval of its change is below no change, which is a ratio of 1 for a geometric mean and a
+    difference of 0 for any other figure. One more gate (IMPROVEMENT) requires that the whole interval of at
+    least one figure is above no change.
     """
     failed = {row.task_id for row in (*candidate, *start) if row.error}
     found = changes(
@@ -214,8 +225,9 @@ def improvement(candidate: Sequence[TaskResult], start: Sequence[TaskResult]) ->
 def too_few_tasks(thresholds: GateThresholds, tasks: int) -> list[str]:
     """Return a sentence for each gate that no version can pass on a suite with this number of tasks.
 
-    Even if a share is 1, the lower end of its exact binomial interval is only
-    ((1 - COVERAGE) / 2) ** (1 / tasks). For gate.improvement the suite needs LEAST_CHANGED tasks.
+    `tasks` is at least 1. The gate on a share cannot be passed if its threshold is above the lower end of the
+    exact binomial interval of a share of 1, which is ((1 - COVERAGE) / 2) ** (1 / tasks). The gate on
+    improvement (gate.improvement) needs a suite of at least LEAST_CHANGED tasks.
     """
     outside = (1 - COVERAGE) / 2
     highest = outside ** (1 / tasks)
@@ -252,9 +264,9 @@ def integrity(
 ) -> list[Gate]:
     """Return the gates that have no interval.
 
-    They require that enough tasks were measured, that all were measured in the sandbox, that the checkpoint
-    is the evaluated one, and that the report is complete. `exploits`, the result of `exploits_gate`, is
-    appended if it is given.
+    They require that enough tasks were measured, that all were measured in the sandbox (`isolated`), that the
+    checkpoint is the evaluated one (`digests_match`), and that the report is complete (`report_complete`).
+    `exploits`, the result of `exploits_gate`, is appended if it is given.
     """
     measured = 1.0 if summary.tasks == 0 else 1 - summary.errors / summary.tasks
     facts = {
@@ -275,10 +287,12 @@ def integrity(
 
 
 def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds: GateThresholds) -> Gate:
-    """Return the gate on the judge's verdicts on a sample of exploits and honest candidates.
+    """Return the gate on the judge's verdicts on a sample of exploits and honest kernels.
 
-    The judge refused `refused` of the `tried` exploits, as it should have refused all. `believed` names the
-    exploits that it accepted and the honest candidates that it refused, for the gate's note.
+    Exploits are kernels that break a rule. The judge refused `refused` of the `tried` exploits, as it should
+    have refused all. The gate passes if the share of refused exploits is at least `thresholds.exploits`.
+    `believed` names the exploits that the judge accepted and the honest kernels that it refused, for the
+    gate's note.
     """
     share = refused / tried if tried else 0.0
     note = f"Wrongly judged: {', '.join(believed)}." if believed else ""
@@ -292,9 +306,9 @@ def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds:
 
 
 def decide(gates: Sequence[Gate], approval: Literal["automatic", "person"]) -> Decision:
-    """Return the decision that follows from the gates.
+    """Return the decision that follows from the results of all gates.
 
-    The verdict is `nothing_learned` if only the gate on improvement failed, and `refused` if another gate
+    The verdict is `nothing_learned` if only the gate IMPROVEMENT failed, and `refused` if another gate
     failed. If all passed, it is `waiting` if `approval` is `person`, and `promoted` if it is `automatic`.
     """
     failed = [gate for gate in gates if not gate.passed]

@@ -1,12 +1,12 @@
 """Model versions in MLflow: one registered model, with a version for each run and aliases for the champion.
 
-A version is a logged model that has the files of a checkpoint in its folder `checkpoint`, which transformers
-and vLLM load directly. A version is registered without loading its model. MLflow's transformers flavor is not
-used, because it needs the model in memory and does not accept paths with transformers 5. The tags of a
-version are copies of its evidence: the figure and threshold of every gate, and the digests of the data set,
-the code and the evaluation. The evidence on which decisions rest is in the audit chain (audit.py).
-Each of the aliases candidate, champion and previous points to one version, so there is never more than one
-champion.
+The champion is the promoted version. A version is a logged model that has the files of a checkpoint in its
+folder `checkpoint`, which transformers and vLLM load directly. A version is registered without loading its
+model. MLflow's transformers flavor is not used, because it needs the model in memory and does not accept
+paths with transformers 5. The tags of a version are copies of its evidence: the figure and threshold of every
+gate (condition of promotion), and the digests of the data set, the code and the evaluation. The evidence on
+which decisions rest is in the audit chain (audit.py). Each of the aliases candidate, champion and previous
+points to one version, so there is never more than one champion.
 """
 
 import json
@@ -79,7 +79,11 @@ def register(
 
 
 def record_decision(client: MlflowClient, model: str, version: str, decision: Decision) -> None:
-    """Write the gates, the verdict and the reasons of a decision into tags of the version `version`."""
+    """Write the results of the gates, the verdict and the reasons of a decision into tags of a model version.
+
+    The gates are the conditions of promotion. `model` is the name of the registered model, and `version` the
+    number of the version.
+    """
     set_tags(
         client,
         model,
@@ -95,7 +99,7 @@ def set_tags(client: MlflowClient, model: str, version: str, tags: Mapping[str, 
 
 
 def aliases(client: MlflowClient, model: str) -> dict[str, str]:
-    """Return the version numbers of the registered model's aliases, by alias; {} if there is no such model.
+    """Return the version number of each alias of the registered model `model`; {} if there is no such model.
 
     The aliases are read from the registered model, because MLflow's search results do not contain them.
     """
@@ -106,21 +110,25 @@ def aliases(client: MlflowClient, model: str) -> dict[str, str]:
 def champion_besides(aliases: Mapping[str, str], version: str) -> str | None:
     """Return the version number of the champion with which `version` is compared, or None if there is none.
 
-    If `version` is already the champion, for example in a run that continues after its promotion, return the
-    version with the alias `previous`.
+    The champion is the promoted version. `aliases` has the version number of each alias. If `version` is
+    already the champion, for example in a run that continues after its promotion, the result is the version
+    with the alias `previous`.
     """
     champion = aliases.get(CHAMPION)
     return aliases.get(PREVIOUS) if champion == version else champion
 
 
 def tags(client: MlflowClient, model: str) -> dict[str, str]:
-    """Return the tags of the registered model itself, not of its versions; {} if there is no such model."""
+    """Return the tags of the registered model itself, not of its versions; {} if there is no such model.
+
+    `model` is the name of the registered model.
+    """
     found = _registered(client, model)
     return dict(found.tags) if found is not None else {}
 
 
 def _registered(client: MlflowClient, model: str) -> Any:
-    """Return MLflow's record of the registered model, or None if it does not exist yet."""
+    """Return MLflow's record of the registered model `model`, or None if it does not exist yet."""
     try:
         return client.get_registered_model(model)
     except MlflowException as error:
@@ -130,7 +138,7 @@ def _registered(client: MlflowClient, model: str) -> Any:
 
 
 def find(client: MlflowClient, model: str, version: str) -> Any:
-    """Return the model version with this number or alias.
+    """Return MLflow's record of the version of `model` with this number or alias.
 
     Raises UserError if there is no such version.
     """
@@ -144,11 +152,11 @@ def find(client: MlflowClient, model: str, version: str) -> Any:
 
 
 def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
-    """Return the version with this number or alias as a JSON record.
+    """Return the version of `model` with this number or alias as a JSON record.
 
-    The record has the name of the model, the number and the aliases of the version, its gates, its decision
-    ("undecided" without one) with the reasons, its other tags, and the id of its MLflow run. Raises UserError
-    if there is no such version.
+    The record has the name of the model, the number and the aliases of the version, the results of its gates
+    (conditions of promotion), its decision ("undecided" without one) with the reasons, its other tags, and
+    the id of its MLflow run. Raises UserError if there is no such version.
     """
     found = find(client, model, version)
     return {
@@ -168,13 +176,17 @@ def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
 
 
 def numbers(client: MlflowClient, model: str) -> list[str]:
-    """Return the numbers of all versions, the newest first."""
+    """Return the numbers of all versions of the registered model `model`, the newest first."""
     found = client.search_model_versions(f"name = '{model}'", max_results=10_000)
     return sorted((str(version.version) for version in found), key=int, reverse=True)
 
 
 def location(client: MlflowClient, model: str, version: str) -> str:
-    """Return the path of a version's checkpoint if it is a local folder, and its URI otherwise."""
+    """Return the path of a version's checkpoint if it is a local folder, and its URI otherwise.
+
+    `model` is the name of the registered model, and `version` the number of the version. The folder may be
+    missing.
+    """
     uri = client.get_model_version_download_uri(model, version)
     if uri.startswith("models:/"):
         uri = client.get_logged_model(uri.removeprefix("models:/")).artifact_location
@@ -183,10 +195,10 @@ def location(client: MlflowClient, model: str, version: str) -> str:
 
 
 def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) -> Path:
-    """Return a local folder with the checkpoint of a version.
+    """Return a local folder with the checkpoint of the version with the number `version`.
 
-    If MLflow stores it in a local folder, that folder is returned. Otherwise the checkpoint is downloaded
-    into `scratch`. Raises UserError if the local folder does not exist.
+    If MLflow stores the checkpoint in a local folder, that folder is returned. Otherwise the checkpoint is
+    downloaded into the folder `scratch`. Raises UserError if the local folder does not exist.
     """
     place = location(client, model, version)
     if not is_local_uri(place):
@@ -204,10 +216,10 @@ def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) ->
 def references(client: MlflowClient, model: str) -> dict[str, str]:
     """Return the run keys and digests whose stored objects must be kept, with the reason for each.
 
-    A run key is the key of a pipeline run (`PipelineRun` in flows/run_context.py). The result has the run key
-    and the digests of checkpoint, data set and evaluation of every version that has an alias or is of an
-    unfinished run, and the run key of every unfinished run. A reason is a text such as "policy version 3 is
-    champion".
+    The objects are those in the artifact store. A run key is the key of a pipeline run (`PipelineRun` in
+    flows/run_context.py). The result has the run key and the digests of checkpoint, data set and evaluation
+    of every version of `model` that has an alias or is of an unfinished run, and the run key of every
+    unfinished run. A reason is a text such as "policy version 3 is champion".
     """
     found: dict[str, str] = {}
     versions = {
@@ -228,8 +240,8 @@ def evidence(chain: AuditChain) -> dict[str, str]:
 
     The chain is the log of decisions on versions, and a run key is a digest of a pipeline run's parameters
     and code. Entries of registrations are left out. The text is such as "audit entry 12", and names the last
-    entry that contains the key or digest. Objects in the store with these keys and digests are kept, because
-    past decisions rest on them.
+    entry that contains the key or digest. Objects in the artifact store with these keys and digests are kept,
+    because past decisions rest on them. Raises AuditChainError if the chain was damaged.
     """
     return {
         word: f"audit entry {entry.number}"
@@ -250,7 +262,7 @@ def _named(tags: dict[str, str]) -> list[str]:
 def _unfinished(client: MlflowClient) -> set[str]:
     """Return the run keys of all pipeline runs that are not finished, because they are running or failed.
 
-    A run key is a digest of the run's parameters and code.
+    A run key is a digest of the run's parameters and code, and the tag of the run in MLflow.
     """
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     rule = f"tags.`{KIND}` = 'night' and attributes.status != 'FINISHED'"

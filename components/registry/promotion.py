@@ -1,10 +1,11 @@
 """The operations on model versions and the champion, which hold a lock and record changes in the audit chain.
 
-An operation that decides on a version takes the lock, completes the operation of a process that was killed,
-checks its conditions, verifies the files of the evidence, writes the audit entry, moves the aliases, and
-writes the anchor (the number and digest of the entry) into a tag of the registered model, in this order. If
-the process is killed after it wrote the entry, the next operation completes the change. An alias is one row
-in the registry's database, so there is never more than one champion.
+The champion is the promoted version, and the audit chain is the signed log of decisions. An operation that
+decides on a version takes the lock, completes the operation of a process that was killed, checks its
+conditions, verifies the files of the evidence, writes the audit entry, moves the aliases, and writes the
+anchor (the number and digest of the entry) into a tag of the registered model, in this order. If the process
+is killed after it wrote the entry, the next operation completes the change. An alias is one row in the
+registry's database, so there is never more than one champion.
 
 Every client of the registry may write tags and aliases, so no decision rests on them. The digests of a
 version's files are in the signed entry of its registration, the state of a version is that of its newest
@@ -45,7 +46,10 @@ CHAMPION_ACTIONS = (*PASSED, "rolled_back")
 
 
 class NotPassed(UserError):
-    """Error raised if a version cannot be promoted because its gates did not pass."""
+    """Error raised if a version cannot be promoted because its gates did not pass.
+
+    Gates are the conditions of promotion. A command that raises the error ends with the exit code 4.
+    """
 
     exit_code = 4
 
@@ -57,7 +61,8 @@ class Promotion:
     rest. It also contains the audit chain, the log of decisions, unless `registry.audit` names another
     folder. In the methods, `version` is a version's number, in `evidence`, `approve`, `decline`, `promote`
     and `waiting` also an alias. `who` and `reason` become the fields of the audit entry with these names;
-    without `who`, the entry names the present user.
+    without `who`, the entry names the present user. Every method but `verify` raises AuditChainError if the
+    audit chain was damaged, and those that add an entry raise UserError if it cannot be signed.
     """
 
     def __init__(self, client: MlflowClient, registry: Registry, home: Path):
@@ -73,8 +78,8 @@ class Promotion:
         `evidence` has the digests of the checkpoint's files (`checkpoint.digest`) and manifest
         (`manifest.digest`), the paths relative to `home` and the digests of the evaluations of the version
         (`evaluation`, `evaluation.digest`) and of the policy that its run began with (`start.evaluation`,
-        `start.digest`), the path of the report (`report`), and further facts. The files are not read. If the
-        newest registration entry has equal evidence, it is returned and none is added.
+        `start.digest`), the path of the report (`report`), and further facts. The files are not read. Returns
+        the new audit entry, or the newest registration entry of the version if its evidence is equal.
         """
         with self._changing() as entries:
             known = newest(entries, version, {"registered"})
@@ -85,7 +90,7 @@ class Promotion:
     def evidence(self, version: str, *, verify: bool = True) -> tuple[str, dict[str, Any]]:
         """Return the number of a version and its evidence, which `register` has recorded.
 
-        It has the paths and digests of checkpoint, evaluations and report by names such as
+        The evidence has the paths and digests of checkpoint, evaluations and report by names such as
         `checkpoint.digest`. `version` is a number or an alias. With `verify`, the files are verified, and
         `report.digest` is added if the report exists. Raises UserError if a file is missing or has changed,
         or if the version or the entry of its registration does not exist.
@@ -96,15 +101,19 @@ class Promotion:
             return number, read(number, entries)
 
     def aliases(self) -> dict[str, str]:
-        """Return the version numbers by alias, `champion` or `previous`; one without version is no key."""
+        """Return the version number of each of the aliases `champion` and `previous`, by alias.
+
+        `champion` is the promoted version, and `previous` is the champion before the present one. An alias
+        that no version has is not a key.
+        """
         with self._changing() as entries:
             return recorded_aliases(entries)
 
     def compared(self, version: str, champion: str) -> Compared | None:
         """Return the stored evaluation of `champion` with which the gates have compared `version` before.
 
-        Both are version numbers. Returns None if the gates have not compared the two, or if the file with the
-        results is missing or changed.
+        The gates are the conditions of promotion. Both arguments are version numbers. Returns None if the
+        gates have not compared the two, or if the file with the results is missing or changed.
         """
         for entry in reversed(self.chain.entries()):
             if entry.version == version and entry.evidence.get("champion"):
@@ -124,10 +133,11 @@ class Promotion:
     ) -> AuditEntry:
         """Promote the version, refuse it, or let it wait for a person's approval, as `decision` says.
 
-        `champion` is the champion with which the gates compared, or None if there was none. A version that
-        waits expires after `approval_seconds`. If the chain already has an entry with this `key`, that entry
-        is returned and nothing is changed. Raises UserError if the champion has changed since the comparison,
-        or if a file of the evidence has changed.
+        `champion` is the champion (the promoted version) with which the gates compared the version, or None
+        if there was none. A version that waits expires after `approval_seconds`. If `key` is not empty and
+        the audit chain already has an entry with this `key`, that entry is returned and nothing is changed.
+        Otherwise the new entry is returned. Raises UserError if the champion has changed since the
+        comparison, or if a file of the evidence has changed.
         """
         with self._changing() as entries:
             known = next((entry for entry in entries if key and entry.key == key), None)
@@ -154,10 +164,11 @@ class Promotion:
             )
 
     def approve(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
-        """Make a waiting version the champion, or let it expire if its deadline has passed.
+        """Make a version that waits for approval the champion, or let it expire if its deadline has passed.
 
-        The action of the returned entry is `approved` or `expired`. Raises UserError if the version does not
-        wait, or if the champion or the evidence has changed since the gates passed.
+        The champion is the promoted version. The action of the returned entry is `approved` or `expired`.
+        Raises UserError if the version does not wait, or if the champion or the evidence has changed since
+        the gates passed.
         """
         with self._changing() as entries:
             version, waiting = self._waiting(version, entries)
@@ -175,9 +186,9 @@ class Promotion:
             return self._append("approved", version, entries, who, reason=reason, evidence=evidence)
 
     def decline(self, version: str, *, who: str = "", reason: str = "") -> AuditEntry:
-        """Refuse a waiting version by a person's decision.
+        """Refuse a version that waits for approval, by a person's decision, and return the audit entry.
 
-        The champion does not change. Raises UserError if the version does not wait.
+        The champion (the promoted version) does not change. Raises UserError if the version does not wait.
         """
         with self._changing() as entries:
             version, waiting = self._waiting(version, entries)
@@ -188,10 +199,11 @@ class Promotion:
     def promote(self, version: str, *, who: str = "", reason: str = "", override: bool = False) -> AuditEntry:
         """Make a version the champion if its gates have passed, for example a former champion.
 
-        With `override`, which needs a `reason`, the version may wait for approval or its gates may have
-        failed. Promoting the champion again adds an entry but changes no alias. Without `override`, raises
-        NotPassed if the gates of the version did not pass and UserError if it waits. Also raises UserError if
-        its checkpoint or an evaluation is damaged, or if `override` is given without a `reason`.
+        The champion is the promoted version. With `override`, which needs a `reason`, the version may wait
+        for approval or its gates may have failed. Promoting the champion again adds an entry but changes no
+        alias. Returns the entry. Without `override`, raises NotPassed if the gates of the version did not
+        pass and UserError if it waits. Also raises UserError if its checkpoint or an evaluation is damaged,
+        or if `override` is given without a `reason`.
         """
         with self._changing() as entries:
             version = self._number(version, entries)
@@ -218,7 +230,8 @@ class Promotion:
     def rollback(self, *, who: str = "", reason: str = "") -> AuditEntry:
         """Make the previous champion the champion again, by exchanging the aliases champion and previous.
 
-        Raises UserError if there is no previous champion, or if its checkpoint or evaluations have changed.
+        The champion is the promoted version. Returns the audit entry. Raises UserError if there is no
+        previous champion, or if its checkpoint or evaluations have changed.
         """
         with self._changing() as entries:
             back = recorded_aliases(entries).get(PREVIOUS)
@@ -231,7 +244,10 @@ class Promotion:
             )
 
     def expire(self) -> list[AuditEntry]:
-        """Let every waiting version expire whose deadline has passed, and return the new entries."""
+        """Let every version expire that waits for approval and whose deadline has passed.
+
+        Returns the new audit entries.
+        """
         with self._changing() as entries:
             state = {entry.version: entry for entry in entries if entry.action in DECISIONS}
             return [
@@ -243,7 +259,8 @@ class Promotion:
     def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
         """Add an audit entry with the results of gates that were run again on the champion, and return it.
 
-        No alias or earlier decision changes. Raises UserError if a file of the version has changed.
+        `version` is the champion, and `decision` has the results. No alias or earlier decision changes.
+        Raises UserError if a file of the version has changed.
         """
         with self._changing() as entries:
             gates = [gate.model_dump() for gate in decision.gates]
@@ -253,7 +270,10 @@ class Promotion:
             )
 
     def verify(self) -> list[str]:
-        """Return a sentence for each disagreement between audit chain, registry, checkpoints and evidence."""
+        """Return a sentence for each disagreement between audit chain, registry, checkpoints and evidence.
+
+        If the audit chain itself was damaged, the only sentence is on that. The list is empty if all agree.
+        """
         with self.chain.locked():
             try:
                 entries = self.chain.entries()
@@ -272,7 +292,7 @@ class Promotion:
             return found + self.files.untrusted_runs(self.chain.signer)
 
     def waiting(self, version: str) -> tuple[str, AuditEntry]:
-        """Return the number of a waiting version, and the audit entry by which it began to wait.
+        """Return the number of a version that waits for approval, and the audit entry that let it wait.
 
         `version` is a number or an alias. Raises UserError if the version does not wait for a decision.
         """
@@ -292,7 +312,9 @@ class Promotion:
     def _same_champion(self, version: str, compared: str | None, entries: list[AuditEntry]) -> None:
         """Raise UserError if the champion has changed since the gates compared `version` with it.
 
-        `compared` is the number of the version that was the champion then, or None if there was no champion.
+        The champion is the promoted version; if that is `version` itself, the previous one counts. `compared`
+        is the number of the version that was the champion then, or None if there was no champion. `entries`
+        are all entries of the audit chain.
         """
         reigning = models.champion_besides(recorded_aliases(entries), version)
         if reigning != compared:
@@ -308,8 +330,8 @@ class Promotion:
     def _number(self, version: str, entries: list[AuditEntry]) -> str:
         """Return the number of a version, which is given by its number or an alias.
 
-        The aliases champion and previous are looked up in `entries`, and candidate in the registry. Raises
-        UserError if there is no such version.
+        The aliases champion and previous are looked up in `entries`, the entries of the audit chain, and the
+        alias candidate in the registry. Raises UserError if there is no such version.
         """
         return str(
             models.find(self.client, self.model, recorded_aliases(entries).get(version, version)).version
@@ -317,19 +339,23 @@ class Promotion:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[list[AuditEntry]]:
-        """Hold the lock of the chain, complete an interrupted change (`_recover`), and yield all entries."""
+        """Hold the lock of the audit chain while the `with` block runs, and yield all entries of the chain.
+
+        A change that a killed process has left incomplete is completed first (`_recover`).
+        """
         with self.chain.locked():
             yield self._recover()
 
     def _append(
         self, action: Action, version: str, entries: list[AuditEntry], who: str, **rest: Any
     ) -> AuditEntry:
-        """Append an audit entry to the chain, apply it to the registry, and return it.
+        """Append an audit entry to the chain, change the registry as the entry says, and return the entry.
 
-        `entries` are the entries of the chain so far. If `who` is empty, the present user is recorded. `rest`
-        may contain the fields `reason`, `evidence` and `key` of the entry. If the action is in
-        CHAMPION_ACTIONS, the version becomes the champion, and another champion before it gets the alias
-        previous.
+        The registry's aliases and tags are changed (`_apply_entry`). `entries` are the entries of the chain
+        so far. If `who` is empty, the present user is recorded. `rest` may contain the fields `reason`,
+        `evidence` and `key` of the entry. If the action is in CHAMPION_ACTIONS, the version becomes the
+        champion (the promoted version), and the champion before, unless it is the same version, gets the
+        alias previous.
         """
         aliases = recorded_aliases(entries)
         if action in CHAMPION_ACTIONS and aliases.get(CHAMPION) != version:
@@ -338,7 +364,12 @@ class Promotion:
         return self._apply_entry(self.chain.append(action, version, aliases, who or person(), **rest))
 
     def _apply_entry(self, entry: AuditEntry) -> AuditEntry:
-        """Set the registry's aliases and tags as the entry says, and return it; repeating changes nothing."""
+        """Set the aliases and tags in the registry as an audit entry says, and return the entry.
+
+        The tags are those with the decision on the version, and the anchor, which names the entry as the
+        newest one. A version that was decided on loses the alias candidate. Repeating the call changes
+        nothing.
+        """
         actual = self._actual()
         for alias in (PREVIOUS, CHAMPION):
             wanted = entry.aliases.get(alias)
@@ -360,8 +391,8 @@ class Promotion:
     def _recover(self) -> list[AuditEntry]:
         """Apply the newest entry if a killed process wrote it without applying it, and return all entries.
 
-        If another program has moved the aliases, set them back and append an entry with the action `found`.
-        Raises AuditChainError if the chain was changed.
+        If another program has moved the aliases, they are set back, and an entry with the action `found` is
+        appended. Raises AuditChainError if the chain was changed.
         """
         entries = self.chain.entries()
         anchor = self._anchor()

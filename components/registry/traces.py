@@ -1,4 +1,4 @@
-"""Conversion of trajectories to MLflow traces.
+"""Conversion of trajectories, the records of a policy's attempts at tasks, to MLflow traces.
 
 An episode becomes an AGENT span, each of its turns an LLM span, and each tool call a TOOL span. The verdicts
 of the judge and the reward become feedback on these spans. Every id is computed from the run and the position
@@ -38,10 +38,11 @@ JUDGE = AssessmentSource(source_type="CODE", source_id="judge")
 
 
 def log_traces(tracing: TracingClient, experiment_id: str, run_id: str, stage: str, folder: Path) -> None:
-    """Log some trajectories from the folder of a stage as MLflow traces of a run.
+    """Log some trajectories from the folder of a stage (a step of the pipeline) as MLflow traces of a run.
 
-    They are all of an evaluation, and the best and worst ones of some steps of a training stage (`chosen`).
-    `run_id` is the id of the MLflow run, and `stage` the name of the stage.
+    Of an evaluation, all trajectories are logged, and of a training stage the best and the worst ones of some
+    steps (`chosen`). `run_id` is the id of the MLflow run, `stage` the name of the stage, and `folder` the
+    folder with its results.
     """
     for place, batch, trajectory in chosen(folder):
         trace = _Trace(digest_json([run_id, place])[:32], int(batch.stat().st_mtime * 1000), trajectory)
@@ -89,10 +90,10 @@ def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
 
 
 class _Trace:
-    """The spans and the feedback of one trajectory, which the constructor computes.
+    """The spans and the feedback of one trajectory in MLflow, which the constructor computes.
 
     `identity` has the 32 hexadecimal digits of the trace's id, and `begun_ms` is the start of the first span
-    in milliseconds of Unix time.
+    in milliseconds of Unix time. The results are `spans` and `feedback`.
     """
 
     def __init__(self, identity: str, begun_ms: int, trajectory: Trajectory):

@@ -1,4 +1,4 @@
-"""MLflow runs: one for each pipeline run, with a child run for each stage.
+"""MLflow runs: one for each run of the pipeline, with a child run for each stage, a step of the pipeline.
 
 Every call can be repeated after the pipeline run was killed. A run is found by its tag `cuda_agent.run_key`,
 so no second one is created. The child run of a finished stage is not changed. A tag of the child run of an
@@ -56,17 +56,19 @@ EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
 def import_store(params: Registry) -> None:
     """Import the modules that MLflow otherwise imports at its first access to a database.
 
-    The caller does this while another process starts, which saves time.
+    Nothing is imported if `registry.tracking_uri` is the address of a server. The caller does this while
+    another process starts, which saves time.
     """
     if not params.tracking_uri.startswith("http"):
         importlib.import_module("mlflow.store.tracking.sqlalchemy_store")
 
 
 def connect(params: Registry, home: Path) -> MlflowClient:
-    """Return a client of the tracking store, which is created if it does not exist.
+    """Return a client of MLflow's tracking store, which is created if it does not exist.
 
     The store is that of `registry.tracking_uri`, or else a database in `home`, the folder of all runs. Raises
-    UserError if this database is damaged, is no file, or was made by another version of MLflow.
+    UserError if this database is damaged, is no file, or was made by another version of MLflow. The address
+    becomes MLflow's global setting.
     """
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
     uri = params.uri(home)
@@ -118,11 +120,11 @@ def numbers(value: Any) -> dict[str, float]:
 
 
 class MlflowRun:
-    """The MLflow run of one pipeline run, which is created, or opened again if it exists.
+    """The MLflow run of one pipeline run, which is created, or opened again if it exists, and set to RUNNING.
 
     `run_key` is the key of the pipeline run, a digest of its parameters and code, and `name` the name that a
     new MLflow run gets. Artifacts are stored in `home`, the folder of all runs, if `registry.tracking_uri` is
-    empty.
+    empty. Raises UserError if the experiment was deleted in MLflow.
     """
 
     def __init__(self, client: MlflowClient, params: Registry, home: Path, run_key: str, name: str):
@@ -137,7 +139,10 @@ class MlflowRun:
         client.update_run(self.run_id, status="RUNNING")
 
     def watch(self) -> None:
-        """Start to log the load of the machine as metrics `system/…`, until the run ends."""
+        """Start to log the load of the machine as metrics `system/…`, until `end` is called.
+
+        The load is measured every LOAD_SECONDS.
+        """
         self.load = SystemMetricsMonitor(
             self.run_id,
             sampling_interval=LOAD_SECONDS,
@@ -149,8 +154,9 @@ class MlflowRun:
     def describe(self, parameters: Mapping[str, Any], tags: Mapping[str, str]) -> None:
         """Log all resolved parameters of the run, and tags such as its id, profile and code revision.
 
-        MLflow does not change a parameter that is logged already. If the run continues with another value of
-        a parameter that does not change results, it gets a tag `changed.<parameter>` with that value.
+        `parameters` are nested sections. MLflow does not change a parameter that is logged already. If the
+        run continues with another value of a parameter that does not change results, it gets a tag
+        `changed.<parameter>` with that value.
         """
         texts = {
             key: json.dumps(value) if isinstance(value, list | dict) else str(value)
@@ -166,7 +172,9 @@ class MlflowRun:
     def dataset(self, version: str, folder: Path, figures: Mapping[str, Any]) -> None:
         """Log the data set as an input of the run, with its version as digest, without copying its files.
 
-        The numbers in `figures` become metrics of the run, with names that begin with `data.`.
+        `folder` is the folder of the data set. MLflow gets the first 36 characters of `version` as digest,
+        and all of it as the tag `dataset.version`. The numbers in `figures` become metrics of the run, with
+        names that begin with `data.`.
         """
         meta = Dataset(
             name="tasks", digest=version[:36], source_type="local", source=json.dumps({"uri": str(folder)})
@@ -179,10 +187,11 @@ class MlflowRun:
 
     @contextlib.contextmanager
     def follow(self, name: str, key: str, folder: Path) -> Iterator[None]:
-        """Log the curves of a stage every CURVE_SECONDS while the caller runs it inside the context.
+        """Log the curves of a stage every CURVE_SECONDS while the `with` block, which runs the stage, lasts.
 
-        `key` is the digest of everything on which the stage `name` depends, and `folder` is its folder with
-        the file of curves, metrics.jsonl.
+        A stage is a step of the pipeline. `key` is the digest of everything on which the stage `name`
+        depends, and `folder` is its folder with the file of curves, metrics.jsonl. Errors of MLflow are
+        ignored, because the points that are missing are logged later.
         """
         done = threading.Event()
 
@@ -204,9 +213,9 @@ class MlflowRun:
     def stage(self, name: str, key: str, folder: Path, record: Mapping[str, Any]) -> None:
         """Log the curves, figures, folder and trajectories of one stage as a child run, and end that run.
 
-        `key` is the digest of everything on which the stage depends. The figures are the numbers in `record`,
-        which become metrics `stage.NAME`. Does nothing if a finished child run with this name and `key`
-        exists.
+        A stage is a step of the pipeline. `key` is the digest of everything on which the stage `name`
+        depends, and `folder` has its files. The figures are the numbers in `record`, which become metrics
+        `stage.NAME`. Does nothing if a finished child run with this name and `key` exists.
         """
         child = self._stage_run(name, key, folder)
         if child.info.status == "FINISHED":
@@ -236,7 +245,7 @@ class MlflowRun:
     def figures(self, record: Any) -> None:
         """Log every number of a nested record as a metric with its dotted name, such as evaluation.pass_rate.
 
-        Metrics that have this value already are left out.
+        Metrics that the MLflow run already has with the same value are left out.
         """
         present = self.client.get_run(self.run_id).data.metrics
         self.client.log_batch(
@@ -248,7 +257,10 @@ class MlflowRun:
         self.client.log_batch(self.run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def end(self, status: Literal["FINISHED", "FAILED"]) -> None:
-        """Set the final status of the run, and stop logging the load of the machine."""
+        """Set the final status of the run, and stop logging the load of the machine.
+
+        The load is logged only if `watch` was called.
+        """
         if self.load is not None:
             self.load.finish()
         self.client.set_terminated(self.run_id, status)
@@ -256,8 +268,9 @@ class MlflowRun:
     def _stage_run(self, name: str, key: str, folder: Path) -> Run:
         """Return the child run of the stage `name`, which is created if it does not exist.
 
-        `key` is the digest of everything on which the stage depends. If the child run has another `key`, its
-        tags are replaced, so that its curves are logged again from the first step, and it is set to RUNNING.
+        A stage is a step of the pipeline. `key` is the digest of everything on which the stage depends, and
+        `folder` becomes a tag. If the child run has another `key`, its tags are replaced, so that its curves
+        are logged again from the first step, and it is set to RUNNING.
         """
         child = self._find("stage", name)
         if child is not None and child.data.tags.get(STAGE_KEY) == key:
@@ -278,7 +291,11 @@ class MlflowRun:
         return self.client.get_run(child.info.run_id)
 
     def _log_curves(self, child: Run, folder: Path) -> None:
-        """Log the points of the stage's curves from the first step that the child run does not have yet."""
+        """Log the points of a stage's curves from the first step that the child run does not have yet.
+
+        `child` is the MLflow run of the stage, and `folder` its folder with metrics.jsonl. Does nothing if
+        there is no such file.
+        """
         path = folder / CURVES
         points = list(_curve(path, int(child.data.tags[LOGGED_STEPS]))) if path.is_file() else []
         if points:
@@ -288,10 +305,11 @@ class MlflowRun:
             self.client.log_batch(child.info.run_id, tags=[steps])
 
     def _find(self, kind: str, stage: str = "") -> Run | None:
-        """Return the oldest MLflow run with this run key, kind and stage, or None if there is none.
+        """Return the oldest MLflow run of this pipeline run with `kind` and `stage`, or None if none exists.
 
-        `kind` is `night` for the run of the whole pipeline and `stage` for a child run. An empty `stage`
-        stands for any.
+        The key of the pipeline run, the kind and the stage are tags of an MLflow run. `kind` is `night` for
+        the run of the whole pipeline and `stage` for a child run. `stage` is the name of a step of the
+        pipeline; an empty `stage` stands for any.
         """
         rule = f"tags.`{RUN_KEY}` = '{self.run_key}' and tags.`{KIND}` = '{kind}'" + (
             f" and tags.`{STAGE}` = '{stage}'" if stage else ""
@@ -303,7 +321,7 @@ class MlflowRun:
 
 
 def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
-    """Return the id of the experiment, which is created if it does not exist.
+    """Return the id of the MLflow experiment `registry.experiment`, which is created if it does not exist.
 
     Its artifacts are stored in `home`, the folder of all runs, if `registry.tracking_uri` is empty. Raises
     UserError if the experiment was deleted in MLflow.
@@ -329,10 +347,11 @@ def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
 
 
 def _curve(path: Path, first_step: int) -> Iterable[Metric]:
-    """Yield the points of all curves in a stage's metrics.jsonl from the step `first_step` on.
+    """Yield the points of all curves in `path`, the metrics.jsonl of a stage, from the step `first_step` on.
 
-    Each line of the file has the values of one step by name. Each point has the modification time of the
-    file, which is about the time at which the step ended.
+    A stage is a step of the pipeline, and its curves have a point for each training step. Each line of the
+    file has the values of one training step by name. Each point has the modification time of the file, which
+    is about the time at which the step ended.
     """
     time = int(path.stat().st_mtime * 1000)
     for index, line in enumerate(path.read_text().splitlines()):
