@@ -39,9 +39,10 @@ def settings(profile: str, sets: str, home: str, *first: str) -> Resolved:
 
 
 class Answer(RunInput):
-    """The form with which a person approves or refuses a waiting model version.
+    """The form with which a person approves or refuses a model version that passed its gates and waits.
 
-    Prefect checks the types of its fields before it resumes the flow.
+    The gates are conditions of promotion. Prefect checks the types of the form's fields before it resumes the
+    flow.
     """
 
     approve: bool = Field(description="whether this version becomes the champion")
@@ -57,12 +58,13 @@ def approval(
     home: str = "",
     poll_seconds: int = POLL_SECONDS,
 ) -> dict[str, Any]:
-    """Ask a person whether a waiting version becomes the champion, and return the audit entry of the answer.
+    """Ask a person whether a waiting model version becomes the champion, and return the entry on the answer.
 
-    The entry, of the log of decisions, is a dictionary. `version` is a version's number or alias. The
-    parameters are those of `settings` for `profile`, `sets` and `home`. Prefect looks for the answer every
-    `poll_seconds` seconds. If nobody answers before the version's deadline, the version expires and the entry
-    of its expiry is returned. Raises UserError if the version does not wait for an answer.
+    The entry is that in the audit chain, the log of decisions, as a dictionary. The champion is the promoted
+    version. `version` is a version's number or alias. The parameters are those of `settings` for `profile`,
+    `sets` and `home`. Prefect looks for the answer every `poll_seconds` seconds. If nobody answers before the
+    version's deadline, the version expires and the entry of its expiry is returned. Raises UserError if the
+    version does not wait for an answer.
     """
     params = settings(profile, sets, home).params
     folder = Path(params.home).expanduser().resolve()
@@ -89,12 +91,11 @@ def approval(
 
 
 def ask(version: str, profile: str, sets: str, home: str) -> bool:
-    """Start the deployed approval flow for a waiting version, and return whether that flow is deployed.
+    """Start the deployed approval flow for a waiting model version, and return whether that flow is deployed.
 
-    The call does not wait for the flow, and a second call for the same version and home starts no second one
-    unless the first has failed.
-    `version` is a version's number. `profile` (such as "smoke"), `sets` (KEY=VALUE words) and `home` (the
-    folder of all runs) give the parameters, as in `settings`.
+    The call does not wait for the flow. A second call for the same version and home starts no second flow,
+    unless the first has ended without success. `version` is a version's number. `profile` (such as "smoke"),
+    `sets` (KEY=VALUE words) and `home` (the folder of all runs) give the parameters, as in `settings`.
     """
 
     def start(key: str | None) -> FlowRun:

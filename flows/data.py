@@ -1,4 +1,4 @@
-"""The Prefect task that builds the data set with DVC and keeps every version of it.
+"""The Prefect task that builds the data set with DVC and keeps every version of the data set.
 
 DVC decides which of its stages have to run again. It works in the folder `dvc` of the home, the folder of all
 runs, with the resolved parameters of the run. DVC allows one writer at a time and fails at once if its lock
@@ -65,9 +65,10 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
     """Build the data set if its inputs changed, push it to the DVC remote, and copy it into the home.
 
     The inputs are parameters, sources and library versions. The copy is the folder `datasets/<version>` of
-    the home, the folder of all runs. `cached` is true in the returned record if nothing was built. Raises
-    Busy if DVC's lock stays held, UserError for bad input or a full disk, IsolationUnavailable without a
-    sandbox, and StageFailed if DVC fails for another reason.
+    the home, the folder of all runs. Returns the record of the data set, in which `cached` is true if nothing
+    was built. Raises Busy if another process keeps DVC's lock, UserError for bad input or a full disk,
+    IsolationUnavailable if this machine cannot run the sandbox, and StageFailed if DVC fails for another
+    reason.
     """
     started = time.monotonic()
     workspace = prepare_workspace(run)
@@ -95,10 +96,10 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
 
 
 def prepare_workspace(run: PipelineRun) -> Path:
-    """Create or update the DVC workspace, and return its path: `dvc` in the folder of all runs (home).
+    """Create or update the folder in which DVC works, and return its path.
 
-    It contains the project's dvc.yaml, a params.yaml with the run's parameters, and the address of the
-    remote.
+    It is the folder `dvc` in the home, the folder of all runs. It contains the project's dvc.yaml, a
+    params.yaml with the run's parameters, and the address of the DVC remote.
     """
     workspace = initialise_workspace(run.home / "dvc", run.params, run.home)
     write_changed(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
@@ -107,9 +108,10 @@ def prepare_workspace(run: PipelineRun) -> Path:
 
 
 def keep_version(run: PipelineRun, workspace: Path) -> Path:
-    """Return the folder `datasets/<version>` in the home, after copying the data set into it if necessary.
+    """Return the folder `datasets/<version>` in the home with a copy of the built data set.
 
-    The home is the folder of all runs. `workspace` is the DVC workspace that has the data set.
+    The home is the folder of all runs. The copy is made unless the folder has this version and a dvc.lock
+    already. `workspace` is the folder in which DVC built the data set.
     """
     version = dataset_version(workspace / OUTPUT / "tasks.parquet")
     folder = run.home / "datasets" / version
@@ -121,13 +123,13 @@ def keep_version(run: PipelineRun, workspace: Path) -> Path:
 
 
 def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: Progress | None) -> None:
-    """Run a DVC command in the workspace, and try it again while another process holds its lock.
+    """Run a DVC command in the folder `workspace`, and try it again while another process holds DVC's lock.
 
     `arguments` are the words after `dvc`. Steps of the data set that the command prints are reported to
     `progress`, unless it is None. Raises Busy if another process still holds the lock after the last try. If
-    the command that builds the data set failed because of bad input or without a sandbox, raises UserError or
-    IsolationUnavailable with its message. Raises UserError if the disk is full, and StageFailed, which names
-    a log file, after any other failure.
+    the command that builds the data set fails because of bad input or without a sandbox, raises UserError or
+    IsolationUnavailable with that command's message. Raises UserError if the disk is full, and StageFailed,
+    which names a log file, after any other failure.
     """
 
     def report(line: str) -> None:
@@ -196,7 +198,7 @@ def maker_digest(run: PipelineRun) -> str:
     """Return the digest of everything that makes the data set, apart from the parameters.
 
     The digest covers the sources in MAKERS, the library versions, and the number of the run's newest `--from`
-    request, or 0 if that request does not build the data set again.
+    request (to run stages again), or 0 if that request does not build the data set again.
     """
     files = {name: digest for name, digest in project_digests().items() if name.startswith(MAKERS)}
     return digest_json([files, library_versions(), run.rerun_number("dataset")])

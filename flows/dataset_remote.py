@@ -33,7 +33,8 @@ def remote_url(params: Params, home: Path) -> str:
 def initialise_workspace(workspace: Path, params: Params, home: Path) -> Path:
     """Write a DVC configuration with the address of the remote into `workspace`, and return that folder.
 
-    The remote is a folder in `home`, or the one below store.url if that parameter is set.
+    DVC commands run in a workspace. The remote is the folder `remote` in `home`, the folder of all runs, or
+    the folder `dvc` below store.url if that parameter is set.
     """
     lines = [
         "[core]",
@@ -56,7 +57,7 @@ def run_dvc(
     environment: dict[str, str] | None = None,
     on_line: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, list[str]]:
-    """Run one DVC command, and return its exit status and the lines of its output.
+    """Run one DVC command in the folder `workspace`, and return its exit status and the lines of its output.
 
     `arguments` are the words after `dvc`, and `environment` has variables that are added to those of this
     process. The output includes standard error. `on_line` is called with each line as soon as DVC prints it.
@@ -90,8 +91,8 @@ def run_dvc(
 def push(params: Params, home: Path, folder: Path) -> str:
     """Upload the data set in `folder` to the DVC remote, and return its version, a digest of 64 digits.
 
-    A version that is already stored is not uploaded again. Raises UserError if the folder has no
-    tasks.parquet, or if DVC fails, for instance because the remote cannot be reached.
+    A version that is already stored is not uploaded again. `home` is the folder of all runs. Raises UserError
+    if `folder` has no tasks.parquet, or if DVC fails, for instance because the remote cannot be reached.
     """
     tasks = folder / "tasks.parquet"
     if not tasks.is_file():
@@ -112,8 +113,9 @@ def push(params: Params, home: Path, folder: Path) -> str:
 def keep_lock(params: Params, home: Path, version: str, lock: Path) -> None:
     """Store the dvc.lock file `lock` of a version whose files `dvc push` has already uploaded.
 
-    If the artifact store has a dvc.lock file of this version already, that file is kept. It names equal
-    files, although the parameters in it may differ.
+    The file names the version's files by their digests, and is put into the artefact store. If the store has
+    a dvc.lock file of this version already, that file is kept. It names equal files, although the parameters
+    in it may differ.
     """
     store = open_store(params.store, home)
     if not store.exists(_lock_key(version)):

@@ -1,9 +1,10 @@
 """The flows of the deployments `nightly` and `data` in prefect.yaml: the pipeline, and the data set alone.
 
 Each flow works in the home that its deployment names, a folder in which runs keep everything. To ensure that
-only one flow at a time writes in a home, a flow takes a slot of a global concurrency limit and then the lock
-file of the home. The slot has a short lease, so Prefect frees the slot of a killed flow within a minute.
-Prefect's limits on tags are not used, because their slots stay occupied for minutes after a flow is killed.
+only one flow at a time writes in a home, a flow takes a slot of a global concurrency limit of Prefect and
+then the lock file of the home. The slot has a short lease, so Prefect frees the slot of a killed flow within
+a minute. Prefect's limits on tags are not used, because their slots stay occupied for minutes after a flow is
+killed.
 """
 
 import sys
@@ -58,12 +59,13 @@ FlowResult = dict[str, Any]
 
 
 def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> FlowResult:
-    """Call `work` while no other flow works in the run's home, the folder of all runs; return its result.
+    """Call `work` while no other flow works in the run's home, the folder of all runs, and return the result.
 
-    `work` gets the `Progress` to which it reports. After a temporary fault, such as a server that does not
-    answer, it is called again, with pauses (`retry_by_kind`). Raises UserError if Prefect has already
-    attempted this flow run LAST_ATTEMPT times, and UserError or IsolationUnavailable if something that the
-    run needs is missing on this machine. Errors of `work` are raised if they are permanent or go on.
+    `work` gets the `Progress` to which it reports its progress. After a temporary fault, such as a server
+    that does not answer, `work` is called again, with pauses (`retry_by_kind`). Raises UserError if Prefect
+    has already attempted this flow run LAST_ATTEMPT times, and UserError or IsolationUnavailable if something
+    that the run needs is missing on this machine. An error of `work` is raised if it is permanent, or if it
+    still occurs after all pauses.
     """
     if (flow_run.run_count or 1) > LAST_ATTEMPT:
         raise UserError(
@@ -97,15 +99,15 @@ def nightly(
     dated: bool = True,
     redo_from: str = "",
 ) -> dict[str, Any]:
-    """Run the pipeline, and ask a person to approve or refuse the new version if it waits for approval.
+    """Run the pipeline, and ask a person to approve or refuse the new model version if it waits for approval.
 
     The pipeline is that of `cuda-agent run` with the parameters that `profile`, `sets` (words such as
     "seed=1") and `home` (the folder of all runs) give. If `dated` is true, the day for which the run was
     scheduled is the seed, so that every day has a run of its own and a retry on a later day continues the
-    same run. If night.new_tasks is true, the day is data.seed too. If an earlier run with these parameters
-    left a stage unfinished that no run has continued, the seed of that run takes the place of the day, so
-    that this run continues that stage. `redo_from` names a stage from which on all stages run again, or is
-    empty. Returns the run's record, the content of its run.json; a finished run is not repeated.
+    same run. If night.new_tasks is true, the day is data.seed too. If the time budget of an earlier run with
+    these parameters ended in a stage that no run has continued, the seed of that run takes the place of the
+    day, so that this run continues that stage. `redo_from` names a stage from which on all stages run again,
+    or is empty. Returns the run's record, the content of its run.json; a finished run is not repeated.
     """
 
     def open_run(seed: str) -> PipelineRun:
@@ -143,7 +145,8 @@ def data(profile: str = "h20-pool", sets: str = "", home: str = "") -> dict[str,
     """Build the data set that the next run will use, unless the data set in the home is up to date.
 
     The home is the folder of all runs. `profile`, `sets` (words such as "data.seed=1") and `home` give the
-    parameters. Returns the DatasetRecord of the data set as a dictionary.
+    parameters. Returns the fields of DatasetRecord as a dictionary: `version`, `folder`, `figures`, `cached`
+    and `seconds`.
     """
     run = PipelineRun(settings(profile, sets, home))
     return work_in_home(run, lambda progress: dataset(run, DiskGuard(progress, run.home)).model_dump())

@@ -1,8 +1,9 @@
 """Find what can be removed from a home: states of finished stages, unused stages, abandoned temporary files.
 
-A home is a folder in which runs keep everything. A stage is used if a run that is kept names it. A run is
-kept if a version that it registered has an alias, if it is not finished, if it is younger than a given limit,
-if it is the newest one, or if it left a stage unfinished that no later run has continued yet.
+A home is a folder in which runs keep everything, and a stage is a step of a run with its own folder there. A
+stage is used if a run that is kept names it. A run is kept if a version that it registered has an alias, if
+it is not finished, if it is younger than a given limit, if it is the newest one, or if it left a stage
+unfinished that no later run has continued yet.
 """
 
 import re
@@ -50,7 +51,7 @@ class Removable:
 def note_use(run_folder: Path, stage: Path) -> None:
     """Record in a run's folder that the run uses the stage with the folder `stage`.
 
-    The stage is then kept as long as the run.
+    The function `removable` then keeps the stage as long as the run.
     """
     file = run_folder / USED
     line = f"stages/{stage.name}"
@@ -62,9 +63,10 @@ def note_use(run_folder: Path, stage: Path) -> None:
 def removable(home: Path, references: Mapping[str, str], seconds: float) -> list[Removable]:
     """Return the files and folders of `home` that can be removed and are older than `seconds`.
 
-    They are stages that no kept run uses, states of finished stages, and temporary files, which must also be
-    older than ABANDONED_SECONDS. `home` is the folder of all runs. `references` maps the keys of runs, and
-    digests, to reasons to keep them (`registry.models.references`). This function removes nothing.
+    They are folders of stages that no kept run uses, files for resuming of finished stages, and temporary
+    files, which must also be older than ABANDONED_SECONDS. `home` is the folder of all runs. `references`
+    maps the keys of runs, and digests, to reasons to keep them (`registry.models.references`). This function
+    removes nothing.
     """
     now = time.time()
     used = set(_used_stages(home, references, now - seconds))

@@ -1,6 +1,6 @@
 """Decide how a night begins and ends: its first policy, its time budget, and its record of descent.
 
-A night is one run of the pipeline in a series. What a night starts from is decided once and stored in
+A night is one run of the pipeline in a series. Which policy a night starts from is decided once and stored in
 night.json in the run's folder, so a killed night starts from the same policy again. If a night's time budget
 ends before the last update, the next run with the same parameters (`PipelineRun.continues`) starts from the
 same policy, so its stages have the same keys and the unfinished one continues in its folder. The record of
@@ -44,10 +44,10 @@ MAX_ANCESTORS = 10
 
 
 class StartPolicy(FrozenModel):
-    """The champion, the promoted version, that a run starts from: its number and its checkpoint's digest.
+    """The champion, the promoted model version, that a run starts from.
 
-    `source` is the value of policy.source, `scratch` or a folder, from which the champion's line of training
-    began.
+    `version` is its number, and `digest` that of its checkpoint. `source` is the value of policy.source,
+    `scratch` or a folder, from which the champion's line of training began.
     """
 
     version: str
@@ -58,8 +58,8 @@ class StartPolicy(FrozenModel):
 class Night(FrozenModel):
     """The decisions that are made once when a night, one run of the pipeline in a series, begins.
 
-    `started` is when it began (seconds of Unix time), before its data set was made. `champion` is None if it
-    starts from another policy than the promoted version.
+    `started` is when the night began (seconds of Unix time), before its data set was made. `champion` is the
+    promoted version if the night starts from it, and None if it starts from another policy.
     """
 
     started: float
@@ -128,9 +128,9 @@ def keep_checkpoint(promotion: Promotion, version: str) -> Path:
 def night_params(params: Params, champion: StartPolicy | None) -> Params:
     """Return `params` with the value `champion` of policy.source replaced by `scratch` or a folder.
 
-    `champion` is the champion that the run starts from. The new value is its `source`, from which its line of
-    training began, or policy.base if `champion` is None. Parameters with another policy.source are returned
-    unchanged.
+    `champion` is the promoted version that the run starts from. The new value is the `source` of `champion`,
+    from which its line of training began, or policy.base if `champion` is None. Parameters with another
+    policy.source are returned unchanged.
     """
     if params.policy.source != "champion":
         return params
@@ -144,9 +144,9 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
     The end is the beginning of `night` plus the budget night.hours, less a reserve for what follows training.
     `before` is the evaluation of the first policy of this run. What follows training is expected to last as
     long as in the newest finished run with the same profile in the folder of all runs, and at least as long
-    as `before`. In the first run it is expected to last twice as long as an evaluation of the first policy,
-    and at least FIRST_SHARE of the budget, because the gates judge a sample of exploits too. Measured times
-    are multiplied by MARGIN, and SPARE_SECONDS are added.
+    as `before`. Without such a run it is expected to last twice as long as `before`, and at least FIRST_SHARE
+    of the budget is reserved, because the gates (conditions of promotion) judge a sample of exploits too.
+    Measured times are multiplied by MARGIN, and SPARE_SECONDS are added.
     """
     hours = run.params.night.hours
     if not hours:
@@ -166,7 +166,7 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
 
 
 def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool:
-    """Return whether a stage may be begun now, so that it makes an update before the deadline.
+    """Return whether training stage `name` may be begun now, so that it makes an update before the deadline.
 
     `deadline` is in seconds of Unix time, or None without a time budget; without one, any stage may be begun.
     The stage `rejection` samples all its trajectories before its first update. It may be begun only if the
@@ -209,11 +209,11 @@ def changes_since(run: PipelineRun, client: MlflowClient, version: str) -> list[
 def night_lineage(context: Context, night: Night, unfinished: dict[str, Any] | None) -> dict[str, Any]:
     """Return the night's descent, which is what its policy was trained from, as a dictionary for JSON.
 
-    A night is one run in a series. The keys are `hours` (the time budget), `start` (the first policy, such as
-    "version 3" or "scratch"), `parent` (the version number of the champion that it started from, or None),
-    `continues` and `unfinished` (the stage of an earlier run that it continued and the stage that it left
-    unfinished, each as `left_unfinished` returns it, or None), and `new` (phrases on what differs from the
-    champion's run). `unfinished` is given by the caller.
+    A night is one run of the pipeline in a series. The keys are `hours` (the time budget), `start` (the first
+    policy, such as "version 3" or "scratch"), `parent` (the version number of the promoted version, the
+    champion, that the night started from, or None), `continues` (the stage of an earlier run that the night
+    continued, as `left_unfinished` returns it, or None), `unfinished` (the argument: the stage that the night
+    left unfinished in the same form, or None), and `new` (phrases on what differs from the champion's run).
     """
     run, champion = context.run, night.champion
     return {
@@ -229,8 +229,8 @@ def night_lineage(context: Context, night: Night, unfinished: dict[str, Any] | N
 def lineage_tags(lineage: dict[str, Any]) -> dict[str, str]:
     """Return the descent of a run's policy as tags for its model version and its MLflow run.
 
-    `lineage` is a result of `night_lineage`. Tags are such as `lineage.parent`; those without text are left
-    out.
+    `lineage` is a result of `night_lineage`. A tag has a name such as `lineage.parent`; tags without a text
+    are left out.
     """
     tags = {
         "lineage.start": lineage["start"],

@@ -1,8 +1,9 @@
-"""The nightly pipeline: data, cold start, training stages, evaluation, registration, gates, promotion.
+"""Run the nightly pipeline: data set, cold start, training stages, evaluation, registration, promotion.
 
-Start with `nightly_pipeline`. The cold start, the training stages and the evaluations are Prefect tasks that
-are cached by the digests of their inputs. So a second run repeats only the stages whose inputs changed, and a
-run that was killed continues with the stage in which it was killed.
+The cold start makes the first policy, and promotion depends on gates, which are conditions that a model
+version must meet. Start with `nightly_pipeline`. The cold start, the training stages and the evaluations are
+Prefect tasks that are cached by the digests of their inputs. So a second run repeats only the stages whose
+inputs changed, and a run that was killed continues with the stage in which it was killed.
 """
 
 import os
@@ -60,18 +61,22 @@ RunRecord = dict[str, Any]
 
 
 def run_pipeline(run: PipelineRun, progress: Progress, server: Server | None = None) -> RunRecord:
-    """Run the pipeline as a Prefect flow in this process, and return the run's record.
+    """Run the pipeline as a Prefect flow in this process, and return the run's record (its run.json).
 
     The caller holds the lock of the run's home, the folder of all runs, and has called `prepare_environment`
-    (run_context.py). `server` is the run's own Prefect server, whose attribute `task_runs` is set at the end.
-    It is None if the run uses a server that was already there.
+    (run_context.py). `progress` receives the progress reports. `server` is the run's own Prefect server,
+    whose attribute `task_runs` is set at the end; it is None if the run uses a server that was already there.
+    Raises what `nightly_pipeline` raises, or KeyboardInterrupt if that was caused by SIGINT.
     """
 
     @flow(name="nightly", flow_run_name="{profile}-{run_id}", persist_result=False)
     def nightly(
         run_id: str, profile: str, sets: list[str], seed: int, start_policy: str, device: str, home: str
     ) -> RunRecord:
-        """Run every stage. The arguments are only shown on Prefect's page of the flow run."""
+        """Run every stage of the pipeline, and return the run's record.
+
+        The arguments are only shown on Prefect's page of the flow run.
+        """
         try:
             return nightly_pipeline(run, progress, owns_server=server is not None)
         finally:
@@ -89,11 +94,12 @@ def run_pipeline(run: PipelineRun, progress: Progress, server: Server | None = N
 
 
 def raise_interruption(error: Exception) -> None:
-    """Raise KeyboardInterrupt, or send SIGTERM to this process again, if a signal is the cause of `error`.
+    """Raise KeyboardInterrupt or send SIGTERM to this process again if a signal is the cause of `error`.
 
-    The handlers of SIGINT and SIGTERM raise an exception wherever the main thread is. In a serializer of
-    pydantic, which Prefect calls for its settings and requests, pydantic wraps it in a
-    PydanticSerializationError, and Prefect does not recognise the signal.
+    Nothing is done if no signal is among the causes. The handlers of SIGINT and SIGTERM raise an exception
+    wherever the main thread is. If the thread is in a serializer of pydantic, which Prefect calls for its
+    settings and requests, pydantic wraps that exception in a PydanticSerializationError, and Prefect does not
+    recognise the signal.
     """
     for cause in error_chain(error):
         if isinstance(cause, KeyboardInterrupt):
@@ -104,12 +110,14 @@ def raise_interruption(error: Exception) -> None:
 
 @sigterm_outside_of_locks()
 def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool = False) -> RunRecord:
-    """Run every stage inside the current Prefect flow, and return the run's record.
+    """Run every stage inside the current Prefect flow, and return the run's record, the content of run.json.
 
-    The record is the content of run.json. `owns_server` says whether Prefect's server has runs of this home
-    (folder of all runs) only. Then all its other unfinished flow runs are marked as crashed, and otherwise
-    only those of this pipeline run. Raises StageFailed if the time budget ended before the first update, and
-    UserError for bad parameters or a full disk.
+    `progress` receives the progress reports. `owns_server` says whether all runs on Prefect's server are of
+    this home (folder of all runs). If so, all other unfinished flow runs on the server are marked as crashed,
+    and otherwise only unfinished attempts of this pipeline run. If an error is raised after `open_context`,
+    the MLflow run ends as failed. Raises StageFailed if training fails, or if the run began with the champion
+    (the promoted version) and its time budget ended before the first update, and UserError for bad parameters
+    or a full disk.
     """
     started = time.monotonic()
     check_stages(run.params)
@@ -161,9 +169,10 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
 
 
 def has_updates(stages: dict[str, CheckpointRecord]) -> bool:
-    """Return whether one of the stages that train the policy has made at least one update.
+    """Return whether one of the stages that train the policy has made at least one update of the weights.
 
-    `stages` maps names of stages to their records. The cold start and the critic do not count.
+    `stages` maps names of stages to their records. The cold start, which makes the first policy, and the
+    critic do not count.
     """
     trained = [record for name, record in stages.items() if name not in ("coldstart", "critic")]
     return any(record.progress is None or record.progress[0] > 0 for record in trained)
@@ -203,7 +212,11 @@ def train_stages(
 
 
 def note_start(run: PipelineRun) -> float:
-    """Store when the first attempt of this run began, and return it in seconds of Unix time."""
+    """Return when the first attempt of this run began, in seconds of Unix time.
+
+    At the first call, the present time is stored in started.json in the run's folder; later calls read it
+    there.
+    """
     file = run.folder / "started.json"
     if not file.is_file():
         write_json(file, {"created": datetime.now(UTC).isoformat(timespec="seconds")})
@@ -211,8 +224,9 @@ def note_start(run: PipelineRun) -> float:
 
 
 def open_context(run: PipelineRun, progress: PageProgress, data: DatasetRecord) -> Context:
-    """Create the objects that all stages share, and begin the MLflow run.
+    """Create the objects that all stages of a run share, and begin or continue its MLflow run.
 
+    The objects are returned as a `Context`; among them is an open pool of judges, which the caller closes.
     `data` is the record of the data set. Writes the parameters and the digests of the sources to
     settings.json in the run's folder.
     """
@@ -252,11 +266,12 @@ def run_record(
     version: str,
     decision: Decision,
 ) -> RunRecord:
-    """Return the run's record for JSON, with its data set, stages, evaluations, version and gates.
+    """Return the run's record, a dictionary for JSON: data set, stages, evaluations, model version and gates.
 
     `stages` has the records of the stages by their names. `before` and `after` are the evaluations of the
-    first and the last policy. `nightly_pipeline` and `publish` add the rest: the night, the durations and the
-    address of the stored files.
+    first and the last policy, and `decision` is that of the gates (conditions of promotion) on `version`, a
+    number. The functions `nightly_pipeline` and `publish` add the rest: the night's descent, the durations,
+    the address of the stored files, and the signature.
     """
     run, data = context.run, context.dataset
     splits = [kernel.split for kernel in read_tasks(context.dataset_folder / "tasks.parquet")]
@@ -292,11 +307,12 @@ def publish(
     policy: CheckpointRecord,
     evaluations: dict[str, EvaluationRecord],
 ) -> None:
-    """Log the record to MLflow, upload the results to the store, and write run.json.
+    """Log the run's record to MLflow, upload the results to the artefact store, and write run.json.
 
-    `policy` is the record of the last trained policy, and `evaluations` has the evaluations by the names of
-    their MLflow tables. The file run.json is signed and written last, because its presence means that the
-    run is finished.
+    `stages` has the records of the stages by their names, `policy` is the record of the last trained policy,
+    and `evaluations` has the evaluations by the names of their MLflow tables. The address of the uploaded
+    files and a signature are added to `record`. The file run.json is written last, because its presence means
+    that the run is finished.
     """
     run, tracking = context.run, context.tracking
     tracking.figures({key: value for key, value in record.items() if key != "gate"})
@@ -326,11 +342,12 @@ def publish(
 
 
 def store_artifacts(run: PipelineRun, policy: CheckpointRecord, dataset_folder: Path) -> str:
-    """Upload the final checkpoint, the report and the manifests, and return the run's address in the store.
+    """Upload a run's final checkpoint, report and manifests to the artefact store; return their address.
 
-    Objects in the store are never overwritten. The checkpoint is stored under its digest, and the files of
-    the run are stored in a folder that is named by a digest of their content. So if a run is continued and
-    its files differ, they are stored in a second folder.
+    The address is that of the folder with the report and the manifests. `policy` is the record of the final
+    checkpoint. Objects in the store are never overwritten. The checkpoint is stored under its digest, and the
+    files of the run are stored in a folder that is named by a digest of their content. So if a run is
+    continued and its files differ, they are stored in a second folder.
     """
     store = open_store(run.params.store, run.home)
     put_checkpoint(store, policy.digest, policy.output(run.home))

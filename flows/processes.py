@@ -1,10 +1,10 @@
-"""The Prefect API server of one run.
+"""The Prefect API server that a run starts for itself.
 
 Prefect can start a temporary server by itself, but only when the first flow runs, and only after it has
-imported the whole server into the flow's process; it does not end with a run that is killed. `prefect_server`
-starts the server as a separate process before anything else, so that the server starts while the run is still
-importing its modules. Its database is in the run's home folder. If PREFECT_API_URL is set, the run uses the
-server at that address and starts none.
+imported the whole server into the flow's process; that server does not end with a run that is killed.
+`prefect_server` starts the server as a separate process before anything else, so that the server starts while
+the run is still importing its modules. Its database is in the run's home folder. If PREFECT_API_URL is set,
+the run uses the server at that address and starts none.
 """
 
 import contextlib
@@ -48,7 +48,8 @@ SERVER_SETTINGS = {
 class Server:
     """A Prefect server process, which is started by the constructor and can be used after `wait` returns.
 
-    Its log is `prefect/server.log` in `home`, the folder of all runs.
+    Its log is `prefect/server.log` in `home`, the folder of all runs. `url` is the address of its API. The
+    caller sets `task_runs` to the number of task runs that it has started in its flow run.
     """
 
     def __init__(self, home: Path):
@@ -96,7 +97,8 @@ class Server:
         """Block until the server has recorded the final states of all task runs, for at most RECORD_SECONDS.
 
         This process sends the states as events, which the server records in the background. The wait ends
-        when the newest flow run has `task_runs` task runs in a final state, or when the server has ended.
+        when the newest flow run has `task_runs` task runs in a final state, or when the server has ended. If
+        `task_runs` is 0, nothing is awaited.
         """
         if not self.task_runs or self.process.poll() is not None:
             return

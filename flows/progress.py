@@ -1,4 +1,4 @@
-"""Wrappers of a `Progress`, each of which forwards every report and does something more.
+"""Wrappers of a `Progress` (receiver of progress reports) that forward every report and do something more.
 
 DiskGuard stops the run on a full disk, MetricsProgress writes Prometheus metrics, RenamedProgress replaces
 the stage's name, and EventProgress emits a Prefect event. The event is needed because Prefect itself records
@@ -33,11 +33,11 @@ PROGRESS_SECONDS = 60.0
 
 @dataclass
 class DiskGuard:
-    """A `Progress` that raises UserError if less than FULL_BYTES are free on the disk of `home`.
+    """A receiver of progress reports that raises UserError if the disk of the folder `home` is full.
 
-    `home` is the folder of all runs, and every report is also forwarded to `progress`. Each progress report
-    checks the disk, so that the run stops between two steps and not in the middle of a write. The same
-    command then continues the run.
+    `home` is the folder of all runs. A disk is full if less than FULL_BYTES are free. Every report is first
+    forwarded to `progress`. Each report checks the disk, so that the run stops between two steps and not in
+    the middle of a write. The same command then continues the run.
     """
 
     progress: Progress
@@ -51,11 +51,11 @@ class DiskGuard:
 
 @dataclass
 class MetricsProgress:
-    """A `Progress` that sets the Prometheus metrics of each stage and writes them to `home`/metrics.prom.
+    """A receiver of progress reports that writes each stage's Prometheus metrics to `home`/metrics.prom.
 
-    They are written at most every WRITE_SECONDS and at the last step of a stage, and every report is also
-    forwarded to `progress`. `home` is the folder of all runs, and `written` the time.monotonic() of the last
-    write.
+    They are written at the last step of a stage, and otherwise at most every WRITE_SECONDS. Every report is
+    also forwarded to `progress`. `home` is the folder of all runs, and `written` the time.monotonic() of the
+    last write.
     """
 
     progress: Progress
@@ -74,7 +74,7 @@ class MetricsProgress:
 
 @dataclass
 class RenamedProgress:
-    """A `Progress` that forwards every report to `progress` with `name` as the name of the stage."""
+    """A receiver of progress reports that forwards each to `progress` with `name` as the stage's name."""
 
     progress: Progress
     name: str
@@ -85,10 +85,10 @@ class RenamedProgress:
 
 @dataclass
 class EventProgress:
-    """A `Progress` that forwards each report and emits a Prefect event for the flow run with the id `run_id`.
+    """A receiver of progress reports that forwards each to `progress` and emits a Prefect event.
 
-    The event, cuda-agent.progress, is emitted at most every PROGRESS_SECONDS, and `emitted` is the
-    time.monotonic() of the last one.
+    The event, cuda-agent.progress, is for the flow run with the id `run_id`. It is emitted at most every
+    PROGRESS_SECONDS, and `emitted` is the time.monotonic() of the last one.
     """
 
     progress: Progress

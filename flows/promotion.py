@@ -1,5 +1,6 @@
-"""Prefect tasks that register a model version for each run, run its gates and move the aliases.
+"""Prefect tasks that register a model version for each run, apply the gates and move the aliases.
 
+The gates are conditions of promotion, and an alias such as `champion` names a version of the model registry.
 Each task can be repeated after the run was killed: a registered version is found by the run's key, a decision
 is written again with the same content, and a version that is already the champion stays the champion.
 """
@@ -41,7 +42,8 @@ def register(
     The evidence has the paths and digests of the files that decisions on the version rest on; it becomes an
     entry of the audit chain, the log of decisions. `policy` is the record of the checkpoint, `before` and
     `evaluation` are the evaluations of the run's first policy and of the checkpoint, and `lineage` has the
-    tags of the version's descent. The version gets the alias `candidate`.
+    tags that say what the version was trained from. The version gets the alias `candidate`. If an earlier
+    attempt of the run has registered a version, that version is used.
     """
     run, tracking = context.run, context.tracking
     evidence = {
@@ -88,12 +90,13 @@ def decide(
     evaluation: EvaluationRecord,
     champion: Compared | None,
 ) -> Decision:
-    """Run the gates on the version, write the run's report, and return the decision.
+    """Apply the gates to the version, write the run's report, and return the decision.
 
-    `stages` has the records of the run's stages by their names, and `policy` is that of the version's
-    checkpoint. `before` and `evaluation` are the evaluations of the run's first policy and of the version.
-    `champion` is the evaluation of the champion; if it is None, the version is compared with no champion.
-    Raises UserError if a file of the checkpoint is damaged.
+    The gates are conditions of promotion. `stages` has the records of the run's stages by their names, and
+    `policy` is that of the version's checkpoint. `before` and `evaluation` are the evaluations of the run's
+    first policy and of the version. `champion` is the evaluation of the champion, the promoted version; if it
+    is None, the version is compared with no champion. Raises UserError if a file of the checkpoint is
+    damaged.
     """
     run = context.run
     # One of the gates checks that the report is complete, so the report is first written without a decision.
@@ -119,12 +122,13 @@ def decide(
 @task(name="promote", task_run_name="promote", persist_result=False, cache_policy=NO_CACHE)
 @counted
 def promote(context: Context, version: str, decision: Decision, champion: Compared | None) -> None:
-    """Apply the decision to the model registry, with an audit entry.
+    """Apply the decision of the gates to the model registry, with an entry in the log of decisions.
 
-    Waiting versions whose deadline has passed expire before. `champion` is the champion with which the gates
-    compared the version, or None if there was none. A version that waits for a person keeps the alias
-    `candidate`. If the version is refused or has learned nothing, the decision is written to refusal.json in
-    the run's folder. Raises UserError if the champion or a file of the version has changed since the gates.
+    Before, waiting versions whose deadline has passed expire. `champion` is the champion (promoted version)
+    with which the gates compared the version, or None if there was none. A version that waits for a person
+    keeps the alias `candidate`. If the version is refused or has learned nothing, the decision is also
+    written to refusal.json in the run's folder. Raises UserError if the champion or a file of the version has
+    changed since the gates.
     """
     run, promotion = context.run, open_promotion(context)
     promotion.expire()
@@ -141,12 +145,12 @@ def promote(context: Context, version: str, decision: Decision, champion: Compar
 
 
 def evaluate_champion(context: Context, version: str) -> Compared | None:
-    """Evaluate the champion on this run's tasks with this run's parameters.
+    """Evaluate the champion, the promoted model version, on this run's tasks with this run's parameters.
 
-    Returns the champion's version with the path and digest of the results. The figures of the champion's own
-    run are not used, because they may come from another data set or machine. Returns None if there is no
-    champion besides `version`. Raises UserError if the kept copy of the champion's checkpoint is not the
-    registered one.
+    Returns the champion's version with the path and digest of the results, or None if there is no champion
+    besides `version`. The figures of the champion's own run are not used, because they may come from another
+    data set or machine. Raises UserError if the copy of the champion's checkpoint in the home (the folder of
+    all runs) does not match the registered one.
     """
     promotion = open_promotion(context)
     champion = models.champion_besides(promotion.aliases(), version)
@@ -170,7 +174,8 @@ def write_run_report(
     """Write the report of the run to report.html in the run's folder.
 
     `stages` has the records of the run's stages by their names, and `before` and `after` are the evaluations
-    of the run's first and last policy. If `decision` is None, the report has no section on the gates.
+    of the run's first and last policy. `version` is the number of the model version that the run made. If
+    `decision` is None, the report has no section on the gates, the conditions of promotion.
     """
     run, client = context.run, context.tracking.client
     model = run.params.registry.model

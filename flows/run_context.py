@@ -8,13 +8,13 @@ that a finished run is reported without delay.
     home/datasets/<version>/        tasks.parquet, metrics.json, README.md, dvc.lock
     home/stages/<name>-<key>/       one stage: checkpoint, curves, trajectories, stage.json, record.json,
                                     key.json (what its key was made of)
-    home/verdicts                   the journal of all verdicts, which a resumed stage reads
+    home/verdicts                   the journal of all results of the judge, which a resumed stage reads
     home/prefect, home/mlflow       the databases of Prefect and MLflow
     home/runs/<run_id>/             night.json (its start), stages.txt (stages that it uses), settings.json,
                                     report.html, report.json, manifest.json; run.json last
-    home/champions                  checkpoints of champions
+    home/champions                  checkpoints of champions, the promoted model versions
     home/evaluations/<digest>/      evaluations outside of a pipeline run, by policy, tasks and parameters
-    home/audit/<model>/             the audit chain of promotions, one file for each entry
+    home/audit/<model>/             the audit chain (log) of promotions, one file for each entry
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def source_commit() -> str:
 
 @dataclass(frozen=True)
 class Rerun:
-    """A request to run the stage `stage`, one of STAGES, and all later stages again.
+    """A request (`--from`) to run the stage `stage`, one of STAGES, and all later stages of a run again.
 
     `number` counts the requests for one run from 1, so that each request gives the stages new keys.
     """
@@ -88,17 +88,18 @@ class Rerun:
 
 
 class Busy(UserError):
-    """Error raised if another process holds a lock, so that the command can succeed after its release."""
+    """Error raised if another process holds a lock, so that the same command can succeed later."""
 
 
 class PipelineRun:
-    """One pipeline run, whose key is a digest of its parameters, code, rerun request and `continues`.
+    """One run of the pipeline, identified by a key.
 
-    `resolved` are the parameters with their profile. The run's folder is `runs/<run_id>` in the home, the
-    folder of all runs, and `run_id` is the beginning of the key. The key does not depend on the home, on
-    parameters that only change throughput, or on comments in the code. `continues` is the id of the run with
-    the same parameters whose time budget ended its training, and whose stages this run continues. It is empty
-    for the first run with its parameters.
+    The key is a digest of the parameters, the code, `rerun` and `continues`. It does not depend on the home,
+    on parameters that only change throughput, or on comments in the code. `resolved` are the parameters with
+    their profile. `rerun` is the request to run some stages again, or None. `continues` is the id of the run
+    with the same parameters whose time budget ended its training, and whose stages this run continues. It is
+    empty for the first run with its parameters. The run's folder is `runs/<run_id>` in the home, the folder
+    of all runs, and `run_id` is the beginning of the key.
     """
 
     def __init__(self, resolved: Resolved, rerun: Rerun | None = None, continues: str = ""):
@@ -120,21 +121,24 @@ class PipelineRun:
         self.folder = self.home / "runs" / self.run_id
 
     def rerun_number(self, stage: str) -> int:
-        """Return the number of the rerun request if the request includes the stage, or 0 if it does not."""
+        """Return the number of the run's request (`--from`) to run `stage` again, or 0 if there is none.
+
+        `stage` is one of STAGES. A request is for the stage that it names and all later ones.
+        """
         if self.rerun is None or STAGES.index(stage) < STAGES.index(self.rerun.stage):
             return 0
         return self.rerun.number
 
 
 def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
-    """Return the run with these parameters, including the rerun request that the home stores for it.
+    """Return the run with these parameters, with the request to run stages again that its home stores for it.
 
-    The home is the folder of all runs. If the time budget ended the training of that run, the run that
-    continues its stages is returned, unless `rerun_from` is given. If `rerun_from` names a stage, request
-    that this stage and all later stages run again. The request is stored in redo.json in the home. So if the
-    rerun is killed, the same command continues it, with or without `--from`. After the rerun has finished,
-    `--from` makes a new request. Raises UserError if `rerun_from` is not a stage of the run, or if nothing
-    was run in the home yet.
+    The home is the folder of all runs. If `rerun_from` names a stage, a new request is made that this stage
+    and all later stages run again. It is stored in redo.json in the home, so if the rerun is killed, the same
+    command continues it, with or without `--from`. As long as a rerun from this stage is unfinished, no new
+    request is made. If `rerun_from` is "" and the time budget ended the training of the run, the run that
+    continues its stages is returned. Raises UserError if `rerun_from` is not a stage of the run, or if
+    nothing was run in the home yet.
     """
     first = PipelineRun(resolved)
     file = first.home / "redo.json"
@@ -169,11 +173,11 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
 
 
 def left_unfinished(folder: Path) -> dict[str, Any] | None:
-    """Return the stage at which the time budget of the run in `folder` ended training, or None.
+    """Return the record of the stage at which the time budget of the run in `folder` ended training, or None.
 
-    The result is None if all stages were finished, or if the run is not finished. Its keys are `run_id`,
-    `seed`, `stage` (a name) and `progress` (updates that are done and updates in all, or None if the stage
-    was not begun).
+    The keys of the record are `run_id`, `seed`, `stage` (a name) and `progress` (updates that are done and
+    updates in all, or None if the stage was not begun). The result is None if all stages were finished, if
+    the run is not finished, or if its run.json cannot be read.
     """
     try:
         record = read_json(folder / RUN_FILE)
@@ -191,9 +195,9 @@ def newest_runs(home: Path) -> list[Path]:
 
 
 def finished(run: PipelineRun) -> dict[str, Any] | None:
-    """Return the record of this run if the run is finished and its checkpoints exist, and None otherwise.
+    """Return the content of the run's run.json if the run is finished and its checkpoints exist, or None.
 
-    Raises UserError if a checkpoint of the finished run is damaged.
+    Raises UserError if run.json or a checkpoint of the finished run is damaged.
     """
     if not (run.folder / RUN_FILE).is_file():
         return None
@@ -230,10 +234,11 @@ def prepare_home(home: Path) -> None:
 
 @contextlib.contextmanager
 def home_lock(home: Path) -> Iterator[None]:
-    """Hold the lock of `home`, the folder of all runs, while the block runs; create the folder if need be.
+    """Hold the lock of `home`, the folder of all runs, while the block runs.
 
-    Raises Busy, which names the process that holds the lock, if the lock is not free within LOCK_SECONDS, and
-    UserError if the folder cannot be written or its disk is almost full.
+    The lock admits one process at a time, and the folder is created if it is missing. Raises Busy, which
+    names the process that holds the lock, if the lock is not free within LOCK_SECONDS, and UserError if the
+    folder cannot be written or its disk is almost full.
     """
     prepare_home(home)
     with (home / "lock").open("a+") as file:
@@ -260,11 +265,11 @@ def home_lock(home: Path) -> Iterator[None]:
 
 
 def check_training(params: Params) -> None:
-    """Raise UserError unless the policy has a chat template and the pool has the means to train it.
+    """Raise UserError unless the policy has a chat template and the section `pool` has the means to train it.
 
-    The pool is that of the section `pool`: every role must fit the memory of its GPU, and a Ray cluster must
-    have the resources of the trainers and judges if there are any. This is checked before a run starts,
-    because the run itself would fail only after hours.
+    Trainers, samplers and judges must fit the memory of their GPUs, and a Ray cluster must have the resources
+    of the trainers and judges if they are to run on one. A policy from scratch needs no chat template. This
+    is checked before a run starts, because the run itself would fail only after hours.
     """
     from components.planning.role_memory import check_fits  # imports numpy
     from components.policy.checkpoint import load_tokenizer
@@ -288,9 +293,9 @@ def check_training(params: Params) -> None:
 def check_environment(run: PipelineRun) -> None:
     """Raise UserError if something that a run needs is missing on this machine or cannot be read.
 
-    That is a compiler, the artefact store, the signing key, the audit chain, the evaluation suite, and the
-    programs in data.against. Raises IsolationUnavailable if the machine cannot run the sandbox. This is
-    checked before a run starts, because the run itself would fail only after hours.
+    That is a compiler, the artefact store, the signing key, the audit chain (the log of decisions), the suite
+    of evaluation tasks, and the programs in data.against. Raises IsolationUnavailable if the machine cannot
+    run the sandbox. This is checked before a run starts, because the run itself would fail only after hours.
     """
     from components.evaluation.suites import HELD_OUT, load_suite  # imports pyarrow
     from components.sandbox.preflight import check_isolation
@@ -316,9 +321,10 @@ def check_environment(run: PipelineRun) -> None:
 
 
 def undecidable_gates(params: Params) -> list[str]:
-    """Return a sentence for each gate of promotion that the suite has too few tasks for.
+    """Return a sentence for each gate that no version can pass because the suite has too few tasks.
 
-    The number of tasks is data.held_out, or that of the suite `evaluation.suite`.
+    A gate is a condition of promotion. The number of tasks is data.held_out, or that of the suite that
+    `evaluation.suite` names.
     """
     from components.evaluation.suites import HELD_OUT, load_suite  # imports pyarrow
     from components.registry.gates import too_few_tasks

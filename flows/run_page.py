@@ -75,7 +75,10 @@ def parameters(run: PipelineRun) -> dict[str, Any]:
 
 
 def show_run(run: PipelineRun) -> None:
-    """Name and tag the current flow run after the pipeline run, and show the run's parameters."""
+    """Name and tag the current Prefect flow run after the pipeline run `run`, and show its parameters.
+
+    The parameters are shown as an artifact and a log line of the flow run.
+    """
     shown = parameters(run) | {"code": run.code[:12], "commit": source_commit()}
     tags = {*runtime.flow_run.tags, run.run_id}
     with get_client(sync_client=True) as client:
@@ -89,12 +92,13 @@ def show_run(run: PipelineRun) -> None:
 
 @dataclass
 class PageProgress:
-    """A `Progress` that forwards each report and shows it in Prefect's log and its stage's progress artifact.
+    """A receiver of progress reports that forwards each to `progress` and shows it on Prefect's page.
 
-    `artifacts` has the id of each stage's artifact, and `events` the time.monotonic() at which its last
-    report was shown. No request is sent before the time.monotonic() `paused_until`. `context` is the task or
-    flow run that began or reported last. A report of a thread is shown with it, because Prefect does not
-    determine the run to which a thread belongs.
+    A report is shown in the log, and by the progress artifact of its stage. `artifacts` has the id of each
+    stage's artifact, and `events` the time.monotonic() at which the stage's last report was shown. No request
+    is sent to Prefect's server before the time.monotonic() `paused_until`. `context` is the task or flow run
+    that began or reported last. A report from a thread of its own is shown with that run, because Prefect
+    does not determine the run to which a thread belongs.
     """
 
     progress: Progress
@@ -104,7 +108,7 @@ class PageProgress:
     context: FlowRunContext | TaskRunContext | None = None
 
     def begin(self) -> None:
-        """Show all later reports of threads with the task run that is current now."""
+        """Make the current task run the one with which later reports from other threads are shown."""
         self.context = TaskRunContext.get()
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
@@ -166,7 +170,8 @@ class PageProgress:
 def show_result(record: Mapping[str, Any]) -> None:
     """Show a finished run as Prefect artifacts: its stages, figures and verdict, and a link to its report.
 
-    `record` is the content of the run's run.json. If Prefect's server fails, nothing is raised.
+    The verdict is on the promotion of the run's model version. `record` is the content of the run's run.json.
+    If Prefect's server fails, nothing is raised.
     """
     report = Path(record["report"])
     with contextlib.suppress(httpx.HTTPError):
@@ -201,7 +206,8 @@ def stages_table(record: Mapping[str, Any]) -> str:
 def verdict(record: Mapping[str, Any]) -> str:
     """Return the gates' verdict on a run's model version, its reasons and both evaluations, as Markdown.
 
-    The evaluations are those before and after training. `record` is the content of the run's run.json.
+    The gates are conditions of promotion. The evaluations are those before and after training. `record` is
+    the content of the run's run.json.
     """
     model, gate = record["model"], record["gate"]
     evaluations = ((before_name(record), record["cold_start"]), ("after", record["evaluation"]))
@@ -219,7 +225,7 @@ def verdict(record: Mapping[str, Any]) -> str:
 def gates_table(record: Mapping[str, Any]) -> str:
     """Return a Markdown table of the gates of a run's version, with figures, intervals and thresholds.
 
-    `record` is the content of the run's run.json.
+    A gate is a condition of promotion. `record` is the content of the run's run.json.
     """
     rows = [
         (

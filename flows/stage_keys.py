@@ -1,8 +1,8 @@
 """The key of a stage, which is a digest of everything on which the stage's result depends.
 
-A key is made of the parameters that the stage can read and that change results, the digests of the stage's
-inputs, and the digests of its sources. What a key was made of is stored in the stage's folder, so that a
-stage that runs again can log what has changed.
+A stage is a step of the pipeline with its own folder. A key is made of the parameters that the stage can read
+and that change results, the digests of the stage's inputs, and the digests of its sources. What a key was
+made of is stored in the stage's folder, so that a stage that runs again can log what has changed.
 """
 
 import sys
@@ -34,7 +34,7 @@ COLD_START_SOURCES = ("components.bootstrap.demonstrations", "components.synthes
 
 @dataclass(frozen=True)
 class Reads:
-    """The inputs that the code of a stage can read, apart from files.
+    """The inputs that the code of a stage (a step of the pipeline) can read, apart from files.
 
     `params` are sections or single parameters by their dotted names. `modules` are the modules at which the
     stage's code begins; all modules of the project that they import belong to it.
@@ -94,12 +94,12 @@ READS = {
 
 
 class KeyParts(FrozenModel):
-    """The values and digests from which the key of a stage is computed.
+    """The values and digests from which the key of a stage (a step of the pipeline) is computed.
 
-    `name` is the form of the stage, a key of READS. `params` has the values of the parameters that the stage
-    reads by dotted name, `upstream` the digests of its inputs by name, and `sources` those of its source
-    files by path. `redo` is the number of the run's newest `--from` request (`Rerun`), or 0 if that request
-    does not include the stage.
+    `name` is the form of the stage, a way to make it, which is a key of READS. `params` has the values of the
+    parameters that the stage reads by dotted name, `upstream` the digests of its inputs by name, and
+    `sources` those of its source files by path. `redo` is the number of the run's newest `--from` request to
+    run stages again (`Rerun`), or 0 if that request does not include the stage.
     """
 
     name: str
@@ -120,7 +120,7 @@ class KeyParts(FrozenModel):
         """Return a phrase for each parameter, input and source file that differs from those of `older`.
 
         Examples of phrases are "seed 1 -> 2", "input policy" and the path of a file. "--from" is added if
-        `redo` differs, that is, if a `--from` request was made between the two.
+        `redo` differs, which means that a `--from` request to run stages again was made between the two.
         """
         found = [
             f"{name} {older.params.get(name, 'absent')!r} -> {self.params.get(name, 'absent')!r}"
@@ -140,9 +140,9 @@ def _different(older: dict[str, Any], newer: dict[str, Any]) -> list[str]:
 def key_parts(params: Params, name: str, upstream: dict[str, str], redo: int) -> KeyParts:
     """Return everything that enters the key of the stage with the form `name`, which is a key of READS.
 
-    A form is a way to make a stage; `coldstart` has several, such as `adopted`. `upstream` maps the names of
-    the stage's inputs to their digests, and `redo` is the number of the run's newest `--from` request, or 0
-    if it does not include the stage.
+    A form is a way to make a stage (a step of the pipeline); `coldstart` has several, such as `adopted`.
+    `upstream` maps the names of the stage's inputs to their digests. `redo` is the number of the run's newest
+    `--from` request to run stages again, or 0 if that request does not include the stage.
     """
     reads = READS[name]
     rewards = reward_digests(params.reward) if "reward" in reads.params else {}
@@ -158,8 +158,9 @@ def key_parts(params: Params, name: str, upstream: dict[str, str], redo: int) ->
 def reward_digests(reward: str) -> dict[str, str]:
     """Return the digests of the sources of the reward function whose import path is `reward`.
 
-    They are the closure of a module of the project, by path, or else the function's module alone, by its
-    name. Raises UserError if the function cannot be imported or has no source file.
+    For a function of this project, they are the digests of its module and of all modules that this imports,
+    by path. For any other function, the result has only the digest of its module, by the module's name.
+    Raises UserError if the function cannot be imported or has no source file.
     """
     module = load_reward(reward).__module__
     if module.startswith("components."):
@@ -173,10 +174,10 @@ def reward_digests(reward: str) -> dict[str, str]:
 
 
 def changes_since_last(parts: KeyParts, home: Path) -> list[str]:
-    """Return what differs between `parts` and the newest other stage of this name in `home`.
+    """Return phrases for what differs between `parts` and the key of the newest other stage of the same form.
 
-    `home` is the folder of all runs. The list has phrases such as "seed 1 -> 2" (`KeyParts.changes`). It is
-    empty if there is no such stage.
+    `home` is the folder of all runs, whose folder `stages` is searched. The phrases are such as "seed 1 -> 2"
+    (`KeyParts.changes`). The list is empty if there is no such stage.
     """
     files = (home / "stages").glob(f"{parts.name}-*/{KEY_FILE}")
     others = [file for file in files if file.parent != parts.folder(home)]

@@ -1,4 +1,7 @@
-"""The cold start, the training stages and evaluations as Prefect tasks, cached by their inputs."""
+"""The cold start, the training stages and the evaluations as Prefect tasks, cached by their inputs.
+
+The cold start makes the first policy of a run.
+"""
 
 import time
 from pathlib import Path
@@ -25,8 +28,8 @@ CHECKPOINT = "checkpoint"
 def start_policy(context: Context, champion: StartPolicy | None) -> CheckpointRecord:
     """Return the record of the checkpoint that the run starts from.
 
-    It is that of `champion`, or that of the first policy (`cold_start`) if `champion` is None. Raises
-    UserError if the champion's checkpoint is damaged.
+    It is that of `champion`, the promoted version, or, if `champion` is None, that of the first policy, which
+    `cold_start` makes. Raises UserError if the champion's checkpoint is damaged.
     """
     if champion is None:
         return cold_start(context)
@@ -50,12 +53,12 @@ def start_policy(context: Context, champion: StartPolicy | None) -> CheckpointRe
 
 
 def cold_start(context: Context) -> CheckpointRecord:
-    """Return the record of the checkpoint of the first policy, which cached stages make.
+    """Return the record of the checkpoint of the first policy, which cached Prefect tasks make.
 
     If policy.source is `scratch`, a small policy is trained from scratch on demonstrations, which are answers
     that rules have written (components/bootstrap/demonstrations.py). Otherwise the policy is made from the
     folder or file that policy.source names, and fine-tuned on demonstrations if coldstart.language_model is
-    set.
+    set. Raises UserError if that folder or file cannot be read, and StageFailed if training fails.
     """
     params = context.params
     if params.policy.source != "scratch":
@@ -93,7 +96,8 @@ def cold_start(context: Context) -> CheckpointRecord:
 def adopt(context: Context, source: Path) -> CheckpointRecord:
     """Return the record of a checkpoint made of the Hugging Face folder or GGUF file `source`.
 
-    The checkpoint is made in a stage that is cached. Raises UserError if transformers cannot read the source.
+    A Prefect task makes the checkpoint, and its result is cached. Raises UserError if transformers cannot
+    read the source.
     """
 
     def work(folder: Path) -> CheckpointRecord:
@@ -121,13 +125,14 @@ def train(
 ) -> CheckpointRecord | None:
     """Run one training stage as a cached Prefect task, and return the record of its checkpoint.
 
-    `policy` is the actor that the stage starts with, and `critic` the critic if the stage needs one.
-    `sampled` are the stages whose trajectories the stage reads, and `earlier` the stages of this run before
-    it, whose states for resuming are deleted when this stage has one. `deadline` is the time (seconds of Unix
-    time) after which the stage ends with its current update. If `may_begin` is false, a stage that no earlier
-    attempt has begun is not run, and None is returned. `form` is a key of READS (stage_keys.py) if it is not
-    the stage's name, such as "fine_tuned" for the cold start of a language model. Raises UserError for inputs
-    with which the stage cannot run, and StageFailed if training fails.
+    `name` is the stage's name. `policy` is the record of the checkpoint that the stage starts with, and
+    `critic` that of the critic if the stage needs one. `sampled` are the records of the stages whose
+    trajectories the stage reads, and `earlier` those of the stages of this run before it, whose states for
+    resuming are deleted when this stage has one. `deadline` is the time (seconds of Unix time) after which
+    the stage ends with its current update. If `may_begin` is false, a stage that no earlier attempt has begun
+    is not run, and None is returned. `form` is a key of READS (stage_keys.py) if it is not the stage's name,
+    such as "fine_tuned" for the cold start of a language model. Raises UserError for inputs with which the
+    stage cannot run, and StageFailed if training fails.
     """
     home, inputs, form = context.run.home, sampled or [], form or name
     upstream = {"policy": policy.digest} | ({"critic": critic.digest} if critic else {})
@@ -171,7 +176,7 @@ def train(
 def checkpoint_record(
     context: Context, folder: Path, digest: str, seconds: float, result: StageResult | None = None
 ) -> CheckpointRecord:
-    """Return the record of the checkpoint in a stage's folder.
+    """Return the record of the checkpoint in `folder`, the folder of the stage that made it.
 
     `digest` is that of the checkpoint, and `seconds` is how long the stage took. `result` has the rewards and
     figures of a training stage, and is None for a first policy.
@@ -191,11 +196,13 @@ def checkpoint_record(
 
 
 def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: str) -> EvaluationRecord:
-    """Evaluate a checkpoint on the run's suite, or return the cached record of its evaluation.
+    """Evaluate a checkpoint on the run's evaluation suite, or return the cached record of its evaluation.
 
     `checkpoint` is a path relative to the home, the folder of all runs, and `digest` is that of the
     checkpoint's files. `title` is shown to people in order to distinguish the evaluations of one run. It is
-    not part of the cache key, because the same policy under another title gives the same evaluation.
+    not part of the cache key, because the same policy under another title gives the same evaluation. Raises
+    UserError if the checkpoint is damaged or the suite cannot be evaluated, and StageFailed if the judge
+    fails on too many tasks.
     """
     run, params = context.run, context.params
     suite = load_suite(params, context.dataset_folder)

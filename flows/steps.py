@@ -1,9 +1,9 @@
 """The execution of a stage as a Prefect task, whose result is cached by the digests of its inputs.
 
-A task returns a small JSON record (paths relative to the home, the folder of all runs; digests; figures),
-never a model. Prefect stores the record under the stage's key, so a stage with the same inputs returns the
-stored record without running. If the files of a stored record are missing, the task runs again. If they are
-damaged, UserError names the file.
+A stage is a step of the pipeline with its own folder. A task returns a small JSON record (paths relative to
+the home, the folder of all runs; digests; figures), never a model. Prefect stores the record under the
+stage's key, so a stage with the same inputs returns the stored record without running. If the files of a
+stored record are missing, the task runs again. If they are damaged, UserError names the file.
 """
 
 import functools
@@ -54,13 +54,14 @@ class DatasetRecord(FrozenModel):
 
 
 class StageRecord(FrozenModel):
-    """The result of a stage, from which later stages take its digest, key and folder.
+    """The result of a stage, which is a step of the pipeline with its own folder.
 
     `digest` is that of the stage's output, and `figures` are numbers that are logged to MLflow. `progress`
-    has the updates that are done and the updates in all if the time budget ended the stage, and is None if it
-    is finished. `key` is the digest of everything on which the result depends, and `folder` the stage's
-    folder, relative to the home (the folder of all runs). Prefect caches all fields except `cached`, `key`
-    and `folder`, which `Context.stage` sets after each call.
+    has the updates that are done and the updates in all if the time budget ended the stage, and is None if
+    the stage is finished. `cached` says that the stage did not run, because its result was stored. `key` is
+    the digest of everything on which the result depends, and `folder` the stage's folder, relative to the
+    home (the folder of all runs). Prefect caches all fields except `cached`, `key` and `folder`, which
+    `Context.stage` sets after each call.
     """
 
     digest: str
@@ -75,7 +76,7 @@ class StageRecord(FrozenModel):
 
 
 class CheckpointRecord(StageRecord):
-    """The record of a stage that makes a checkpoint.
+    """The record of a stage (a step of the pipeline) that makes a checkpoint.
 
     `checkpoint` is the checkpoint's folder, relative to the home (the folder of all runs). The rewards are
     the mean rewards before and after training, or None for a stage without them. `seconds` is how long the
@@ -102,10 +103,10 @@ class CheckpointRecord(StageRecord):
 
 
 class EvaluationRecord(StageRecord):
-    """The record of an evaluation.
+    """The record of an evaluation of a checkpoint.
 
-    `results` is the path of its results file relative to the home (the folder of all runs), and `digest` is
-    that file's SHA-256.
+    `results` is the path of the file with its results, relative to the home (the folder of all runs), and
+    `digest` is that file's SHA-256. `seconds` is how long the evaluation took.
     """
 
     results: str
@@ -147,10 +148,10 @@ def count_task_runs() -> int:
 
 @task(persist_result=True, result_serializer="json")
 def run_in_folder(folder: Path, upstream: dict[str, str], work: Callable[[Path], R]) -> dict[str, Any]:
-    """Call `work` with the stage's folder, and return the record that it makes as JSON for Prefect's cache.
+    """Call `work` with a stage's folder, and return the record that `work` makes as JSON for Prefect's cache.
 
-    Each stage calls this task with a name and a cache key of its own. `upstream` maps the names of the
-    stage's inputs to their digests, which are only logged.
+    A stage is a step of the pipeline. Each stage calls this task with a name and a cache key of its own.
+    `upstream` maps the names of the stage's inputs to their digests, which are only logged.
     """
     log = get_run_logger()
     inputs = ", ".join(f"{name} {digest[:12]}" for name, digest in upstream.items())
@@ -163,8 +164,9 @@ def run_in_folder(folder: Path, upstream: dict[str, str], work: Callable[[Path],
 class Context:
     """The objects that all tasks of one run share, among them its judge pool, MLflow run and data set.
 
-    `params` are the parameters of the stages, in which policy.source is never "champion". This is not a
-    dataclass, because Prefect would search the fields of a dataclass for futures at every task call.
+    `run` is the pipeline run, `pool` judges kernels, and `tracking` logs to MLflow. `params` are the
+    parameters of the stages, in which `nightly_pipeline` replaces policy.source if it is "champion". This is
+    not a dataclass, because Prefect would search the fields of a dataclass for futures at every task call.
     """
 
     def __init__(
@@ -184,13 +186,13 @@ class Context:
         self.dataset_folder = run.home / dataset.folder
 
     def parts(self, stage: str, name: str, upstream: dict[str, str]) -> KeyParts:
-        """Return everything that enters the key of a stage.
+        """Return everything that enters the key of a stage, a step of the pipeline with its own folder.
 
-        `stage` is the step of the pipeline, one of run_context.STAGES, that a rerun request may name. `name`
-        is the form of the stage, a key of stage_keys.READS, which lists what it can read; the step
-        `coldstart` has the forms `coldstart`, `adopted`, `fine_tuned` and `champion`. `upstream` maps the
-        names of the stage's inputs to their digests. The data set is an input of every stage and need not be
-        given.
+        `stage` is the step's name, one of run_context.STAGES, for which a request (`--from`) to run stages
+        again is looked up. `name` is the form of the stage, a key of stage_keys.READS, which lists what it
+        can read; the step `coldstart` has the forms `coldstart`, `adopted`, `fine_tuned` and `champion`.
+        `upstream` maps the names of the stage's inputs to their digests. The data set is an input of every
+        stage and need not be given.
         """
         inputs = upstream | {"dataset": self.dataset.version}
         return key_parts(self.params, name, inputs, self.run.rerun_number(stage))
@@ -207,12 +209,13 @@ class Context:
     ) -> R:
         """Run `work` in the stage's folder as a Prefect task, or return the cached record of an earlier run.
 
-        `work` gets the folder and returns a record of the type `record_type`. `stage` is one of
-        run_context.STAGES. The cache key is computed from `name`, the parameters and sources that this stage
-        reads (stage_keys.READS), the `upstream` digests, the data set and the rerun request. The record of a
-        stage that the time budget ended is not used again. `name` also names the folder, and its default is
-        `stage`. `title` is the name that is shown to people, and its default is `name`. Raises UserError if
-        the files of a cached record are damaged.
+        A stage is a step of the pipeline. `work` gets the folder and returns a record of the type
+        `record_type`. `stage` is one of run_context.STAGES. The cache key is computed from `name`, the
+        parameters and sources that this stage reads (stage_keys.READS), the `upstream` digests by input, the
+        data set, and the request (`--from`) to run stages again. The record of a stage that the time budget
+        ended is not used again. `name` also names the folder, and its default is `stage`. `title` is the name
+        that is shown to people, and its default is `name`. Raises UserError if the files of a cached record
+        are damaged.
         """
         name = name or stage
         title = title or name

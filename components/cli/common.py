@@ -1,4 +1,8 @@
-"""Options and output that the commands share: JSON goes to standard output and text to standard error."""
+"""Options and output that the commands of `cuda-agent` share.
+
+With `--json`, a command writes one JSON object to standard output. All text for people goes to standard
+error.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +52,11 @@ ServerModel = Annotated[
 
 
 class ExitCode(IntEnum):
-    """Exit codes of the commands; main.py says what they mean.
+    """Exit codes of the commands of `cuda-agent`.
 
-    Further codes are 130 after SIGINT and 143 after SIGTERM.
+    NO_ISOLATION means that this machine cannot isolate untrusted code, and REFUSED that a gate (a condition
+    of promotion) refused a model version, or that the version's approval came after the deadline. Further
+    codes are 130 after SIGINT and 143 after SIGTERM.
     """
 
     DONE = 0
@@ -74,7 +80,8 @@ class CommonOptions:
 
     `profile` names a section of the parameter file that overrides its base values, `sets` has KEY=VALUE texts
     that override single parameters, `home` is the folder for all files of runs ("" is that of the
-    parameters), and `params_file` the parameter file (None is the project's params.yaml).
+    parameters), and `params_file` the parameter file (None is the project's params.yaml). With `as_json`, the
+    command prints its result as JSON.
     """
 
     profile: Profile = "smoke"
@@ -86,10 +93,11 @@ class CommonOptions:
     def resolve(self, *overrides: str, defaults: tuple[str, ...] = (), device: str | None = None) -> Resolved:
         """Return the parameters that result from the parameter file and the options.
 
-        `overrides` are KEY=VALUE pairs from other options of the command, and `defaults` are KEY=VALUE pairs
+        `overrides` are KEY=VALUE texts from other options of the command, and `defaults` are KEY=VALUE texts
         that the option `--set` may override. `device` is the value of the option `--device` of a command that
-        has it, and None for others. If it is "", the device is cuda or cpu as this machine has it, unless
-        `--set` overrides that. Raises UserError if a parameter or the file is not valid.
+        has this option, and None for others. If it is "", the device is cuda if this machine has an NVIDIA
+        GPU and cpu otherwise, unless `--set` overrides that. Raises UserError if a parameter or the file is
+        not valid.
         """
         from components.core.config import PROJECT, default_device, resolve
 
@@ -107,11 +115,12 @@ class CommonOptions:
     def resolve_for_judging(
         self, *overrides: str, defaults: tuple[str, ...] = (), device: str | None = None
     ) -> Resolved:
-        """Return the parameters after checking that this machine can isolate candidates.
+        """Return the parameters after checking that this machine can isolate the kernels to be judged.
 
-        The arguments are those of `resolve`. Raises IsolationUnavailable if it cannot, and UserError as
-        `resolve` does. Commands call this method before they load torch or a policy. Nothing is checked here
-        if the judges run on a Ray cluster or behind a service, because these judges check it themselves.
+        The arguments are those of `resolve`. Raises IsolationUnavailable if the machine cannot run untrusted
+        code in the sandbox, and UserError as `resolve` does. Commands call this method before they load torch
+        or a policy. Isolation is not checked if the judges run on a Ray cluster or behind a service, because
+        these judges check it themselves.
         """
         resolved = self.resolve(*overrides, defaults=defaults, device=device)
         if not resolved.params.pool.judges and not resolved.params.pool.service:
@@ -124,11 +133,12 @@ class CommonOptions:
 def with_common_options(
     profile: str = "smoke", *, prints_output: bool = True
 ) -> Callable[[Callable[..., Output | None]], Callable[..., None]]:
-    """Return a decorator that adds the options of CommonOptions to a command, and prints its output.
+    """Return a decorator that adds the options of CommonOptions to a command, and prints its result.
 
-    A command that has a parameter `options: CommonOptions` gets all of them, and `profile` is the default of
-    `--profile`. Any other command gets only the option `--json`. If `prints_output` is False, the command
-    itself prints its output and sets the exit code.
+    A command that has a parameter `options: CommonOptions` gets all options of that class, and `profile` is
+    the default of its `--profile`. Any other command gets only the option `--json`. The decorated command
+    prints the record of the Output that the function returns, and ends with its exit code. If `prints_output`
+    is False, the function itself does both.
     """
 
     def decorate(command: Callable[..., Output | None]) -> Callable[..., None]:
@@ -206,10 +216,11 @@ def newest_dataset(home: Path) -> Path:
 def judge_session(
     params: Params, home: Path, *, use_service: bool = False
 ) -> Iterator[tuple[LocalPool, ProgressView]]:
-    """Open a pool of judges and a progress view on standard error, and close both at the end.
+    """Open a pool of judges and a progress view on standard error, yield both, and close them at the end.
 
-    The pool keeps its verdicts in the folder `verdicts` in `home`, the folder of all runs. With
-    `use_service`, the judge that `cuda-agent serve` keeps ready for the same folder is used if it runs.
+    The pool keeps each result of a judge as a file in the folder `verdicts` of `home`, the folder of all
+    runs. With `use_service`, the judge that `cuda-agent serve` keeps ready for the same folder is used if it
+    runs. Raises IsolationUnavailable if kernels are judged on this machine and it cannot isolate them.
     """
     from components.cli.progress_view import ProgressView
     from components.judge.pool.open_pool import open_pool

@@ -1,4 +1,7 @@
-"""The commands `cuda-agent data …`: create, inspect, store and restore data sets of kernel tasks."""
+"""The commands `cuda-agent data …`: create, inspect, store and restore data sets of kernel tasks.
+
+A kernel task is a PyTorch module that a policy has to make faster.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,8 @@ Dataset = Annotated[
 def data_build(options: CommonOptions, out_folder: Out) -> Output:
     """Compose tasks from operators, and write those that the judge admits as a data set.
 
-    A pipeline run builds its data set in the same way, through DVC.
+    The judge admits a task if it can measure kernels for it. A pipeline run builds its data set in the same
+    way, through DVC.
     """
     resolved = options.resolve()
     from components.synthesis.dataset import build_dataset
@@ -59,7 +63,8 @@ def data_import(
 ) -> Output:
     """Write a data set of those tasks in a parquet file that pass the filters and the judge's admission.
 
-    The filters are those of `cuda-agent data check`.
+    The filters are those of `cuda-agent data check`. The judge admits a task if it can measure kernels for
+    it.
     """
     resolved = options.resolve()
     from components.synthesis.dataset import admit_tasks, read_public
@@ -75,10 +80,11 @@ def data_import(
 def data_check(options: CommonOptions, dataset: Dataset) -> Output:
     """Report which tasks of a data set the filters refuse, and why, without running the tasks.
 
-    The filters refuse a task that lacks a part of a kernel task, contains forbidden code, has wrong operator
-    names, duplicates an earlier task, resembles an evaluation program too closely, or is held out although
-    its operator sequence is trained on. The exit code is 1 if a task is refused. `cuda-agent data import`
-    applies the filters too, and also has the judge run the tasks.
+    The filters refuse a task that lacks a part of a kernel task (such as its class `Model`), contains
+    forbidden code, has wrong operator names, duplicates an earlier task, resembles an evaluation program (a
+    benchmark's task) too closely, or is held out for evaluation although its operator sequence is trained on.
+    The exit code is 1 if a task is refused. `cuda-agent data import` applies the filters too, and also has
+    the judge run the tasks.
     """
     from components.core.task import dataset_version, read_tasks
     from components.synthesis.dataset import check_rows, read_public
@@ -116,7 +122,7 @@ def data_check(options: CommonOptions, dataset: Dataset) -> Output:
 @data_app.command("stats")
 @with_common_options()
 def data_stats(dataset: Dataset) -> Output:
-    """Print statistics of a data set: splits, sources, operators, and quantiles of the eager times."""
+    """Print statistics of a data set: splits, sources, operators, and quantiles of the eager times (s)."""
     from statistics import quantiles
 
     from components.bootstrap.operator_chain import canonical
@@ -205,7 +211,10 @@ def data_pull(
 
 
 def _summary_output(summary: DatasetSummary, out: Path) -> Output:
-    """Print and return the numbers of admitted and refused tasks of the data set in the folder `out`."""
+    """Print how many tasks of the data set in `out`, a folder, were admitted and refused.
+
+    The numbers are also returned, as the record that `--json` prints.
+    """
     reasons = ", ".join(f"{reason} {count}" for reason, count in summary.reasons.items()) or "none"
     admitted = len(summary.admitted)
     print_line(f"{out}: {admitted} tasks of {summary.candidates} candidates, version {summary.version}")

@@ -1,6 +1,6 @@
 """The command `cuda-agent doctor`: report what this machine offers, what is missing, and the consequences.
 
-The packages that the report lists are looked up but not imported by the code of this file.
+The code of this file looks up the Python packages in the report without importing them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ MIN_MEMORY_BYTES = 4 * 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """Report on one part of the environment.
+    """Report on one part of the environment, such as a program or a Python package.
 
-    `name` is that of the part, such as g++. `here` says whether the part is present, and `found` describes
-    it. `cost` says what does not work without the part. `needed` says whether its absence is an error.
+    `name` is that of the part, for example g++. `here` says whether the part is present, and `found`
+    describes it. `cost` says what does not work without the part. `needed` says whether its absence is an
+    error.
     """
 
     name: str
@@ -67,7 +68,10 @@ class Finding:
 
 @with_common_options()
 def doctor(options: CommonOptions) -> Output:
-    """Report what this machine offers, what is missing, and what does not work without the missing parts."""
+    """Report what this machine offers, what is missing, and what does not work without the missing parts.
+
+    The exit code is 0 if no needed part is missing, 3 if only isolation is missing, and 2 otherwise.
+    """
     findings = [replace(one, cost="") if one.here else one for one in examine(options.resolve())]
     rows = [(_mark(finding), finding.name, finding.found, finding.cost) for finding in findings]
     print_table(("", "what", "found", "what its absence costs"), rows)
@@ -189,8 +193,8 @@ def _policy(params: Params) -> str:
 def pool(params: Params) -> str:
     """Return a sentence that says where trainers and judges of these parameters run.
 
-    Raises UserError if a role does not fit the memory of its GPUs, or if trainers or judges run on a Ray
-    cluster and Ray is not installed or the cluster lacks resources.
+    Raises UserError if trainers, samplers or judges do not fit the memory of their GPUs, or if trainers or
+    judges run on a Ray cluster and Ray is not installed or the cluster lacks resources.
     """
     from components.core.config import check_policy_source
     from components.planning.role_memory import check_fits
@@ -259,7 +263,7 @@ def _evaluation_programs(params: Params) -> str:
 def _isolation(params: Params) -> str:
     """Start an isolated process in the same way as the judge, and return a text that says so.
 
-    Raises UserError if that is not possible.
+    Raises IsolationUnavailable, which is a UserError, if that is not possible.
     """
     from components.sandbox.preflight import check_isolation
 

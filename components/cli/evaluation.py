@@ -1,4 +1,7 @@
-"""The commands `cuda-agent evaluate` and `cuda-agent runs …`: evaluate a policy, and compare two runs."""
+"""The commands `cuda-agent evaluate` and `cuda-agent runs …`: evaluate a policy, and compare two runs.
+
+Two evaluations can also be compared, each named by its folder or the beginning of its id.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +62,10 @@ def evaluate(
         typer.Option("--dataset", help="data set with the held-out tasks; by default the newest in the home"),
     ] = None,
 ) -> Output:
-    """Evaluate a policy: run episodes in the agent loop, then measure each final answer again.
+    """Evaluate a policy on a suite of tasks: run episodes in the agent loop, then measure each answer again.
 
-    The same command continues an interrupted evaluation.
+    In an episode the policy writes a kernel for a task, and the final kernels are measured again. The same
+    command continues an interrupted evaluation.
     """
     overrides = [f"evaluation.suite={json.dumps(suite)}"] if suite else []
     overrides += [f"evaluation.levels=[{levels}]"] if levels else []
@@ -104,9 +108,9 @@ def evaluation_epoch(policy: str, tasks: list[KernelTask], params: Params) -> st
     """Return the name of an evaluation of the policy with the digest `policy` on `tasks`.
 
     The name has 12 hexadecimal digits, the beginning of a digest of the policy, the tasks and the parameters
-    that change an evaluation's results. It names the evaluation's folder, and the judge reuses stored
-    verdicts of the same name. Parameters that only change throughput are left out, so that an evaluation
-    continues with another policy.batch, for instance.
+    that change an evaluation's results. The evaluation's folder has this name, and the judge reuses results
+    that it stored under the same name. Parameters that only change throughput are left out, so that an
+    evaluation continues with another policy.batch, for instance.
     """
     from components.core.config import result_values
     from components.core.files import digest_json

@@ -53,9 +53,11 @@ def judge(
         bool, typer.Option("--precise", help="measure in more rounds, for narrower intervals")
     ] = False,
 ) -> Output:
-    """Build one candidate, check its outputs, and measure it against eager, and torch.compile or another one.
+    """Build one candidate (a module with its kernels), check its outputs, and measure it against baselines.
 
-    The exit code is 0 even if the candidate fails, and 1 if the judge itself fails.
+    The baselines are the task in eager mode and under torch.compile; with `--against`, another candidate
+    takes the place of the latter. The exit code is 0 even if the candidate fails, and 1 if the judge itself
+    fails.
     """
     chosen = {
         "precision": precision,

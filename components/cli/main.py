@@ -4,8 +4,9 @@ Flows, Prefect, MLflow and torch are imported only inside the commands that need
 judge` works on a node without Prefect and MLflow, and `--help` is fast. With `--json`, exactly one JSON
 object is written to standard output. All other text is written to standard error.
 
-Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation unavailable, 4 a gate refused a version
-or its approval came after the deadline, 130 interrupted, 143 ended by SIGTERM.
+Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation of untrusted code unavailable, 4 a gate
+(a condition of promotion) refused a model version or the version's approval came after the deadline, 130
+interrupted, 143 ended by SIGTERM.
 """
 
 import gc
@@ -85,7 +86,7 @@ def show_logs() -> None:
 
 
 def main() -> None:
-    """Run the command line.
+    """Run the command that the arguments of this process name.
 
     Errors that a user can fix are printed as one sentence on standard error, with an exit code but without a
     traceback.

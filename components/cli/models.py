@@ -1,5 +1,6 @@
 """The commands `cuda-agent models …`: list model versions, apply their gates, and decide on promotion.
 
+The gates are the conditions that a version must meet before it is promoted, so that it becomes the champion.
 `find_policy` finds the policy that the option `--policy` of other commands names.
 """
 
@@ -44,7 +45,7 @@ Reason = Annotated[str, typer.Option("--reason", help="reason to record in the a
 @models_app.command("list")
 @with_common_options()
 def models_list(options: CommonOptions) -> Output:
-    """List all versions of the model, newest first."""
+    """List all registered versions of the model, newest first, with aliases, decisions and figures."""
     from components.registry import models
 
     promotion, _ = open_promotion(options)
@@ -98,8 +99,9 @@ def models_show(options: CommonOptions, version: Version) -> Output:
 @models_app.command("gate")
 @with_common_options()
 def models_gate(options: CommonOptions, version: Version) -> Output:
-    """Apply the gates to a version again, with the current thresholds and the current champion.
+    """Apply the gates, the conditions of promotion, to a version again, and record the decision.
 
+    The present thresholds apply, and the version is compared with the present champion, the promoted version.
     The sample of kernels that try to deceive the judge is judged again, and the version is refused if the
     judge believes one of them. A version that passes waits for approval by a person. The exit code is 4 if
     the gates refuse the version.
@@ -143,9 +145,9 @@ def models_promote(
         bool, typer.Option("--override", help="promote although its gates did not pass; needs a reason")
     ] = False,
 ) -> Output:
-    """Make a version the champion if its gates have passed.
+    """Make a version the champion, the version in use, if its gates (conditions of promotion) have passed.
 
-    If they have not passed, the exit code is 4, except with --override.
+    Without --override, the exit code is 4 if they have not passed, and 2 if the version waits for approval.
     """
     promotion, _ = open_promotion(options)
     return _entry_output(promotion, promotion.promote(version, reason=reason, override=override))
@@ -154,7 +156,7 @@ def models_promote(
 @models_app.command("approve")
 @with_common_options()
 def models_approve(options: CommonOptions, version: Version, reason: Reason = "") -> Output:
-    """Approve a waiting version, which then becomes the champion.
+    """Approve a version that waits for a person's decision; it then becomes the champion, the version in use.
 
     A version whose deadline is over expires instead, and the exit code is 4.
     """
@@ -166,7 +168,10 @@ def models_approve(options: CommonOptions, version: Version, reason: Reason = ""
 @models_app.command("refuse")
 @with_common_options()
 def models_refuse(options: CommonOptions, version: Version, reason: Reason = "") -> Output:
-    """Refuse a waiting version. The champion does not change."""
+    """Refuse a version that waits for a person's decision.
+
+    The champion, the version in use, does not change.
+    """
     promotion, _ = open_promotion(options)
     return _entry_output(promotion, promotion.decline(version, reason=reason))
 
@@ -174,9 +179,9 @@ def models_refuse(options: CommonOptions, version: Version, reason: Reason = "")
 @models_app.command("rollback")
 @with_common_options()
 def models_rollback(options: CommonOptions, reason: Reason = "") -> Output:
-    """Make the previous champion the champion again. The current champion becomes the previous one.
+    """Make the previous champion the champion (the version in use) again.
 
-    It is an error if there is no previous champion.
+    The current champion becomes the previous one. It is an error if there is no previous champion.
     """
     promotion, _ = open_promotion(options)
     return _entry_output(promotion, promotion.rollback(reason=reason))
@@ -185,7 +190,10 @@ def models_rollback(options: CommonOptions, reason: Reason = "") -> Output:
 @models_app.command("audit")
 @with_common_options()
 def models_audit(options: CommonOptions) -> Output:
-    """List the audit chain, the signed log of decisions: time, author, act, version, reason, signer."""
+    """List the audit chain, the signed log of decisions on versions.
+
+    Each row has the time, author, act, version, champion, reason and signer of one decision.
+    """
     promotion, _ = open_promotion(options)
     entries = promotion.chain.entries()
     names = promotion.chain.signer.names()
@@ -254,7 +262,7 @@ def registry_client(resolved: Resolved) -> Any:
 def open_promotion(options: CommonOptions) -> tuple[Promotion, Resolved]:
     """Return the object that promotes versions of the registered model, and the resolved parameters.
 
-    Raises UserError if there is no registry.
+    Raises UserError if a parameter is not valid or if there is no registry.
     """
     resolved = options.resolve()
     client = registry_client(resolved)
@@ -266,7 +274,8 @@ def open_promotion(options: CommonOptions) -> tuple[Promotion, Resolved]:
 def _entry_output(promotion: Promotion, entry: AuditEntry, *, refused: bool = False) -> Output:
     """Print the effect of a decision on a model version, and return the version's record with the decision.
 
-    `entry` is the entry of the audit chain that records the decision. With `refused` the exit code is 4.
+    `entry` is the entry of the audit chain, the log of decisions, that records the decision. With `refused`
+    the exit code is 4.
     """
     from components.registry import models
 
@@ -335,7 +344,7 @@ def find_policy(name: str, server_model: str, resolved: Resolved) -> Policy:
 
 
 def _registered_checkpoint(name: str, resolved: Resolved) -> Path:
-    """Return the folder with the checkpoint of a registered version.
+    """Return the folder with the checkpoint of a registered model version.
 
     `name` is an alias (champion, candidate, previous) or a number. The checkpoint is copied into the folder
     `policies` below the parameter `home` when it is used for the first time. Raises UserError if there is no

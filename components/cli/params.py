@@ -1,4 +1,4 @@
-"""The commands `cuda-agent params` and `cuda-agent plan`: the parameters of a profile, and its memory."""
+"""The commands `cuda-agent params` and `cuda-agent plan`: the parameters of a profile, and its GPU memory."""
 
 import json
 from dataclasses import asdict
@@ -29,7 +29,10 @@ def params(
         ),
     ] = None,
 ) -> Output:
-    """List all parameters with their values, their meanings, and the sources of the values."""
+    """List all parameters with their values, their meanings, and the sources of the values.
+
+    A source is the parameter file, a profile in it, or an option such as `--set`.
+    """
     import yaml
 
     from components.core.config import KINDS, KNOWN
@@ -59,8 +62,8 @@ def params(
 def plan(options: CommonOptions) -> Output:
     """Estimate the memory that a profile needs on the GPUs of trainers, samplers and judges.
 
-    Nothing is run. Of the policy only config.json is read. If a role does not fit its GPUs, the last line
-    says so and the exit code is 2.
+    Nothing is run, and of the policy only config.json is read. If trainers, samplers or judges need more
+    memory than their GPUs have, the last line says so and the exit code is 2.
     """
     from components.planning.model_shapes import policy_shapes
     from components.planning.role_memory import GPU_BYTES, memory_of_roles, refusal

@@ -18,7 +18,10 @@ from components.core.text import FIGURES, before_name, duration, figures_row, fi
 
 
 class ProgressView(LineProgress):
-    """A `Progress` that shows a live table on a terminal and prints lines elsewhere; a context manager."""
+    """A receiver of progress reports (`Progress`) that shows a live table on a terminal; a context manager.
+
+    If `console` is no terminal, it prints lines instead. `clock` returns seconds.
+    """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic):
         super().__init__(self.note, clock=clock)
@@ -81,11 +84,12 @@ def evaluation_table(overall: Any, console: Console) -> None:
 
 
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
-    """Print the record of a finished run.
+    """Print the record of a finished run on `console`.
 
-    The stages, the figures of both evaluations, the decision of the gates and the path of the report are
-    printed. `record` is the content of the run's file run.json. `commands` has the commands that open further
-    pages, by the name of the page, and is printed at the end.
+    The stages, the figures of both evaluations (before and after training), the decision of the gates
+    (conditions of promotion) and the path of the report are printed. `record` is the content of the run's
+    file run.json. `commands` has the commands that open web pages, by the page's name; they are printed at
+    the end.
     """
     data = record["dataset"]
     console.print(
@@ -130,9 +134,10 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
 
 
 def comparison_tables(found: Any, console: Console) -> None:
-    """Print the differences between two runs.
+    """Print the differences between two runs on `console`.
 
-    `found` is a components.evaluation.compare.Comparison.
+    These are data, code and parameters, the changes of figures with intervals, paired tests, and the tasks
+    whose result changed. `found` is a components.evaluation.compare.Comparison.
     """
     console.print(f"{found.second} against {found.first}, {found.tasks} tasks in common", highlight=False)
     unknown = ", ".join(found.unknown)

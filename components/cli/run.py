@@ -23,9 +23,10 @@ def run(
 ) -> Output:
     """Run the pipeline: data set, cold start, four training stages, evaluation, registration, gates.
 
-    The stage critic, the third, is left out if agentic.advantages is not critic. If a run with the same
-    parameters and code is finished, only its result is printed. An interrupted run continues where it
-    stopped.
+    The cold start makes the first policy, and the gates decide on the promotion of the new version. The third
+    stage, critic, is left out if agentic.advantages is not critic. If a run with the same parameters and code
+    is finished, only its result is printed. An interrupted run continues where it stopped. The exit code is 4
+    if the new version is neither promoted nor waits for approval.
     """
     from components.cli.progress_view import ProgressView, final_table
     from components.core.reaper import start_reaper

@@ -42,10 +42,10 @@ def serve(
         int, typer.Option("--keep-days", min=1, help="days for which ended jobs are kept")
     ] = 30,
 ) -> None:
-    """Keep a judge with its processes and baselines ready, until Ctrl-C or SIGTERM.
+    """Keep a judge of kernels with its processes and baselines ready, until Ctrl-C or SIGTERM.
 
-    `cuda-agent judge`, `cuda-agent optimize` and the utilities of a workspace use it if they have the same
-    home folder and device. With `--http` it serves other machines and programs too.
+    `cuda-agent judge`, `cuda-agent optimize` and the utilities of a workspace then answer in seconds, if they
+    have the same home folder and device. With `--http` other machines and programs are served too.
     """
     if tokens is not None and not http:
         raise UserError("--tokens: they are for HTTP; give an address with --http as well.")
@@ -77,7 +77,10 @@ def mcp(
     ] = "http://127.0.0.1:8470",
     token: Annotated[Path | None, typer.Option("--token", help="file with the service's token")] = None,
 ) -> None:
-    """Serve the judge's tools to a coding agent by MCP on standard input and output."""
+    """Serve the judge's tools to a coding agent by MCP on standard input and output.
+
+    The tools send their requests to a running `cuda-agent serve --http`.
+    """
     import httpx
 
     from components.judge.pool.service_client import token_headers
@@ -103,7 +106,10 @@ def create(
     ] = False,
     operator: Annotated[bool, typer.Option("--operator", help="may read /metrics")] = False,
 ) -> Output:
-    """Create a token, and print it once; only its digest is stored."""
+    """Create a token for a caller of `cuda-agent serve --http`, and print it once.
+
+    Only the token's digest is stored, in the token file.
+    """
     from pydantic import ValidationError
 
     from components.service.tokens import Token, create_token
@@ -131,7 +137,7 @@ def create(
 @token_app.command(name="list")
 @with_common_options()
 def list_tokens(file: File = DEFAULT) -> Output:
-    """List the tokens of a file with their rights."""
+    """List the tokens in a token file: names of the callers, times of expiry, rights and limits."""
     from components.service.tokens import read_tokens
 
     tokens = read_tokens(file)
@@ -147,7 +153,7 @@ def list_tokens(file: File = DEFAULT) -> Output:
 @token_app.command()
 @with_common_options()
 def revoke(name: Name, file: File = DEFAULT) -> Output:
-    """Remove a token; a running service refuses it from then on."""
+    """Remove the token of a caller; a running service refuses it from then on."""
     from components.service.tokens import read_tokens, write_tokens
 
     tokens = read_tokens(file)

@@ -1,4 +1,7 @@
-"""The commands `cuda-agent store …`: list, fetch and remove objects of the artefact store."""
+"""The commands `cuda-agent store …`: list, fetch and remove objects of the artefact store.
+
+The store is a folder or a bucket that keeps checkpoints, results of runs and data sets.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def _open_store(resolved: Resolved) -> Store:
 @store_app.command("list")
 @with_common_options()
 def store_list(options: CommonOptions, prefix: Prefix = "") -> Output:
-    """List the objects whose key begins with a prefix, with size and time of the last change."""
+    """List the objects whose key begins with a prefix, with their sizes in bytes and times of last change."""
     entries = list(_open_store(options.resolve()).entries(prefix))
     for entry in entries:
         print_line(f"{entry.bytes:>14,}  {entry.modified:%Y-%m-%d %H:%M}  {entry.key}")
@@ -60,7 +63,7 @@ def store_get(
     key: Annotated[str, typer.Argument(help="a key, or a prefix that ends with /: everything below it")],
     out_path: Annotated[Path, typer.Option("--out", help="file, or folder for a prefix")],
 ) -> Output:
-    """Fetch an object, or all objects below a prefix, and check the digests.
+    """Fetch an object, or all objects below a prefix, and check that their digests are correct.
 
     An interrupted fetch continues where it stopped.
     """
@@ -95,11 +98,12 @@ def store_gc(
         bool, typer.Option("--delete", help="remove; without it the command only lists what it would remove")
     ] = False,
 ) -> Output:
-    """List checkpoints and runs to which no alias, no unfinished run and no audit entry refers.
+    """List old checkpoints and runs in the store that nothing refers to, and old files of the home folder.
 
-    Of the home folder, it lists stages that no run to be kept uses, resumable states of finished stages, and
-    abandoned temporary folders. With --delete all of these are removed; no run may work in the home
-    meanwhile.
+    A checkpoint or run is kept if it is younger than --older-than, or if an alias of a model version, an
+    unfinished run or the log of decisions refers to it. Of the home folder, in which runs keep everything,
+    the command lists stages that no run to be kept uses, resumable states of finished stages, and abandoned
+    temporary folders. With --delete all of these are removed; no run may work in the home meanwhile.
     """
     from components.cli.models import open_promotion
     from components.registry.models import evidence, references

@@ -64,7 +64,8 @@ def train(
 ) -> None:
     """Run one training stage, which reads a checkpoint and writes a checkpoint.
 
-    The same command continues an interrupted stage.
+    A stage is a step of the pipeline, such as PPO or the training of the critic. The same command continues
+    an interrupted stage.
     """
     from components.core.config import check_policy_source
     from components.training.run_stage import check_stages
@@ -133,9 +134,10 @@ def train(
 def _checkpoint(given: Path, output: Path) -> Path:
     """Return the folder of the checkpoint that the path `given` of a user stands for.
 
-    If `given` is a checkpoint, it is returned, and if it is the folder of a stage, the checkpoint in it. From
-    a Hugging Face folder without a manifest or a GGUF file, a checkpoint is made in the folder `input` of
-    `output`, the stage's folder.
+    If `given` is a checkpoint, it is returned itself. If it is a Hugging Face folder without a manifest or a
+    GGUF file, a checkpoint is made of it below the folder `input` of `output`, the stage's folder. Otherwise
+    `given` is taken for the folder of a stage, and the path of the checkpoint in it is returned, which may
+    not exist.
     """
     from components.core.config import is_gguf
     from components.core.files import MANIFEST
@@ -152,8 +154,8 @@ def _launch(ranks: int, output: Path) -> None:
     """Start this command once for each rank, without its option `--ranks`, and exit when all have ended.
 
     The exit code is 0, or 143 if the ranks ended because of SIGTERM. Rank 0 prints to the outputs of this
-    process, and each other rank to a folder below `output`/logs, where `output` is the stage's folder. Raises
-    UserError or StageFailed if a rank fails.
+    process, and each other rank to a folder of its own below `output`/logs, where `output` is the stage's
+    folder. Raises UserError or StageFailed if a rank fails.
     """
     import logging
 
@@ -195,7 +197,8 @@ def fleet(
 ) -> None:
     """Start vLLM servers, print the value of policy.servers, and keep the servers running until interrupted.
 
-    With --announce, runs on the Ray cluster find the servers if they set policy.servers=[ray].
+    Training and evaluation sample trajectories from these servers if policy.servers names them. With
+    --announce, runs on the Ray cluster find the servers if they set policy.servers=[ray].
 
     The servers get the context window, dtype, weight transfer and sleep mode of the parameters. Logs are
     written to the folder vllm of the home folder.

@@ -1,4 +1,7 @@
-"""The commands `cuda-agent trajectory …`: print trajectories and write them as HTML."""
+"""The commands `cuda-agent trajectory …`: print trajectories and write them as HTML.
+
+A trajectory is the record of one attempt of a policy at one task.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,11 @@ def trajectory_show(
     folder: Folder,
     number: Annotated[int, typer.Argument(help="which one, counted from 1; by default a table of all")] = 0,
 ) -> Output:
-    """Print a table of all trajectories in a folder, or one of the trajectories turn by turn."""
+    """Print a table of all trajectories in a folder, or one trajectory turn by turn.
+
+    A trajectory is the record of one attempt of a policy at one task. If the folder has only one, it is
+    printed turn by turn.
+    """
     from components.agent import trajectory_viewer
     from components.agent.trajectory import load_trajectories
 
@@ -78,7 +85,10 @@ def trajectory_html(
     number: Number = 0,
     out_file: Annotated[Path, typer.Option("--out", help="file to write")] = Path("trajectory.html"),
 ) -> Output:
-    """Write a trajectory as one HTML page with speed-ups by turn, changes as diffs, and observations."""
+    """Write one trajectory, the record of an attempt at a task, as an HTML page.
+
+    The page has speed-ups by turn, changes as diffs, and observations.
+    """
     from components.agent import trajectory_viewer
     from components.agent.trajectory import load_trajectories
     from components.core.files import atomic_write

@@ -1,8 +1,10 @@
 """Composition of tasks from the core operators (components/bootstrap/operator_chain.py).
 
-A task is a chain of operators with matching shapes and dtypes, which is written as a self-contained module. A
-chain becomes a task only if its output on a small input varies, and changes when any one of its operators is
-left out. For example, a relu after a square has no effect, so no task has this sequence.
+A task is a PyTorch module that a policy has to make faster, and the core operators are those for which the
+rule-based kernel writer can write kernels. A task is a chain of operators with matching shapes and dtypes,
+which is written as a self-contained module. A chain becomes a task only if its output on a small input
+varies, and changes when any one of its operators is left out. For example, a relu after a square has no
+effect, so no task has this sequence.
 """
 
 import functools
@@ -51,7 +53,8 @@ Steps = tuple[Step, ...]
 def write_source(steps: Steps, *shapes: tuple[int, int]) -> str:
     """Return the Python source of a task that applies the steps in order to inputs of shape [rows, cols].
 
-    If there is more than one of these shapes, the task names a workload for each.
+    A step is the name of a core operator and its constants as texts. If there is more than one shape, the
+    source lists them as workloads, which are calls of `get_inputs` with the arguments rows and cols.
     """
     operators = [BY_NAME[name] for name, _ in steps]
     rows, cols = shapes[0]
@@ -88,8 +91,9 @@ _probe = functools.cache(probe)
 def every_operator_matters(steps: Steps) -> bool:
     """Return whether the output of a chain is usable and every operator of the chain changes it.
 
-    Leaving out any operator must change the output by at least 1 % of its root mean square, or its shape, as
-    a reduction does. The output must also vary between elements and be precise in float32
+    `steps` is the chain: the name of each operator and its constants as texts. It is tried on an input of the
+    shape PROBE. Leaving out any operator must change the output by at least 1 % of its root mean square, or
+    its shape, as a reduction does. The output must also vary between elements and be precise in float32
     (`passes_ablation`).
     """
 
@@ -113,9 +117,11 @@ def every_operator_matters(steps: Steps) -> bool:
 def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
     """Return whether the rule-based kernel writer supports a chain of these operators.
 
-    The kinds of operators are described at `CoreOperator`. In a supported chain each row operator, each
-    parameter operator, and the second input occur at most once. There is at most one reduction, and at most
-    two row operators and reductions together. Only elementwise operators follow a reduction, and no operator
+    A row operator computes along the last dimension and keeps the shape, a reduction returns one value for
+    each row, a parameter operator uses a parameter with one value for each column, and a second-input
+    operator the second input of the task. In a supported chain each row operator and each parameter operator
+    occurs at most once. There is at most one second-input operator, at most one reduction, and at most two
+    row operators and reductions together. Only elementwise operators follow a reduction, and no operator
     follows itself.
     """
     names = [operator.name for operator in operators]
@@ -135,9 +141,9 @@ def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
 
 
 def _shapes(data: Data) -> list[tuple[int, int]]:
-    """Return the pairs of rows and columns whose product lies within data.numel.
+    """Return the pairs (rows, columns) of ROWS and COLS whose product lies within data.numel.
 
-    Raises UserError if there is none.
+    Raises UserError if there is no such pair.
     """
     low, high = data.numel
     shapes = [(rows, cols) for cols in COLS for rows in ROWS if low <= rows * cols <= high]
@@ -152,7 +158,8 @@ def _shapes(data: Data) -> list[tuple[int, int]]:
 def estimate_eager_seconds(steps: Steps, device: Device) -> float:
     """Estimate the eager time of one call of a chain in seconds for each element of the input.
 
-    The estimate is used to choose the size of a task, whose time the judge then measures.
+    `steps` is the chain: the name of each core operator and its constants. The estimate is used to choose the
+    size of a task, whose time the judge then measures.
     """
     nanoseconds = 0.0
     for name, _ in steps:
@@ -164,12 +171,14 @@ def estimate_eager_seconds(steps: Steps, device: Device) -> float:
 
 
 def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> KernelTask:
-    """Return a random task whose estimated eager time lies within data.eager_seconds if possible.
+    """Return a random task, a PyTorch module to be made faster, that is a chain of core operators.
 
-    `rng` draws the operators, their number (according to data.operator_mix), constants and shape. For the
-    share data.workload_share of the tasks, it draws up to `MOST_SHAPES` shapes, each of which is a workload.
-    The field `ops` has the operators in their order, `data_source` is torch#N for N operators, and `split` is
-    that of `split_of`. Raises UserError if data.numel permits no shape.
+    `rng` draws the operators, their number (according to data.operator_mix), constants and shape. Chains are
+    drawn until one has a shape whose estimated eager time lies within data.eager_seconds, and after MAX_DRAWS
+    draws any shape is accepted. For the share data.workload_share of the tasks, up to `MOST_SHAPES` shapes
+    are drawn, each of which is a workload (a call of `get_inputs`). The field `ops` has the operators in
+    their order, `data_source` is torch#N for N operators, and `split` is that of `split_of`. Raises UserError
+    if data.numel permits no shape.
     """
     shapes, count = _shapes(data), draw_weighted(rng, data.operator_mix)
     fastest, slowest = data.eager_seconds[0] * 1.3, data.eager_seconds[1] / 1.3
@@ -204,10 +213,11 @@ def compose_task(rng: random.Random, data: Data, device: Device = "cpu") -> Kern
 
 
 def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[KernelTask]:
-    """Yield composed tasks without end. Equal arguments give equal tasks.
+    """Yield composed tasks (PyTorch modules to be made faster) without end; equal arguments give equal tasks.
 
-    The tasks are made of the core operators, or of tensor operators (tensor_composer.py) if data.operators is
-    `kernelbench`.
+    The tasks are made of the core operators, for which the rule-based kernel writer has rules, or of tensor
+    operators (tensor_composer.py) if data.operators is `kernelbench`. The share data.half_share of them is
+    cast to half precision. `device` is used to estimate their times.
     """
     compose: Callable[[random.Random, Data, Device], KernelTask] = compose_task
     if data.operators == "kernelbench":
@@ -218,7 +228,11 @@ def compose_tasks(seed: int, data: Data, device: Device = "cpu") -> Iterator[Ker
 
 
 def draw_dtypes(seed: int, half_share: float) -> Iterator[TaskDtype]:
-    """Yield dtypes without end: float16 or bfloat16, both alike often, with the probability `half_share`."""
+    """Yield random dtypes without end; equal arguments give the same sequence.
+
+    The probability of half precision is `half_share`, of which float16 and bfloat16 have one half each. All
+    other dtypes are float32.
+    """
     rng = random.Random(f"half precision {seed}")
     dtypes: tuple[TaskDtype, ...] = ("float16", "bfloat16", "float32")
     while True:
@@ -226,6 +240,9 @@ def draw_dtypes(seed: int, half_share: float) -> Iterator[TaskDtype]:
 
 
 def compose_training_tasks(seed: int, data: Data, device: Device) -> Iterator[KernelTask]:
-    """Yield composed tasks without end, except those whose operator sequence is held out for evaluation."""
+    """Yield composed tasks without end, except those whose operator sequence is held out for evaluation.
+
+    The arguments are those of `compose_tasks`, and equal arguments give equal tasks.
+    """
     tasks = compose_tasks(seed, data, device)
     return (task for task in tasks if not is_held_out(task.ops, data.held_out_seed))

@@ -1,11 +1,12 @@
 """Structural similarity of `Model` classes, which keeps training tasks different from evaluation programs.
 
-An evaluation program is the source of a benchmark's task, such as one of KernelBench, that data.against
-names. The paper of CUDA Agent (arXiv 2602.24286, appendix 6) drops a training task if its similarity to an
-evaluation program is above 0.9; here the limit is data.max_similarity. The similarity is the Dice coefficient
-of the multisets of all subtrees of both syntax trees. It is 1 for equal structures, and 0 if there is no
-common subtree. Before the comparison, assignments are inlined, and variable names, numbers, docstrings and
-module prefixes are removed.
+A task is a PyTorch module, the class `Model`, that a policy has to make faster. An evaluation program is the
+source of a benchmark's task, such as one of KernelBench, that data.against names. The paper of CUDA Agent
+(arXiv 2602.24286, appendix 6) drops a training task if its similarity to an evaluation program is above 0.9;
+here the limit is data.max_similarity. The similarity is the Dice coefficient of the multisets of all subtrees
+of the two sources' syntax trees. It is 1 for equal structures, and 0 if there is no common subtree. Before
+the comparison, assignments are inlined, and variable names, numbers, docstrings and module prefixes are
+removed.
 """
 
 import ast
@@ -37,11 +38,13 @@ Subtrees = Counter[str]
 
 
 def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
-    """Return how often each subtree occurs in the normalised syntax trees of the methods of `Model`.
+    """Return how often each subtree occurs in the normalised syntax trees of the methods of class `Model`.
 
-    `code` is the source of a task. Subtrees are named by texts of at most 64 characters. If `constants` is
-    true, the values of constants are kept and the functions `get_inputs` and `get_init_inputs` are included.
-    Then equal results mean equal operator graphs on equal shapes.
+    `code` is the source of a task, which has that class. Normalised means that assignments are inlined, and
+    that variable names, numbers, docstrings and module prefixes are removed. Subtrees are named by texts of
+    at most 64 characters. If `constants` is true, the values of constants are kept and the functions
+    `get_inputs` and `get_init_inputs` are included. Then equal results mean equal operator graphs on equal
+    shapes. Raises what `ast.parse` raises if `code` is not valid Python.
     """
     counts: Subtrees = Counter()
     for node in parse_python(code).body:
@@ -70,7 +73,7 @@ def graph_digest(code: str) -> str:
 
 
 def similarity(a: Subtrees, b: Subtrees) -> float:
-    """Return the Dice coefficient of two multisets of subtrees, from 0 to 1."""
+    """Return the Dice coefficient of two multisets of subtrees, from 0 to 1; it is 0 if both are empty."""
     total = a.total() + b.total()
     return 2 * (a & b).total() / total if total else 0.0
 
@@ -79,20 +82,21 @@ class EvaluationPrograms:
     """The evaluation programs (sources of benchmark tasks) to which training tasks must not be similar."""
 
     def __init__(self, against: Iterable[str]):
-        """Read the programs below the paths `against`, which are those of the parameter data.against.
+        """Read the programs at the paths `against`, which are those of the parameter data.against.
 
         A path is a .py file, a parquet file with a column `code`, or a folder of either. Of a KernelBench
         checkout only the folder `KernelBench` is read, which has the tasks. Raises UserError, which names the
-        first path that cannot be read or has no program.
+        first path that cannot be read or has no program with a class `Model`.
         """
         self.programs = [
             (origin, count_subtrees(code)) for name in against for origin, code in _sources(Path(name))
         ]
 
     def nearest(self, code: str) -> tuple[float, str]:
-        """Return the highest similarity to any program and the origin of that program.
+        """Return the highest similarity of a task's source to any program, and the origin of that program.
 
-        Returns (0.0, "") if there are no programs.
+        The similarity is from 0 to 1. The origin is the program's path, or FILE:ROW for a row of a parquet
+        file. Returns (0.0, "") if there are no programs.
         """
         subtrees = count_subtrees(code)
         return max(
@@ -146,8 +150,8 @@ def _inline_assignments(function: ast.FunctionDef) -> list[ast.stmt]:
     """Return the statements of a function, in which a name that was assigned is replaced by its expression.
 
     The assignments `name = expression` themselves are removed. An expression with more than MAX_INLINED_NODES
-    syntax nodes is not inlined. The docstring, super().__init__() and a cast of the module (`in_dtype`) are
-    removed.
+    syntax nodes is not inlined. Also removed are the docstring, super().__init__(), and a statement such as
+    self.half() that casts the module to another dtype.
     """
     values: dict[str, ast.expr] = {}
     body: list[ast.stmt] = []

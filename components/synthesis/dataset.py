@@ -1,7 +1,8 @@
 """Build a data set of training tasks, from composed tasks or from those of a parquet file.
 
-Such a file has the columns of the public data set CUDA-Agent-Ops-6K. In this module, a candidate is a task
-that is proposed for the data set, and not a kernel.
+A task is a PyTorch module that a policy has to make faster. A parquet file of tasks has the columns `ops`,
+`data_source` and `code` of the public data set CUDA-Agent-Ops-6K. In this module, a candidate is a task that
+is proposed for the data set, and not a kernel.
 """
 
 import ast
@@ -33,7 +34,10 @@ from components.synthesis.torch_composer import TorchComposer
 
 
 def check_output_folder(out: Path) -> None:
-    """Raise UserError unless `out` does not exist, is an empty folder, or contains a data set."""
+    """Raise UserError unless `out` does not exist, is an empty folder, or contains a data set.
+
+    A folder with a file tasks.parquet is taken for a data set.
+    """
     is_usable = out.is_dir() and (not any(out.iterdir()) or (out / "tasks.parquet").is_file())
     if not is_usable and (out.exists() or out.is_symlink()):
         raise UserError(f"{out}: holds something else than a data set; give a new or empty folder.")
@@ -42,14 +46,18 @@ def check_output_folder(out: Path) -> None:
 def build_dataset(
     params: Params, out: Path, pool: AdmissionPool, progress: Progress, seeds: Path | None = None
 ) -> DatasetSummary:
-    """Build a data set and write it to the folder `out`.
+    """Compose tasks, have the judge check them, and write those that it admits as a data set to `out`.
 
-    The files are tasks.parquet, rejected.parquet, metrics.json, plots/*.csv and README.md. Equal parameters
-    and verdicts give an equal data set, whatever the order of the verdicts is. `seeds` is the folder with the
-    table of mined operators, which is needed if data.operators is `torch` or `all`. If data.composer names a
-    server of a language model, its answers are stored in the folder `answers` beside `seeds`. Raises
-    UserError if data.against cannot be read, if too many candidates in a row are refused, if the composer
-    finds nothing new, or if `out` contains another data set. Raises InfrastructureError if the judge fails.
+    A task is a PyTorch module that a policy has to make faster. `pool` submits tasks to the judge. `out` is a
+    folder, whose files are tasks.parquet, rejected.parquet, metrics.json, plots/*.csv and README.md; the
+    result is their summary. Equal parameters and equal answers of the judge give an equal data set, in
+    whatever order the answers arrive. `seeds` is the folder for the table of mined operators (those of the
+    installed libraries that tasks can use). It is needed if data.operators is `torch` or `all`. If
+    data.composer then names a server of a language model, the model composes the tasks, and its answers are
+    stored in the folder `answers` beside `seeds`. Raises UserError if `seeds` is needed but None, if
+    data.against cannot be read, if too many tasks in a row are refused or not needed, if the language model's
+    server fails, or if `out` contains something else than this data set. Raises InfrastructureError if the
+    judge itself fails.
     """
     check_output_folder(out)
     data = params.data
@@ -96,10 +104,14 @@ def admit_tasks(
     pool: AdmissionPool,
     progress: Progress,
 ) -> DatasetSummary:
-    """Judge the first `total` of the given tasks, and write a data set of the admitted ones to `out`.
+    """Have the judge check the first `total` of the given tasks, and write the admitted ones to `out`.
 
-    Tasks that are refused because of their source are not judged. The files have the names of those that
-    `build_dataset` writes. Raises UserError if no task is admitted or if `out` contains another data set.
+    A task (a PyTorch module to be made faster) is admitted if its source passes the filter and the judge can
+    measure kernels for it. Tasks that are refused because of their source are not executed. `pool` submits
+    tasks to the judge. `out` is a folder that gets a data set, whose files have the names of those that
+    `build_dataset` writes, and whose summary is returned. Raises UserError if no task is admitted, if
+    data.against cannot be read, or if `out` contains something else than this data set, and
+    InfrastructureError if the judge itself fails.
     """
     check_output_folder(out)
     builder = DatasetBuilder(params, pool, progress, None)
@@ -124,11 +136,12 @@ PUBLIC = ("ops", "data_source", "code")
 
 
 def read_public(path: Path, seed: int) -> list[KernelTask]:
-    """Return every row of a parquet file as a task that no judge has admitted yet.
+    """Return every row of a parquet file as a task (a module to be made faster) that no judge has checked.
 
-    The name of a task is `row N` for row N, counted from 0. `seed` is data.held_out_seed, by which some tasks
-    are marked as held out. Raises UserError if the file is not a parquet file or lacks one of the columns of
-    the public data set, which are `ops`, `data_source` and `code`.
+    The name of a task is `row N` for row N, counted from 0. `seed` is data.held_out_seed, which decides which
+    sequences of operators are held out, so that their tasks are used for evaluation only. Raises UserError if
+    the file is not a parquet file or lacks one of the columns of the public data set CUDA-Agent-Ops-6K, which
+    are `ops`, `data_source` and `code`.
     """
     try:
         table = pyarrow.parquet.read_table(path)
@@ -161,10 +174,10 @@ def read_public(path: Path, seed: int) -> list[KernelTask]:
 
 
 def parse_operators(value: Any) -> tuple[str, ...]:
-    """Return the names of operators in a value of the column `ops`.
+    """Return the names of operators in a value of the column `ops` of a parquet file of tasks.
 
-    The value is a list, a text with a list in JSON or Python syntax, or a text of names with commas between
-    them.
+    The value is a list, a text with a list in JSON or Python syntax, a text of names with commas between
+    them, or None, which gives no names.
     """
     if isinstance(value, str):
         # A list of texts in JSON is also one in Python.
@@ -176,10 +189,12 @@ def parse_operators(value: Any) -> tuple[str, ...]:
 
 
 def check_rows(tasks: list[KernelTask], data: Data) -> dict[int, Rejection]:
-    """Check the source of every row in order, without executing it, and return the refusals by row number.
+    """Check the source of every task in order, without executing it, and return the refusals by row number.
 
-    `tasks` has one task for each row, and rows are counted from 0. A held-out row is refused if its operator
-    sequence also occurs in a training row.
+    `tasks` has the task of each row of a data set, and rows are counted from 0. A refusal has the task, the
+    reason and a detail. `TaskFilter.check_source` finds the reasons. A held-out row (for evaluation only) is
+    also refused if its operator sequence occurs in a training row. Raises UserError if data.against cannot be
+    read.
     """
     task_filter = TaskFilter(data)
     trained = {task.ops for task in tasks if task.split == "train"}
@@ -194,7 +209,11 @@ def check_rows(tasks: list[KernelTask], data: Data) -> dict[int, Rejection]:
 
 
 def _cast(task: KernelTask, dtype: TaskDtype) -> KernelTask:
-    """Return the task cast to `dtype`, or unchanged if its source is no task, which the filter refuses."""
+    """Return the task with its module and its floating-point inputs cast to `dtype`.
+
+    If the source lacks a part of a task, such as the class `Model`, the task is returned unchanged; the
+    filter of the data set then refuses it.
+    """
     with contextlib.suppress(UserError):
         return cast_task(task, dtype)
     return task

@@ -1,10 +1,11 @@
 """Decide which proposed tasks enter a data set of training tasks, and write the data set.
 
-In this package a proposed task is called a candidate (`TaskCandidate`). Every rejected candidate is stored
-with the reason. Candidates are decided in the order of their composition, so the admitted tasks depend only
-on the parameters and the admissions, and not on which admission finished first. An admission is the judge's
-result on whether a task can be judged. The pool of judges stores admissions in a journal on disk, so that no
-candidate is judged again if a killed build is started again.
+A task is a PyTorch module that a policy has to make faster. In this package a proposed task is called a
+candidate (`TaskCandidate`). Every rejected candidate is stored with the reason. Candidates are decided in the
+order of their composition, so the admitted tasks depend only on the parameters and the admissions, and not on
+which admission finished first. An admission is the judge's answer to whether kernels for a task can be
+judged. The pool of judges stores admissions in a journal on disk, so that no candidate is judged again if a
+killed build is started again.
 """
 
 from collections import Counter, deque
@@ -41,9 +42,9 @@ AHEAD = 2
 class AdmissionPool(Protocol):
     """Interface to the part of the judge pool that building a data set needs.
 
-    `admit` submits the source of a task, and the judge checks whether the task can be judged. If `headroom`
-    is true, the headroom is measured too, which is the time of torch.compile divided by the least time that
-    any kernel can take on the device.
+    `admit` submits the source of a task, and returns the future of the judge's answer to whether kernels for
+    the task can be judged. If `headroom` is true, the headroom is measured too, which is the time of
+    torch.compile divided by the least time that any kernel can take on the device.
     """
 
     def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]: ...
@@ -53,8 +54,9 @@ class AdmissionPool(Protocol):
 class TaskCandidate:
     """A task that may become part of a data set, with its state in the build.
 
-    The task is composed, or read from an imported file. `refused` is set if the task is refused because of
-    its source, and `judgement`, the judge's admission of the task, once the task is submitted to the judge.
+    The task is composed, or read from an imported file. `refused` is the refusal if the task is refused
+    because of its source. `judgement` is the future of the judge's answer to whether kernels for the task can
+    be judged; it is None until the task is submitted to the judge.
     """
 
     task: KernelTask
@@ -63,7 +65,10 @@ class TaskCandidate:
 
     @property
     def is_ruled_out(self) -> bool:
-        """Return whether it is already known that the task will not be admitted."""
+        """Return whether it is already known that the task will not enter the data set.
+
+        The task's source was then refused, or the judge has checked the task and not admitted it.
+        """
         if self.refused is not None or self.judgement is None or not self.judgement.done():
             return self.refused is not None
         return not self.judgement.result().admitted
@@ -78,8 +83,9 @@ Quota = tuple[str, str]
 def task_quotas(data: Data) -> Counter[Quota]:
     """Return how many tasks of each split and kind a data set with these parameters is to have.
 
-    For tasks of the core operators, the empty kind "" stands for all kinds, because the number of operators
-    of each task is drawn at random.
+    The split is "train" or "held_out" (for evaluation only), and the kind is made of `data_source` and dtype
+    (`kind_of`). For tasks of the core operators (data.operators is `core`), `data_source` is "" here, because
+    the number of operators of each task is drawn at random.
     """
     wanted: Counter[Quota] = Counter()
     for split, count in (("train", data.tasks), ("held_out", data.held_out)):
@@ -92,9 +98,10 @@ def task_quotas(data: Data) -> Counter[Quota]:
 
 
 def source_shares(data: Data) -> dict[str, float]:
-    """Return the share of the data set's tasks for each kind of task (`kind_of`).
+    """Return the share of the data set's tasks for each kind of task, from 0 to 1.
 
-    For the core operators, all values of the column data_source are one, which is "".
+    A kind is made of the column data_source and the dtype (`kind_of`). If data.operators is `core`, "" stands
+    for all values of the column.
     """
     half = data.half_share / 2
     dtypes: dict[TaskDtype, float] = {"float16": half, "bfloat16": half, "float32": 1 - data.half_share}
@@ -107,12 +114,18 @@ def source_shares(data: Data) -> dict[str, float]:
 
 
 def kind_of(data_source: str, dtype: TaskDtype) -> str:
-    """Return the kind of a task, such as torch#2, or `torch#2 bfloat16` in half precision."""
+    """Return the kind of a task: its `data_source`, such as torch#2, followed by the dtype in half precision.
+
+    An example of the latter is `torch#2 bfloat16`.
+    """
     return data_source if dtype == "float32" else f"{data_source} {dtype}".strip()
 
 
 def _source_shares(data: Data) -> dict[str, float]:
-    """Return the share of the data set's tasks for each value of the column data_source."""
+    """Return the share of the data set's tasks, from 0 to 1, for each value of the column data_source.
+
+    If data.operators is `core`, the one key "" stands for all values.
+    """
     if data.operators == "core":
         return {"": 1.0}
     modules = data.transformers_share if data.operators == "all" and not data.composer else 0.0
@@ -125,9 +138,9 @@ class DatasetBuilder:
 
     Proposed tasks enter a queue, the window, in the order in which they are composed or read. The judge may
     check them in any order while they are in the window, but they are admitted or rejected in the order of
-    the window. `wanted` has the number of tasks for each split and kind; the kind is a task's `data_source`,
-    such as `torch#3`. If `wanted` is None, as for an import, the judge checks every proposed task whose
-    source passes the filter.
+    the window. `wanted` has the number of tasks for each split (train or held_out) and kind, such as torch#3
+    (`kind_of`). If `wanted` is None, as for an import, the judge checks every proposed task whose source
+    passes the filter.
     """
 
     def __init__(
@@ -185,12 +198,12 @@ class DatasetBuilder:
         return replace(candidate, refused=Rejection(task, reason, detail)) if reason else candidate
 
     def needs(self, candidate: TaskCandidate, open_quotas: Counter[Quota]) -> bool:
-        """Return whether a candidate is needed, and if it is, subtract it from `open_quotas`.
+        """Return whether a candidate, a proposed task, is needed, and if so, subtract it from `open_quotas`.
 
         `open_quotas` has for each split and kind how many tasks the data set would still lack if all earlier
         candidates of the window (the queue of proposed tasks) that can still be admitted were admitted. A
         candidate is not needed if it can no longer be admitted, or if no more tasks of its split and kind are
-        lacking. Without `wanted` there are no quotas, and every candidate that can be admitted is needed.
+        lacking. If `wanted` is None, every candidate that can be admitted is needed.
         """
         quota = self.quota(candidate.task)
         if candidate.is_ruled_out or (self.wanted is not None and open_quotas[quota] <= 0):
@@ -199,13 +212,16 @@ class DatasetBuilder:
         return True
 
     def missing(self) -> Counter[Quota]:
-        """Return the number of tasks of each split and kind that the data set still lacks."""
+        """Return the number of tasks of each split and kind that the data set still lacks.
+
+        The split is "train" or "held_out". The result is empty if `wanted` is None.
+        """
         return Counter({quota: count - self.done[quota] for quota, count in (self.wanted or {}).items()})
 
     def open_quotas(self) -> Counter[Quota]:
-        """Return how many tasks of each split and kind would be missing if all undecided ones were admitted.
+        """Return how many tasks of each split and kind would be lacking if all open candidates were admitted.
 
-        The undecided ones are the candidates of the window that can still be admitted.
+        The open candidates are the proposed tasks in the window, the queue, that can still be admitted.
         """
         open_quotas = self.missing()
         for candidate in self.window:
@@ -216,10 +232,10 @@ class DatasetBuilder:
         return self.pool.admit(task.code, headroom=self.params.data.headroom)
 
     def feed(self) -> None:
-        """Submit to the pool those candidates of the window that are needed (`needs`), in their order.
+        """Submit those candidates of the window that are needed (`needs`) to the judge, in their order.
 
-        No more are submitted when AHEAD candidates for each worker of the pool are submitted and not yet
-        judged.
+        The window is the queue of proposed tasks. No more are submitted when AHEAD candidates for each worker
+        of the pool are submitted and not yet judged.
         """
         in_flight = sum(
             1
@@ -237,9 +253,9 @@ class DatasetBuilder:
     def await_admission(self) -> Admission | None:
         """Wait until the judge has checked the first proposed task of the window, and return the admission.
 
-        The window is the queue of proposed tasks (see the class). Returns None if the task need not be
-        checked, because it is refused or no more tasks of its split and kind are needed. While this method
-        waits, it submits later tasks of the window to the judge.
+        The window is the queue of proposed tasks, and an admission says whether kernels for a task can be
+        judged. Returns None if the task need not be checked, because it is refused or no more tasks of its
+        split and kind are needed. While this method waits, it submits later tasks of the window to the judge.
         """
         first = self.window[0]
         quota = self.quota(first.task)

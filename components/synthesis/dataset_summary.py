@@ -1,4 +1,7 @@
-"""The files of a data set besides its tasks: rejected candidates, metrics, plots and the data card."""
+"""Write the files of a data set besides its tasks: rejected candidates, metrics, plots and the data card.
+
+A candidate is a task (a module to be made faster) that was proposed for the data set.
+"""
 
 import csv
 import io
@@ -53,10 +56,12 @@ class Rejection:
 class DatasetSummary:
     """The result of one build of a data set: its version and the candidates it admitted and rejected.
 
-    `candidates` is the number of candidates that were admitted, rejected or left out. `surplus` is the number
-    of those that were left out without a judgement, because no more tasks of their split and kind were
-    needed. `similarities` has the highest similarity (0 to 1) of each compared candidate to an evaluation
-    program, which is the source of a benchmark's task, in ascending order.
+    A candidate is a proposed task, which is admitted if neither the filter of sources nor the judge refuses
+    it. `version` is a digest of the tasks without measured values. `candidates` is the number of candidates
+    that were admitted, rejected or left out. `surplus` is the number of those that were left out without the
+    judge's answer, because no more tasks of their split (training or held out) and kind were needed.
+    `similarities` has the highest similarity (0 to 1) of each compared candidate to an evaluation program,
+    which is the source of a benchmark's task, in ascending order.
     """
 
     version: str
@@ -73,7 +78,11 @@ class DatasetSummary:
 
     @property
     def funnel(self) -> list[tuple[str, int]]:
-        """Return the name of each step of the build, and the number of candidates that remain after it."""
+        """Return the name of each step of the build, and the number of proposed tasks that remain after it.
+
+        The steps are "composed", "new and clean" (the source was not refused), "executed" (the judge checked
+        the task) and "admitted".
+        """
         unseen = self.candidates - sum(
             count for reason, count in self.reasons.items() if reason in FIRST_LOOK
         )
@@ -86,7 +95,11 @@ class DatasetSummary:
 
 
 def write_summary(folder: Path, params: Params, summary: DatasetSummary) -> None:
-    """Write rejected.parquet, metrics.json, plots/*.csv and README.md into the folder of tasks.parquet."""
+    """Write the files that describe a data set into `folder`, which has its tasks.parquet.
+
+    The files are rejected.parquet (the refused tasks with the reasons), metrics.json, plots/*.csv and
+    README.md (the data card). `params` are the parameters of the build, and `summary` is its result.
+    """
     _write_rejected(folder / "rejected.parquet", summary.rejected)
     figures = metrics(summary)
     write_json(folder / "metrics.json", figures)
@@ -109,9 +122,11 @@ def write_summary(folder: Path, params: Params, summary: DatasetSummary) -> None
 def metrics(summary: DatasetSummary) -> dict[str, Any]:
     """Return the figures of a data set by name, which `dvc metrics show` and the report show.
 
-    Times are in seconds, and headroom is the time of torch.compile divided by the least time that any kernel
-    can take. The groups of figures on similarity, headroom and eager time are empty if these were determined
-    for no task.
+    Examples are `admitted`, the number of its tasks, and `rejected`, the number of refused tasks by reason.
+    The eager times are in seconds. The headroom of a task is the time of torch.compile divided by the least
+    time that any kernel can take. The similarity is that to the nearest evaluation program (the source of a
+    benchmark's task). The groups `similarity`, `headroom` and `eager_seconds` are empty if they were
+    determined for no task.
     """
     times = [task.evidence["eager_seconds"] for task in summary.admitted]
     left = [task.evidence["headroom"] for task in summary.admitted if "headroom" in task.evidence]
@@ -149,9 +164,9 @@ def metrics(summary: DatasetSummary) -> dict[str, Any]:
 
 
 def card(params: Params, summary: DatasetSummary, figures: dict[str, Any]) -> str:
-    """Return the text of the data card, which is the README.md of the data set.
+    """Return the Markdown text of the data card, which is the README.md of the data set.
 
-    `figures` is the result of `metrics`.
+    `params` are the parameters of the build, `summary` is its result, and `figures` the result of `metrics`.
     """
     funnel = "\n".join(f"| {step} | {count} |" for step, count in summary.funnel)
     reasons = (

@@ -53,10 +53,11 @@ class Argument:
 
 
 def mine() -> tuple[list[OperatorTemplate], dict[str, str]]:
-    """Return all templates in a fixed order, and why other public names have none, as reasons by name.
+    """Try torch's public operators, and return the templates that work and why other operators have none.
 
-    The order is that of the namespaces torch.nn, torch.nn.functional, torch and torch.special. Mining takes
-    about ten seconds.
+    A template is the source of one call of an operator. The templates are in the order of the namespaces
+    torch.nn, torch.nn.functional, torch and torch.special. The second item has, for each public name without
+    a template, the reason why it has none. Mining takes about ten seconds.
     """
     templates: list[OperatorTemplate] = []
     left_out: dict[str, str] = {}
@@ -92,10 +93,11 @@ def _public() -> Iterator[tuple[str, Any]]:
 
 
 def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], str]:
-    """Return the templates of calls of the operator `thing` that run, and the reason if none does.
+    """Return the templates of the operator `thing` that tasks can use, and the reason if there is none.
 
-    `name` is the operator's public name, such as F.gelu. Each template has the numbers of dimensions of
-    input tensors for which it runs (`ranks`). The reason is empty if there is a template.
+    A template is the source of one call. `name` is the operator's public name, such as F.gelu. Each template
+    has the numbers of dimensions of input tensors for which it works (`ranks`). The reason is empty if there
+    is a template.
     """
     for reason, pattern in EXCLUDED.items():
         if re.fullmatch(pattern, name.rpartition(".")[2]):
@@ -119,9 +121,10 @@ def _working_templates(name: str, thing: Any) -> tuple[list[OperatorTemplate], s
 
 
 def _candidates(name: str, thing: Any) -> Iterator[tuple[str, str]]:
-    """Yield (init, call) of a template for each combination of arguments that torch_rules.py permits.
+    """Yield the expressions (init, call) of each way to call an operator that torch_rules.py permits.
 
-    `thing` is the module class or the function with the public name `name`. `init` is empty for a function.
+    `thing` is the module class or the function with the public name `name`. `init` creates the module and is
+    empty for a function; `call` has fields such as `{x}` for the input.
     """
     if isinstance(thing, type):
         for arguments in _fill_arguments(_signature(thing)):
@@ -177,10 +180,10 @@ def _signature(function: Any) -> list[Argument]:
 
 
 def _overloads(name: str, thing: Any) -> Iterator[list[Argument]]:
-    """Yield the arguments of a function's Python signature or, if it has none, of its aten overloads.
+    """Yield the arguments of a function's Python signature or, if it has none, of each of its aten overloads.
 
-    `name` is the function's public name, such as torch.cumsum. Signatures with an `out` argument are left
-    out.
+    `name` is the function's public name, such as torch.cumsum. Overloads with an `out` argument or with named
+    dimensions are left out.
     """
     if signature := _signature(thing):
         yield signature
@@ -225,7 +228,8 @@ def _trace(template: OperatorTemplate) -> str:
 def _find_defect(template: OperatorTemplate) -> str:
     """Return the reason why a template cannot be used in tasks, or an empty string.
 
-    The template is tried on inputs with the first of the numbers of dimensions in `template.ranks`.
+    A template is the source of one call of an operator. It is tried on meta tensors and on small real inputs
+    with the first of the numbers of dimensions in `template.ranks`.
     """
     shape = SMALL[template.ranks[0]]
     if output_layout(template, shape, torch.empty(shape, device="meta").stride()) is None:

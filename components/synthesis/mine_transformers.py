@@ -1,10 +1,10 @@
-"""Mining of modules from the installed transformers library.
+"""Mining of modules from the installed transformers library, which finds those that can become tasks.
 
-Modules are norms, activations, attention, feed-forward blocks, rotary embeddings and routers. Each module
-becomes the core of a task's source. It is extracted from its file in the library, together with all
-definitions of the file that it uses. Annotations and decorators are removed, and the configuration is
-replaced by a namespace of the values that the source reads. A module that needs another file of the library
-is left out.
+A task is a self-contained PyTorch module that a policy has to make faster. The mined modules are norms,
+activations, attention, feed-forward blocks, rotary embeddings and routers. A module is extracted from its
+file in the library, together with all definitions of the file that it uses. Annotations and decorators are
+removed, and the configuration is replaced by a namespace of the values that the source reads. A module that
+needs another file of the library is left out.
 """
 
 import ast
@@ -70,11 +70,12 @@ SIZE = {"batch": 2, "length": 16, "hidden": 256}
 
 
 def mine() -> tuple[list[TransformersModule], dict[str, str]]:
-    """Return the modules in the order of the families, and why others were left out, as reasons by name.
+    """Try the modules of the installed transformers, and return the usable ones and why the others are not.
 
-    A name is that of a class or of a function for rotary embeddings, such as transformers.llama.LlamaMLP.
-
-    Mining takes about a minute on one core.
+    The usable modules are in the order of their files: activations.py first, then the model folders in
+    FAMILIES. The second item has the reason for each class, or function that applies rotary embeddings, that
+    was tried and left out, by a name such as transformers.llama.LlamaMLP. Mining takes about a minute on one
+    core.
     """
     modules: list[TransformersModule] = []
     left_out: dict[str, str] = {}
@@ -115,10 +116,11 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 
 def _config(family: str) -> Any:
-    """Return the default configuration of a model family, or None if the family has none.
+    """Return the default configuration of a model family, or None if there is none.
 
-    `family` is a folder's name in transformers.models. If the family has several configurations, that of its
-    text model is returned.
+    `family` is a folder's name in transformers.models. If the family has several configuration classes, that
+    of its text model is used, or else the one with the shortest name. The result is also None if the class
+    cannot be created without arguments.
     """
     try:
         library = importlib.import_module(f"transformers.models.{family}.configuration_{family}")
@@ -134,10 +136,11 @@ def _config(family: str) -> Any:
 
 
 def _module(library: LibraryFile, family: str, name: str, config: Any) -> TransformersModule:
-    """Return the class `name` of a library file as a module, with inputs on which it runs.
+    """Return the class `name` of a file of transformers as a module for tasks, with inputs on which it runs.
 
-    `config` is the default configuration of the family, or None. Raises CannotExtract with the reason if the
-    class cannot be extracted, or if it runs on none of the inputs that are tried.
+    `library` is the parsed file, `family` the name of its model folder, and `config` the default
+    configuration of the family, or None. Raises CannotExtract with the reason if the class cannot be
+    extracted, or if `_find_defect` finds a defect with each of the inputs that are tried.
     """
     code = library.extract(name)
     node = library.defined[name]
@@ -176,10 +179,12 @@ def _module(library: LibraryFile, family: str, name: str, config: Any) -> Transf
 
 
 def _rotation(library: LibraryFile, family: str, name: str) -> TransformersModule:
-    """Return the function `name` of a library file, which applies rotary embeddings, as a module.
+    """Return a function of a file of transformers that applies rotary embeddings, as a module for tasks.
 
-    The arguments of the function are (q, k, cos, sin) or (x, cos, sin). If the function has two results, the
-    module's output is their concatenation. Raises CannotExtract with the reason if neither call runs.
+    `library` is the parsed file, `family` the name of its model folder, and `name` the function's. The
+    function is called with (q, k, cos, sin) or (x, cos, sin). If it has two results, the module's output is
+    their concatenation along the last dimension. Raises CannotExtract with the reason if the function cannot
+    be extracted, or if `_find_defect` finds a defect in both calls.
     """
     code = library.extract(name)
     inputs = ("torch.randn({batch}, {heads}, {length}, 64)",) * 2 + ("torch.randn(1, {length}, 64)",) * 2
@@ -197,10 +202,11 @@ _NOTHING = object()
 
 
 def _required(node: ast.ClassDef, method: str, library: LibraryFile) -> list[str]:
-    """Return the names of the arguments that a call of a method of the class `node` has to pass.
+    """Return the names of the arguments that a call of the method of the class `node` has to pass.
 
-    They are the arguments without a default, and position_embeddings, without which attention does not run.
-    A method that the class lacks is looked up in its base classes in the same file.
+    They are the arguments without a default, and position_embeddings, without which attention does not run. A
+    method that the class lacks is looked up in its base classes in the same file, which `library` has parsed.
+    If none has it, the result is ["input"] for `forward`, and empty for another method.
     """
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and item.name == method:
@@ -214,11 +220,12 @@ def _required(node: ast.ClassDef, method: str, library: LibraryFile) -> list[str
 
 
 def _write_call(arguments: list[str], main: str) -> tuple[list[str], str]:
-    """Return the source texts of the task's inputs, and that of the call of `self.block` with them.
+    """Return the source texts of a task's inputs, and that of the call of `self.block` with these inputs.
 
-    `arguments` are the names of the required parameters of the module's forward, and `main` is the expression
-    for its main tensor input. The call names the inputs x, y, z, w. Raises CannotExtract if a parameter is
-    unknown or more than four tensors are needed.
+    `self.block` is the attribute of the task's class `Model` that has the mined module. `arguments` are the
+    names of the required parameters of the module's forward, and `main` is the expression for its main tensor
+    input. The call names the inputs x, y, z, w. Raises CannotExtract if a parameter is unknown or more than
+    four tensors are needed.
     """
     inputs: list[str] = []
     passed: list[str] = []
@@ -234,10 +241,11 @@ def _write_call(arguments: list[str], main: str) -> tuple[list[str], str]:
 
 
 def _find_defect(module: TransformersModule) -> str:
-    """Return the reason why the module cannot be a task, or an empty string.
+    """Return the reason why the module cannot be a task (a module to be made faster), or an empty string.
 
-    The module must run, be deterministic, and depend on its inputs. It must return a single float32 tensor of
-    rank 2 or more, which is finite, not constant, and not equal to the first input.
+    The module is executed on small inputs (SIZE). It must run, be deterministic, and depend on its inputs. It
+    must return a single float32 tensor of rank 2 or more, which is finite, not constant, and not equal to the
+    first input.
     """
     scope: dict[str, Any] = {"__name__": "mined"}
     try:

@@ -1,11 +1,11 @@
 """Templates of the mined operators and modules, and their application to real and meta tensors.
 
 Mined operators and modules are those of the installed torch and transformers that were tried and found usable
-in tasks (mine_torch.py, mine_transformers.py). A template is the source of one call of an operator. In it,
-`{x}` stands for the input, `{y}` for a second input of the same shape, and `{self}` for the module or
-parameter that `init` creates. Other fields such as `{channels}` and `{last}` stand for sizes of the input
-(see `fill_template`), so that one template fits both the small tensors on which it is tried and the large
-tensors of a task.
+in tasks, which are modules that a policy has to make faster (mine_torch.py, mine_transformers.py). A template
+is the source of one call of an operator. In it, `{x}` stands for the input, `{y}` for a second input of the
+same shape, and `{self}` for the module or parameter that `init` creates. Other fields such as `{channels}`
+and `{last}` stand for sizes of the input (see `fill_template`), so that one template fits both the small
+tensors on which it is tried and the large tensors of a task.
 """
 
 import functools
@@ -39,12 +39,12 @@ NAMESPACE: dict[str, Any] = {"torch": torch, "nn": nn, "F": F}
 
 @dataclass(frozen=True)
 class OperatorTemplate:
-    """A template of the Python source that calls one operator.
+    """A template of the Python source that calls one operator of torch.
 
-    `name` is the public name in the task's source, such as nn.Conv2d or F.gelu. `call` is an expression with
-    fields such as `{x}`, which `fill_template` replaces. `ranks` are those of the inputs to which the
-    template can be applied. `init` is the expression in `__init__` that creates the module or parameter, or
-    "" if none is needed.
+    `name` is the public name in the source, such as nn.Conv2d or F.gelu. `call` is an expression with fields
+    such as `{x}`, which `fill_template` replaces. `ranks` are the numbers of dimensions of the inputs to
+    which the template can be applied. `init` is the expression that creates the module or parameter in
+    `__init__`, or "" if none is needed.
     """
 
     name: str
@@ -54,7 +54,10 @@ class OperatorTemplate:
 
     @property
     def operator(self) -> str:
-        """Return the canonical name, which is equal for nn.LeakyReLU and F.leaky_relu."""
+        """Return the operator's name in the form that is equal for all its spellings.
+
+        It is leakyrelu for nn.LeakyReLU and F.leaky_relu.
+        """
         return canonical(self.name)
 
     @property
@@ -66,10 +69,11 @@ class OperatorTemplate:
 class TransformersModule:
     """A self-contained module of transformers, from which `write_module_source` makes the source of a task.
 
-    `code` has all definitions that the module uses. `init` and `call` are the expressions that create the
-    module and call it. `inputs` are the expressions for the inputs, with fields for sizes such as `{batch}`,
-    `{length}` and `{hidden}`. `family` is the name of the model's folder in the library, and `config` has the
-    default values of the configuration fields that the source reads.
+    `name` is the name of the class or function in the library, and `family` that of its model folder. `code`
+    is the source of it and of all definitions that it uses. `init` and `call` are the expressions that create
+    the module and call it. `inputs` are the expressions for the inputs, with fields for sizes such as
+    `{batch}`, `{length}` and `{hidden}`. `config` has the default values of the configuration fields that the
+    source reads, by the fields' names.
     """
 
     name: str
@@ -83,9 +87,11 @@ class TransformersModule:
 
 @dataclass(frozen=True)
 class OperatorTable:
-    """The templates and modules mined from one version of torch and one version of transformers.
+    """The operators and modules of one version of torch and transformers of which tasks can be made.
 
-    `left_out` has the reason why a public name was not mined, by the name.
+    `torch` and `transformers` are the versions of the libraries. `templates` have the source of one call of
+    an operator each, and `modules` are self-contained modules of transformers. `left_out` maps each public
+    name that was considered and cannot be used to the reason.
     """
 
     torch: str
@@ -96,17 +102,22 @@ class OperatorTable:
 
     @property
     def operators(self) -> tuple[str, ...]:
-        """Return the canonical names of the operators, each once, in ascending order."""
+        """Return the operators' names, each once, in ascending order.
+
+        All spellings of an operator, such as nn.ReLU and F.relu, have one name (`canonical`).
+        """
         return tuple(sorted({template.operator for template in self.templates}))
 
 
 def fill_template(
     template: OperatorTemplate, shape: Sequence[int], attribute: str = "self.op"
 ) -> tuple[str, str]:
-    """Return `init` and `call` of a template, with all fields filled in for an input of this shape.
+    """Return a template's `init` and `call` with all fields, such as `{last}`, filled in for an input shape.
 
-    `attribute` is the expression for the module or parameter that `init` creates. The input is called `x`
-    and the second input `y`.
+    A template is the source of one call of an operator. `init` creates the module or parameter that the
+    operator needs, and is "" if it needs none; `call` is the call itself. `shape` has at least two
+    dimensions. `attribute` is the expression for what `init` creates. The input is called `x` and the second
+    input `y`.
     """
     values = {
         "channels": shape[1],
@@ -122,19 +133,20 @@ def fill_template(
 
 @functools.lru_cache(maxsize=65536)
 def function_of(call: str) -> Any:
-    """Return a function of (x, y, self) that evaluates the expression `call`.
+    """Return a function of (x, y, self) that evaluates the expression `call`, such as "F.gelu(x)".
 
-    The text is executed as Python code, so it must come from a template of this project.
+    The names `torch`, `nn` and `F` are known in the expression. The text is executed as Python code, so it
+    must come from a template of this project.
     """
     return eval(f"lambda x, y, self: {call}", dict(NAMESPACE))
 
 
 def make_module(template: OperatorTemplate, x: Tensor) -> SimpleNamespace:
-    """Return an object that takes the place of the task's module when a template is tried.
+    """Return an object that takes the place of a task's module when a template is tried.
 
-    Its attribute `op` is the module or parameter that the template's `init` creates for an input with the
-    shape, device and dtype of `x`, or None if the template needs none. On the CPU, the parameters have the
-    same values in every call.
+    A template is the source of one call of an operator. The attribute `op` of the object is the module or
+    parameter that the template's `init` creates for an input with the shape, device and dtype of `x`, or None
+    if the template needs none. On the CPU, the parameters have the same values in every call.
     """
     init, _ = fill_template(template, x.shape)
     if not init:
@@ -154,7 +166,7 @@ def make_module(template: OperatorTemplate, x: Tensor) -> SimpleNamespace:
 
 @torch.no_grad()
 def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
-    """Set the named parameters to random values that are equal in every call.
+    """Set the named parameters to random values that are the same in every call.
 
     The values are drawn from a separate generator, because other threads use the global one.
     """
@@ -175,10 +187,11 @@ def _fill(parameters: list[tuple[str, nn.Parameter]]) -> None:
 def apply_template(
     template: OperatorTemplate, x: Tensor, y: Tensor | None, module: SimpleNamespace | None = None
 ) -> Tensor:
-    """Return the output of the template for the inputs `x` and `y`, which may be meta tensors.
+    """Return the output of a template (the source of one call of an operator) for the inputs `x` and `y`.
 
-    `y` may be None if the template has no second input. `module` is a result of `make_module`, which is
-    called if it is None. An input that does not fit raises one of FIT_ERRORS.
+    The inputs may be meta tensors. `y` may be None if the template has no second input. `module` has the
+    module or parameter that the operator needs (`make_module`), and is made if it is None. Raises one of
+    FIT_ERRORS if the operator cannot be applied to the inputs.
     """
     output: Tensor = function_of(fill_template(template, x.shape)[1])(
         x, y, module or make_module(template, x)
@@ -190,10 +203,11 @@ def apply_template(
 def output_layout(
     template: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shape and the strides of the output for a float32 input with this shape and strides.
+    """Return the shape and strides of a template's output for a float32 input with this shape and strides.
 
-    The template is applied to meta tensors. The result is None if the template does not fit, which means that
-    it raises an exception, or returns anything but a float32 tensor of rank 2 to 5 that is not empty.
+    A template is the source of one call of an operator; it is applied to meta tensors here. The strides are
+    in elements. The result is None if the template does not fit, which means that it raises an exception, or
+    returns anything but a float32 tensor of rank 2 to 5 that is not empty.
     """
     x = torch.empty_strided(shape, stride, device="meta")
     y = torch.empty(shape, device="meta") if template.second else None
@@ -273,11 +287,11 @@ def get_init_inputs():
 
 
 def write_module_source(module: TransformersModule, batch: int, length: int, hidden: int) -> str:
-    """Return the Python source of a task with the module, for inputs of these sizes.
+    """Return the Python source of a task whose `Model` calls the module on inputs of these sizes.
 
     The main input has the shape [batch, length, hidden]. If it is an image, its shape is [batch, hidden,
-    side, side], where `side` is the root of `length` rounded down. The fields of the configuration that
-    SCALED names become multiples of `hidden`, and those that FIXED names get their fixed values.
+    side, side], where `side` is the root of `length` rounded down. The fields of the module's configuration
+    that SCALED names become multiples of `hidden`, and those that FIXED names get their fixed values.
     """
     values = {
         "batch": batch,

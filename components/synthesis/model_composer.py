@@ -1,8 +1,9 @@
-"""Composition of tasks by a language model on an OpenAI-compatible server.
+"""Composition of tasks (PyTorch modules to be made faster) by a model on an OpenAI-compatible server.
 
-Each request names operators of the mined table, whose number is drawn according to data.operator_mix. A
-request depends only on the parameters and on its number. Each answer is stored before it is parsed. So a
-build that is started again sends only the requests without a stored answer, and makes the same data set.
+Each request names operators of torch that tasks can use (the mined table), whose number is drawn according to
+data.operator_mix. A request depends only on the parameters and on its number. Each answer is stored before it
+is parsed. So a build that is started again sends only the requests without a stored answer, and makes the
+same data set.
 """
 
 import itertools
@@ -52,9 +53,9 @@ Answer with one Python code block and nothing else."""
 class ModelComposer:
     """Endless iterator over tasks that a language model composes, one for each request to its server.
 
-    It yields a KernelTask, or a Rejection if the answer holds no code block, in the order in which the
-    requests were sent. The iteration raises UserError if the server fails, or after MAX_EMPTY_IN_A_ROW
-    successive answers without a code block.
+    It yields a KernelTask (a PyTorch module to be made faster), or a Rejection with the reason if the answer
+    holds no code block, in the order in which the requests were sent. The iteration raises UserError if the
+    server fails, or after MAX_EMPTY_IN_A_ROW successive answers without a code block.
     """
 
     def __init__(self, operators: Sequence[str], data: Data, answers: Path):

@@ -1,4 +1,8 @@
-"""What all composers of tasks share: the split of an operator sequence, and whether each operator matters."""
+"""Decide which operator sequences are held out for evaluation, and whether each operator of a task matters.
+
+A task is a PyTorch module that a policy has to make faster. All composers, which make tasks of operators, use
+this module.
+"""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -26,25 +30,30 @@ T = TypeVar("T")
 
 
 def is_held_out(ops: Sequence[str], seed: int) -> bool:
-    """Return whether the operator sequence is reserved for held-out tasks.
+    """Return whether the operator sequence is reserved for held-out tasks, which are for evaluation only.
 
     `ops` has the operators' names in their order, and `seed` is data.held_out_seed. A hash of the seed and
-    the sequence decides, so that all parts of the pipeline agree without a common list. All spellings of an
-    operator, such as nn.ReLU and F.relu, give the same result.
+    the sequence decides, so that all parts of the pipeline agree without a common list. It reserves the share
+    HELD_OUT_SHARE of all sequences. All spellings of an operator, such as nn.ReLU and F.relu, give the same
+    result.
     """
     digest = digest_bytes(f"{seed}:{'>'.join(map(canonical, ops))}".encode())
     return int(digest[:16], 16) < HELD_OUT_SHARE * 2**64
 
 
 def split_of(ops: Sequence[str], seed: int) -> Literal["train", "held_out"]:
-    """Return the split of a task with the operator sequence `ops`, where `seed` is data.held_out_seed."""
+    """Return the split of a task with the operator sequence `ops`: "held_out" (evaluation only) or "train".
+
+    `seed` is data.held_out_seed (`is_held_out`).
+    """
     return "held_out" if is_held_out(ops, seed) else "train"
 
 
 def composed_task(code: str, ops: tuple[str, ...], seed: int, data_source: str = "") -> KernelTask:
     """Return a task with the source `code`, the operators `ops`, and the split that `split_of` gives them.
 
-    `seed` is data.held_out_seed. By default, `data_source` is torch#N for N operators.
+    `seed` is data.held_out_seed. `data_source` says what kind of task it is; by default, it is torch#N for N
+    operators.
     """
     return KernelTask(
         code=code, ops=ops, data_source=data_source or f"torch#{len(ops)}", split=split_of(ops, seed)
@@ -66,14 +75,16 @@ def passes_ablation(
     max_samples: int,
     ablate_single: bool,
 ) -> bool:
-    """Return whether the output varies, float32 is precise enough for it, and every operator changes it.
+    """Return whether a chain of operators has a usable output that changes if any operator is left out.
 
-    `run` applies a chain of operators to a fixed input in the given dtype and returns the output. The output
-    must have at least `min_values` elements. Of a sample of at most `max_samples` of them, at least 100 must
-    be distinct, or 60 % if that is fewer. `max_float32_error` is the largest RMS difference between the
-    outputs in float32 and float64, relative to the output's RMS. The output of a chain of one operator is
-    compared with its input if `ablate_single` is true; otherwise the effect of that operator is not tested.
-    The result is false if `run` fails on the whole chain.
+    `run` applies a chain to a fixed input in the given dtype and returns the output. The output must vary,
+    and its root mean square (RMS) must lie within OUTPUT_RMS. It must have at least `min_values` elements. Of
+    a sample of at most `max_samples` of them, at least 100 must be distinct, or 60 % if that is fewer.
+    `max_float32_error` is the largest RMS difference between the outputs in float32 and float64, relative to
+    the output's RMS. Leaving out an operator must change the shape, or the values by MIN_EFFECT of the RMS or
+    more. If the chain has one operator, its output is compared with its input if `ablate_single` is true;
+    otherwise the effect of that operator is not tested. The result is false if `run` fails on the whole
+    chain.
     """
     try:
         out = run(chain, torch.float32)
@@ -97,10 +108,11 @@ def passes_ablation(
 def _has_effect(
     out: Tensor, rest: Sequence[T], run: Callable[[Sequence[T], torch.dtype], Tensor], min_change: float
 ) -> bool:
-    """Return whether leaving out an operator changes the output's shape, or its values by `min_change` (RMS).
+    """Return whether leaving out an operator changes the output's shape, or its values by `min_change`.
 
-    `out` is the output of the whole chain, and `rest` is the chain without the operator. The result is also
-    true if `run` cannot apply `rest` to its input.
+    The change of the values is a root mean square, and a larger one counts too. `out` is the output of the
+    whole chain of operators, and `rest` is the chain without the operator, which `run` applies to a fixed
+    input. The result is also true if `run` cannot apply `rest` to that input.
     """
     try:
         without = run(rest, torch.float32)
@@ -110,14 +122,14 @@ def _has_effect(
 
 
 def probe(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return two fixed tensors of this shape with normally distributed values, equal in every call."""
+    """Return two different tensors of this shape with standard normal values, the same two in every call."""
     generator = torch.Generator().manual_seed(20260227)
     x, y = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     return x, y
 
 
 def count_distinct(values: Tensor) -> int:
-    """Return how many values differ after rounding to three decimal places."""
+    """Return the number of distinct values after rounding to three decimal places."""
     return len(torch.unique((values * 1000).round()))
 
 

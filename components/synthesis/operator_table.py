@@ -1,4 +1,7 @@
-"""Load the table of mined operators, which is made once for each version of torch and transformers."""
+"""Load the table of mined operators, which is made once for each version of torch and transformers.
+
+Mined operators are the operators of torch and modules of transformers that were tried and that tasks can use.
+"""
 
 import importlib.metadata
 import json
@@ -33,10 +36,11 @@ def library_versions() -> tuple[str, str]:
 
 
 def load_operator_table(folder: Path, progress: Progress) -> "OperatorTable":
-    """Return the table of mined operators for the installed libraries from a folder below `folder`.
+    """Return the table of operators that tasks can use, for the installed torch and transformers.
 
-    The folder is named by a digest of the libraries' versions and the sources in RULES. If it is missing, the
-    operators are mined first, which takes about a minute on one core.
+    The table is read from a folder below `folder` that is named by a digest of the libraries' versions and
+    the sources in RULES. If that folder is missing, all operators are tried first ("mined") and the table is
+    stored, which takes about a minute on one core; the steps are reported to `progress`.
     """
     from components.synthesis.mined_operators import OperatorTable
 
@@ -59,5 +63,5 @@ def load_operator_table(folder: Path, progress: Progress) -> "OperatorTable":
 
 
 def write_table(folder: Path, table: "OperatorTable") -> None:
-    """Write the table to operators.json in the folder, which `load_operator_table` reads."""
+    """Write the table of operators to operators.json in the folder; `load_operator_table` reads that file."""
     atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")

@@ -1,7 +1,7 @@
-"""Extraction of a class or function from one file of transformers.
+"""Extraction of a class or function from one file of transformers, so that a task can contain its source.
 
 The result includes all definitions of the file that the class or function uses, without annotations,
-decorators and docstrings. A definition that needs another file of the library cannot be extracted.
+docstrings and most decorators. A definition that needs another file of the library cannot be extracted.
 """
 
 import ast
@@ -44,14 +44,18 @@ STANDARD = {
 
 
 class CannotExtract(Exception):
-    """Error raised if a class or function of transformers cannot become a task; its message is the reason."""
+    """Error raised if a class or function of transformers cannot become a task, a module to be made faster.
+
+    The message is the reason.
+    """
 
 
 class LibraryFile:
     """A parsed file of transformers, from which the source of single classes and functions is extracted.
 
-    `defined` has its classes and functions by name, `imported` the names that it imports, and `prefix` the
-    beginning of its class names, such as Llama.
+    The constructor reads the file `path`. `defined` has the syntax trees of its classes and functions by
+    name, `imported` the names that it imports, and `prefix` the beginning of its class names, such as Llama,
+    or "Family" if it has no class whose name ends with PreTrainedModel.
     """
 
     def __init__(self, path: Path):
@@ -94,7 +98,8 @@ class LibraryFile:
     def extract(self, name: str) -> str:
         """Return the source of the class or function `name`, with all imports and definitions that it uses.
 
-        Raises CannotExtract if it uses a definition of another file of the library.
+        The source is cleaned (`SourceCleaner`), for example of annotations. Raises CannotExtract if it uses a
+        definition of another file of the library.
         """
         order: list[str] = []
         outside: set[str] = set()
@@ -128,8 +133,9 @@ class LibraryFile:
 class SourceCleaner(ast.NodeTransformer):
     """A transformer of syntax trees that removes annotations, docstrings and decorators.
 
-    It also replaces the choice of an attention implementation by the eager function of the file, the base
-    class GradientCheckpointingLayer by nn.Module, and empty or zero parameters by random ones.
+    The decorators staticmethod, classmethod and property of functions are kept. The class also replaces the
+    choice of an attention implementation by the eager function of the file, the base class
+    GradientCheckpointingLayer by nn.Module, and parameters made by torch.empty or torch.zeros by random ones.
     """
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:

@@ -1,10 +1,11 @@
 """Decide which proposed tasks, called candidates, may enter a data set, with the reason for each refusal.
 
-`check_source` decides without executing the source: whether it has the parts of a kernel task, forbidden
-code, labels (`ops` and `data_source`), duplicates, and similarity to evaluation programs, which are sources
-of benchmark tasks (contamination.py). `check_admission` decides by the result of the judge's admission, in
-which the task was executed in the sandbox. An admitted task is deterministic, its outputs depend on its
-inputs, trivial answers to it are found wrong, and its eager time lies within data.eager_seconds.
+A task is a PyTorch module that a policy has to make faster. `check_source` decides without executing the
+source: whether it has the parts of a task, forbidden code, wrong labels (`ops` and `data_source`),
+duplicates, and similarity to evaluation programs, which are sources of benchmark tasks (contamination.py).
+`check_admission` decides by the result of the judge's admission, in which the task was executed in the
+sandbox. An admitted task is deterministic, its outputs depend on its inputs, trivial answers to it are found
+wrong, and its eager time lies within data.eager_seconds.
 """
 
 import ast
@@ -32,10 +33,11 @@ MIN_SPREAD = 1e-3
 
 
 class TaskFilter:
-    """A filter that refuses candidates because of their source or of the judge's admission.
+    """A filter that refuses candidates (tasks proposed for a data set) and says why.
 
-    It also refuses duplicates of candidates that it has checked before, whose digests it stores. So its
-    results depend on the order of the candidates.
+    It refuses a task because of its source, or because of the result of the judge's check (admission). It
+    also refuses duplicates of candidates that it has checked before, whose digests it stores, so its results
+    depend on the order of the candidates. The constructor raises UserError if data.against cannot be read.
     """
 
     def __init__(self, data: Data):
@@ -47,9 +49,10 @@ class TaskFilter:
         self.nearest_programs: dict[str, tuple[float, str]] = {}
 
     def check_source(self, task: KernelTask) -> tuple[str, str]:
-        """Return the reason and the detail of a refusal because of the source, or two empty strings.
+        """Return the reason and the detail of a refusal because of the task's source, or two empty strings.
 
-        The reason is a word such as "hostile", and the detail a text for people.
+        The source is not executed. The reason is a word such as "hostile", and the detail a text for people.
+        The digests of a source without faults are stored, so that later duplicates of it are refused.
         """
         try:
             check_contract(task.code, "candidate")
@@ -77,11 +80,12 @@ class TaskFilter:
         return "", ""
 
     def check_admission(self, admission: Admission) -> tuple[str, str]:
-        """Return the reason and the detail of a refusal after the judge's admission, or two empty strings.
+        """Return the reason and detail of a refusal because of the judge's admission, or two empty strings.
 
-        A task is refused if the judge did not admit it, if its eager time is outside data.eager_seconds, or
-        if its output's standard deviation is at most MIN_SPREAD of the output's mean magnitude. The reason is
-        a word such as "eager_time", and the detail a text for people.
+        An admission is the result of the check whether kernels for a task can be judged. A task is refused if
+        the judge did not admit it, if its eager time is outside data.eager_seconds, or if its output's
+        standard deviation is at most MIN_SPREAD of the output's mean magnitude. The reason is a word such as
+        "eager_time", and the detail a text for people.
         """
         if not admission.admitted:
             detail = str(admission.evidence.get("detail", ""))
@@ -99,8 +103,9 @@ class TaskFilter:
     def similarity_evidence(self, task: KernelTask) -> dict[str, Any]:
         """Return the origin and similarity of the evaluation program that is most similar to the task.
 
-        The result is {"nearest": {"similarity": …, "program": …}}. It is empty if the task was not compared
-        with any evaluation program.
+        An evaluation program is the source of a benchmark's task. The result is {"nearest": {"similarity": …,
+        "program": …}} with a similarity from 0 to 1. It is empty if the task was not compared with any
+        program.
         """
         if task.task_id not in self.nearest_programs:
             return {}
@@ -131,8 +136,8 @@ FORBIDDEN_TORCH = re.compile(
 def find_forbidden(code: str) -> tuple[str, str] | None:
     """Return the reason and a description of the first forbidden import, name or attribute, or None.
 
-    `code` must be valid Python. The reason is "foreign_import" for a module that is not of Python's standard
-    library, and "hostile" for anything else.
+    `code` is the source of a task and must be valid Python. The reason is "foreign_import" for a module that
+    is neither permitted (ALLOWED_MODULES) nor of Python's standard library, and "hostile" for anything else.
     """
     for node in ast.walk(parse_python(code)):
         match node:
@@ -160,8 +165,9 @@ def find_forbidden(code: str) -> tuple[str, str] | None:
 def find_label_error(ops: Sequence[str], data_source: str, code: str) -> str:
     """Return a description of the first wrong label of a task, or an empty string.
 
-    A label is wrong if `ops` names an operator that is not in the source, if `data_source` is torch#N and the
-    number of operators is not N, or if it is torch#N or transformers and `ops` is empty.
+    The labels are `ops`, the names of the task's operators, and `data_source`, its kind. A label is wrong if
+    `ops` names an operator that is not in the source `code`, if `data_source` is torch#N and the number of
+    operators is not N, or if it is torch#N or transformers and `ops` is empty.
     """
     number = re.fullmatch(r"torch#(\d+)", data_source)
     if not ops and (number or data_source == "transformers"):

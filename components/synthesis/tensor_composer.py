@@ -1,8 +1,9 @@
 """Composition of tasks of the kinds of KernelBench's levels 1 and 2 from the tensor operators.
 
-A task is a single operator of components/bootstrap/tensor_operators.py or a short chain of them, on inputs of
-any rank, whose sizes are often no powers of two. The kernel writer can write kernels for all of these tasks.
-A chain becomes a task only if its output on a small input varies, and changes when any operator is left out.
+A task is a PyTorch module that a policy has to make faster: a single operator of
+components/bootstrap/tensor_operators.py or a short chain of them, on inputs of any rank, whose sizes are
+often no powers of two. The rule-based kernel writer can write kernels for all of these tasks. A chain becomes
+a task only if its output on a small input varies, and changes when any operator is left out.
 """
 
 import random
@@ -52,7 +53,10 @@ MAX_DRAWS = 300
 
 @dataclass(frozen=True)
 class Choice:
-    """An operator of a chain, and the seed by which its arguments are drawn for any shape."""
+    """An operator of a chain, and the seed by which its arguments are drawn for any input shape.
+
+    `name` is its key in OPERATORS.
+    """
 
     name: str
     seed: int
@@ -60,7 +64,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Step:
-    """An operator of a chain with its arguments. `attribute` names its module or parameter."""
+    """An operator of a chain with its arguments for one shape.
+
+    `attribute` is the expression for its module or parameter, such as self.NAME_1 for the first step.
+    """
 
     name: str
     arguments: Arguments
@@ -70,7 +77,9 @@ class Step:
 def fill(choices: Sequence[Choice], shape: Shape) -> tuple[list[Step], dict[str, Shape]] | None:
     """Return the steps of a chain on an input of this shape, and the shapes of all inputs by name.
 
-    The result is None if an operator does not fit the output of the one before.
+    `choices` has the operators of the chain with the seeds of their arguments, and a step has the arguments
+    that were drawn. The result is None if an operator does not fit the output of the one before, or if two
+    operators need a further input of the same name.
     """
     inputs: dict[str, Shape] = {"x": shape}
     steps = []
@@ -92,7 +101,10 @@ def fill(choices: Sequence[Choice], shape: Shape) -> tuple[list[Step], dict[str,
 
 
 def write_tensor_source(steps: Sequence[Step], inputs: dict[str, Shape]) -> str:
-    """Return the Python source of a task that applies the steps in order to inputs of these shapes."""
+    """Return the Python source of a task that applies the steps in order to inputs of these shapes.
+
+    A step is an operator with its arguments. `inputs` has the shapes by the inputs' names, `x` first.
+    """
     init, lines, classes = "", [], 0
     for step in steps:
         operator, arguments = OPERATORS[step.name], step.arguments
@@ -116,7 +128,9 @@ def write_tensor_source(steps: Sequence[Step], inputs: dict[str, Shape]) -> str:
 def every_operator_matters(choices: Sequence[Choice], shape: Shape) -> bool:
     """Return whether the output of a chain is usable and leaving out any operator changes it.
 
-    The chain is tried on a small input, for which its arguments are drawn anew (`passes_ablation`).
+    `choices` has the operators of the chain with the seeds of their arguments. The chain is tried on an input
+    whose sizes are those of `shape`, but at most those in SMALL. Its arguments are drawn anew for that input.
+    `passes_ablation` has the conditions. The result is false if the chain does not fit the small input.
     """
     small = tuple(min(size, limit) for size, limit in zip(shape, SMALL, strict=False))
     filled = fill(choices, small)
@@ -146,7 +160,10 @@ def every_operator_matters(choices: Sequence[Choice], shape: Shape) -> bool:
 
 
 def estimate_seconds(code: str, device: Device) -> float:
-    """Estimate the eager time of one call of a task in seconds, by which its size is chosen."""
+    """Estimate the eager time of one call of a task in seconds, in order to choose the size of its inputs.
+
+    `code` is the source of a task that `write_tensor_source` has written.
+    """
     program = read_program(code)
     assert program is not None
     product, element = SECONDS[device]
@@ -162,9 +179,11 @@ def estimate_seconds(code: str, device: Device) -> float:
 
 
 def compose_tensor_task(rng: random.Random, data: Data, device: Device) -> KernelTask:
-    """Return a random task whose estimated eager time lies within data.eager_seconds if possible.
+    """Return a random task, a PyTorch module to be made faster, of one tensor operator or a chain of them.
 
     `rng` draws the number of operators (by data.operator_mix), the operators, their arguments, and the shape.
+    Chains are drawn until the estimated eager time of one lies within data.eager_seconds, and after MAX_DRAWS
+    draws a chain with any time is accepted.
     """
     count = draw_weighted(rng, data.operator_mix)
     fastest, slowest = data.eager_seconds
@@ -191,7 +210,11 @@ def compose_tensor_task(rng: random.Random, data: Data, device: Device) -> Kerne
 
 
 def _draw_shape(rng: random.Random, numel: tuple[int, int]) -> Shape:
-    """Return a random shape, with a number of elements within `numel` if such a shape is soon found."""
+    """Return a random shape of rank 1 to 5, in most cases with a number of elements within `numel`.
+
+    `numel` is (low, high). If none of MAX_DRAWS shapes lies within it, the last one is returned. Shapes of
+    rank 1 are not limited.
+    """
     for _ in range(MAX_DRAWS):
         rank = draw_weighted(rng, RANKS)
         shape = tuple(rng.choice(sizes) for sizes in DIMENSIONS[rank])

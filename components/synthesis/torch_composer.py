@@ -1,10 +1,10 @@
 """Composition of tasks from the mined table: chains of torch operators, and modules of transformers.
 
-The table (mined_operators.py) has templates, each of which is the source of one call of an operator, and
-modules. To find out whether a template fits, it is applied to a meta tensor with the shape and strides of the
-output of the template before it. A chain is kept if its output on small tensors varies, and changes when any
-operator is left out. The size of the inputs is chosen so that the estimated eager time lies within
-data.eager_seconds.
+A task is a PyTorch module that a policy has to make faster. The table (mined_operators.py) has templates,
+each of which is the source of one call of an operator, and modules. To find out whether a template fits, it
+is applied to a meta tensor with the shape and strides of the output of the template before it. A chain is
+kept if its output on small tensors varies, and changes when any operator is left out. The size of the inputs
+is chosen so that the estimated eager time lies within data.eager_seconds.
 """
 
 import functools
@@ -68,7 +68,11 @@ Layout = tuple[Shape, Shape]
 
 @dataclass(frozen=True)
 class Draft:
-    """A composed task, the templates or the module that it is made of, and the shape of its first input."""
+    """A composed task (a PyTorch module to be made faster) with its parts and the shape of its first input.
+
+    `parts` are the templates of a chain of operators, each the source of one call, or a module of
+    transformers.
+    """
 
     task: KernelTask
     parts: tuple[OperatorTemplate, ...] | TransformersModule
@@ -125,9 +129,10 @@ class OperatorCost(TorchDispatchMode):
 def operator_cost(
     template: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> OperatorCost | None:
-    """Return the cost of a template on a float32 input with this shape and strides.
+    """Return the cost of a template on a float32 input with this shape and these strides (in elements).
 
-    The result is None if the template cannot be applied to such an input (`output_layout`).
+    A template is the source of one call of an operator. It is applied to meta tensors. The result is None if
+    it cannot be applied to such an input (`output_layout`).
     """
     cost = OperatorCost()
     with cost:
@@ -143,9 +148,10 @@ def estimate_operator_seconds(
 ) -> tuple[float, float]:
     """Estimate the eager seconds of an operator: those that do not depend on the input's size, and the rest.
 
-    `cost` is the cost of the template on one input, and the second number holds for the size of that input.
-    The estimate is used to choose a size. On a GPU, the fixed part is the time of the kernel launches, which
-    is nearly the whole time for a small input. On a CPU, the fixed part is 0.
+    `template` is the source of the call of the operator. `cost` is its cost on one input, and the second
+    number holds for the size of that input. The estimate is used to choose a size. On a GPU, the fixed part
+    is the time of the kernel launches, which is nearly the whole time for a small input. On a CPU, the fixed
+    part is 0.
     """
     if device == "cuda":
         return cost.calls * GPU_LAUNCH, cost.flops / GPU_FLOPS + cost.bytes / GPU_BANDWIDTH
@@ -157,8 +163,10 @@ def estimate_operator_seconds(
 class TorchComposer:
     """An endless iterator over drafts of tasks, which are composed from the table of mined operators.
 
-    Equal arguments give equal drafts. If `modules` is false, no tasks with modules of transformers are drawn.
-    The constructor raises UserError if data.numel permits no input shape of one of the ranks.
+    A draft is a task (a PyTorch module to be made faster) with the parts it is made of. The table has
+    operators of torch and modules of transformers that tasks can use. Equal arguments give equal drafts. If
+    `modules` is false, no tasks with modules of transformers are drawn. `device` is used to estimate times.
+    The constructor raises UserError if data.numel permits no input shape of one of the ranks 2 to 5.
     """
 
     def __init__(self, table: OperatorTable, data: Data, device: Device, *, modules: bool):
@@ -223,9 +231,10 @@ class TorchComposer:
         return next((self._write_chain(chain, shape) for shape in measurable), None)
 
     def _likely(self, chain: tuple[OperatorTemplate, ...], rank: int) -> list[Shape]:
-        """Return a few random shapes whose estimated eager time lies within data.eager_seconds.
+        """Return up to MAX_SIZES_TRIED random input shapes with a likely time within data.eager_seconds.
 
-        The time is extrapolated from a small shape. If no shape has such a time, random shapes are returned.
+        `chain` are the operators, and `rank` is the number of dimensions of their input. The eager time of
+        one call is extrapolated from a small shape. If no shape has such a time, random shapes are returned.
         """
         fixed, growing = self._estimate(chain, SMALL[rank])
         each = growing / math.prod(SMALL[rank])
@@ -238,7 +247,8 @@ class TorchComposer:
     def _estimate(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> tuple[float, float]:
         """Estimate the eager seconds of a chain that do not depend on the input's size, and those that do.
 
-        `shape` is the shape of the input. Both numbers are infinite if the chain cannot be applied to it.
+        `shape` is the shape of the input. Both numbers are infinite if the chain cannot be applied to it, or
+        if a tensor in the chain becomes too large.
         """
         walked = _walk(chain, shape)
         if walked is None:
@@ -267,7 +277,7 @@ class TorchComposer:
 def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape]) -> str:
     """Return the Python source of a task that applies the templates of a chain in order.
 
-    `shapes` has the shape of the input of each template.
+    A template is the source of one call of an operator. `shapes` has the shape of the input of each template.
     """
     init, lines, second = "", [], None
     for index, (template, shape) in enumerate(zip(chain, shapes, strict=False), 1):
@@ -289,9 +299,10 @@ def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape
 def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> bool:
     """Return whether the output of a chain is usable and leaving out any operator changes it.
 
-    `shape` is that of the small input on which the chain is tried. The change must be at least 1 % of the
-    output's root mean square, or a change of its shape. The output must also vary between elements and be
-    precise in float32 (`passes_ablation`). In a chain of one operator, that operator is not left out.
+    `chain` has the templates of the operators, which are the sources of their calls. `shape` is that of the
+    small input on which the chain is tried. The change must be at least 1 % of the output's root mean square,
+    or a change of its shape. The output must also vary between elements and be precise in float32
+    (`passes_ablation`). The operator of a chain of one is not left out.
     """
 
     def run(templates: Sequence[OperatorTemplate], dtype: torch.dtype) -> Tensor:
@@ -306,10 +317,11 @@ def every_operator_matters(chain: Sequence[OperatorTemplate], shape: Shape) -> b
 
 
 def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Layout, OperatorCost]] | None:
-    """Return for each operator of a chain the layout of its input and its cost.
+    """Return for each operator of a chain the layout of its input (shape and strides) and its cost.
 
     `shape` is the shape of the chain's input, which is contiguous. Returns None if an operator cannot be
-    applied to its input, or if a tensor becomes too large.
+    applied to its input, if an output has more than four times as many elements as the chain's input, or if
+    any tensor has more than MAX_TENSOR_BYTES.
     """
     layout, walked = (shape, _contiguous(shape)), []
     for template in chain:
@@ -331,6 +343,9 @@ def _contiguous(shape: Shape) -> Shape:
 
 
 def _shapes(rank: int, numel: tuple[int, int]) -> list[Shape]:
-    """Return the input shapes with this rank whose number of elements lies within `numel` (low, high)."""
+    """Return the input shapes of this rank whose number of elements lies within `numel` (low, high).
+
+    The sizes are those in AXES, and the last two sizes of a shape of rank 4 or 5 are equal.
+    """
     shapes = ((*axes, axes[-1]) if rank >= 4 else axes for axes in itertools.product(*AXES[rank]))
     return [shape for shape in shapes if numel[0] <= math.prod(shape) <= numel[1]]

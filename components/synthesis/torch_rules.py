@@ -1,4 +1,8 @@
-"""The rules for mining operators of torch: values of arguments, templates written by hand, excluded names."""
+"""The rules for mining operators of torch: values of arguments, templates written by hand, excluded names.
+
+Mining (mine_torch.py) tries torch's public operators in order to find those of which tasks can be composed. A
+template is the source of one call of an operator, with fields such as `{x}` for the input.
+"""
 
 # Values of arguments by the name of the argument. The first value is used for a required argument. Each other
 # value, and each value of an optional argument, gives a further template.
