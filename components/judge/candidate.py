@@ -116,8 +116,9 @@ def read_candidate(path: Path) -> dict[str, str]:
 class ScreenedCandidate:
     """The sources of a candidate that has passed the screening of files and of model_new.py.
 
-    `files` maps the workspace paths (`model_new.py`, `kernels/NAME`) of all files to their texts, as they
-    were given. `model` is the text that runs in place of `files["model_new.py"]`. It has no byte order mark.
+    A candidate is an implementation of a task's module that is judged, and the screening refuses forbidden
+    names and calls. `files` maps the workspace paths (`model_new.py`, `kernels/NAME`) of all files to their
+    texts, as they were given. `model` is the text that runs in place of `files["model_new.py"]`. It has no byte order mark.
     With sandbox.rules=kernel-only it also lacks what a file that imports torch.utils.cpp_extension or Triton
     has without using it, such as `get_inputs`. `uses_extensions` is whether model_new.py imports
     torch.utils.cpp_extension, from which it may request extensions, and `uses_triton` whether it imports
@@ -145,8 +146,8 @@ class ScreenedCandidate:
 class BuiltCandidate:
     """A built candidate: the files that its sandboxed process imports, and its libraries.
 
-    `digest` is the digest of the files that were given. `files` maps workspace paths to the texts that the
-    runner gets. `library` is the content of the compiled shared library, which is empty if the candidate has
+    A candidate is an implementation of a task's module that is judged. `digest` is the digest of the files
+    that were given. `files` maps workspace paths to the texts that the sandboxed process gets. `library` is the content of the compiled shared library, which is empty if the candidate has
     none. For a workspace it is the library of kernels/. For a single Python file that requests extensions
     from torch.utils.cpp_extension, it is a concatenation of their libraries, and `extensions` has the offset
     and size of each in bytes. `extensions` is None if the candidate requests no extension. `failures` maps
@@ -168,7 +169,8 @@ class BuiltCandidate:
 def screen_candidate(files: dict[str, str], rules: Sandbox, device: Device) -> ScreenedCandidate:
     """Screen the sources of a candidate before any of them runs or is compiled, and return the sources.
 
-    `files` maps each workspace path to the text of the file, `rules` are all parameters of the section
+    A candidate is an implementation of a task's module that is judged. `files` maps each workspace path to
+    the text of the file, `rules` are all parameters of the section
     sandbox, and `device` is the one that the candidate is judged on. With sandbox.rules=any model_new.py may
     compute with torch; only the names and sizes of files are screened, and whether model_new.py would start a
     compiler while it runs. Triton is accepted on cuda only. Raises Rejected if a file is refused, or if
@@ -218,8 +220,9 @@ def build_candidate(
 ) -> BuiltCandidate:
     """Build a candidate's extensions or kernels/, and return what its sandboxed process loads.
 
-    `rules` are all parameters of the section sandbox. `requested` is the JSON list of the extensions that
-    model_new.py requests, `[]` if there are none. A sandboxed process reported it, so it is untrusted. If the
+    Extensions are C++ or CUDA modules that model_new.py requests from torch.utils.cpp_extension. `builder`
+    compiles, and `rules` are all parameters of the section sandbox. `requested` is the JSON list of the
+    extensions, `[]` if there are none. A sandboxed process reported it, so it is untrusted. If the
     list is not empty, kernels/ is not built. With sandbox.rules=any, or with Triton, a candidate may have no
     library. With sandbox.rules=any an extension that does not compile is left out, because the file may catch
     the error that `load_inline` then raises. Raises Rejected if the candidate does not compile or takes too

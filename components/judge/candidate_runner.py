@@ -1,7 +1,9 @@
-"""Start of the timed runner of a candidate, and of the processes that prepare it.
+"""Start of the sandboxed process in which a candidate is timed, and of two that prepare it.
 
-A runner is a sandboxed process (sandbox/runner_process.py). Two further processes are not measured: one
-compiles the candidate's kernels of Triton, and one runs its constructor where torch may compute.
+A candidate is an implementation of a task's module, to be judged. One of the two processes compiles the
+candidate's kernels of Triton, and the other one runs the constructor of its module, which may compute with
+torch there. Their results are given to the timed process. A sandboxed process is called a runner
+(sandbox/runner_process.py).
 """
 
 import functools
@@ -31,7 +33,7 @@ def start_candidate(
     exist for `limits` times `sandbox.run_seconds`. If the candidate's constructor calls an operator that
     torch may not compute in this process, the constructor is run in another process, which records the
     results of such operators, and the process that is timed is started once more with these results
-    (`_constructor_results`). Raises Rejected if loading fails; if an extension of the candidate did not
+    (`_prepared`). Raises Rejected if loading fails; if an extension of the candidate did not
     compile, its status is `build_failed`, and its log has the compiler's messages.
     """
     header = _header(params, built)
@@ -76,7 +78,7 @@ def with_compiled_kernels(
 
 
 def _header(params: JudgeParams, built: BuiltCandidate) -> RoleHeader:
-    """Return the message that gives the timed runner of the candidate `built` its role."""
+    """Return the message that tells a sandboxed process to be the timed process of the candidate `built`."""
     return {
         "role": "candidate",
         "files": built.files,
@@ -90,9 +92,9 @@ def _header(params: JudgeParams, built: BuiltCandidate) -> RoleHeader:
 
 
 def _prepared(reference: TaskReference, header: RoleHeader, library: int, seconds: float) -> bytes:
-    """Return what a process in the role `header["role"]` leaves for the candidate's timed process.
+    """Return, as bytes, what a sandboxed process in the role `header["role"]` leaves for the timed process.
 
-    The role is `construct` (what torch computed in the constructor) or `compile_triton`. The process writes
+    `header` gives the process its role and the candidate, and `reference` has the data of the task. The role is `construct` (what torch computed in the constructor) or `compile_triton`. The process writes
     its result to a file in memory, and nothing of it is measured. `library` is the descriptor of a file that
     begins with the candidate's library, and `seconds` limits the wall time. Raises RunnerError if the process
     fails, and Rejected if the result is larger than MAX_PREPARED_BYTES.
