@@ -1,10 +1,12 @@
-"""The types of the JSON messages that the judge sends to its runners.
+"""The types of the JSON messages that the judge sends to its runners, which are sandboxed processes.
 
-A role begins with a RoleHeader. A runner in the role `describe`, `record` or `construct` answers once, with
-`R` and the result. In every other role it sends `R` when it is ready and then executes orders `{"op": …}`
-until the order `leave`. The orders are `parameters`, `fill` and `exact` for the role `reference`, `warm`,
-`time`, `check` and `release` (return free memory to the device) for the measured roles, and `save` for the
-role `compile`. After each order the runner sends `D`. This file imports nothing of the project.
+A role says what a runner executes, and begins with a RoleHeader. In the roles `describe` and `record` a
+runner answers once, with the letter `R` and the result; in the role `construct` it answers once with `R`. In
+every other role it sends `R` when it is ready and then executes orders `{"op": …}` until the order `leave`.
+The orders are `parameters`, `fill` and `exact` for the role `reference`, `warm`, `time`, `check` and
+`release` (return free memory to the device) for the measured roles `candidate`, `eager`, `compile` and
+`noop`, and `save` for the role `compile`. After each order the runner sends `D`. This file imports nothing of
+the project.
 """
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
@@ -23,7 +25,12 @@ RegionName = Literal["parameters", "inputs", "outputs", "expected", "next_inputs
 
 
 class Region(TypedDict):
-    """Tensors in one shared buffer; the slots repeat every `stride` bytes, once for each input set."""
+    """The places of tensors in one shared buffer, repeated for each input set (the tensors of one call).
+
+    `slots` has the byte offset, the shape and the dtype's name of each tensor of the first input set. The
+    tensors of every further input set begin `stride` bytes later. `bytes` and `device` (`cpu` or `cuda`) are
+    size and place of the buffer; they are missing if the region only states shapes.
+    """
 
     slots: list[tuple[int, list[int], str]]  # byte offset, shape, dtype name of each tensor of an input set
     stride: int
@@ -35,9 +42,10 @@ class Region(TypedDict):
 class MemoryLayout(TypedDict, total=False):
     """The places of a runner's tensors in shared memory, and the other values that a call needs.
 
-    A runner is a sandboxed process. `inputs` and `outputs` have those of several calls, and `expected` has
-    float64 outputs. `next_inputs` and `last_outputs` are in host memory, for the next call and of the last
-    call.
+    A runner is a sandboxed process. The regions `inputs` and `outputs` have the tensors of several calls, and
+    `expected` has float64 outputs. `next_inputs` and `last_outputs` are in host memory, and have the inputs
+    of the next call and the outputs of the last call. `sets` is the number of input sets (the tensors of one
+    call each) in the buffers, and `calls` the largest number of calls that are timed together.
     """
 
     sets: Required[int]  # number of input sets that the buffers hold
@@ -56,9 +64,11 @@ class MemoryLayout(TypedDict, total=False):
 class RoleHeader(TypedDict, total=False):
     """The message with which the judge gives a runner its role and all that the role needs.
 
-    The descriptors of the role's buffers are sent with it, in the order of RegionName. A measured role gets
-    one more before them: a candidate's library, the archive of `compile` (inductor.py), or an empty file. The
-    role `construct` gets the library and a file for the results, and no buffers.
+    A runner is a sandboxed process, and a role is what it executes. The descriptors of the role's buffers are
+    sent with the message, in the order of RegionName. A measured role (`candidate`, `eager`, `compile` or
+    `noop`) gets one more descriptor before them: that of a candidate's library, of the archive of `compile`
+    (inductor.py), or of an empty file. The role `construct` gets those of the library and of a file for the
+    results, and no buffers.
     """
 
     role: Required[Role]
@@ -80,7 +90,12 @@ class RoleHeader(TypedDict, total=False):
 
 
 class Confinement(TypedDict):
-    """Limits of one sandboxed process, which are applied before any untrusted code is loaded."""
+    """Limits of one sandboxed process, which are applied before any untrusted code is loaded.
+
+    `limits` has resource limits by name, such as RLIMIT_AS, and `temporary_bytes` is the capacity of the
+    private /workspace. `seccomp` is the system-call filter as hexadecimal BPF, or empty for none. `folder` is
+    the working folder of a process that is not isolated.
+    """
 
     limits: dict[str, int]  # resource limits by name, such as RLIMIT_AS
     temporary_bytes: int  # capacity of the runner's private /workspace
