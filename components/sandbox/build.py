@@ -1,10 +1,11 @@
 """Builds of candidates' kernels and extensions, cached by their content.
 
-Compilers of candidates' sources run inside a sandbox unless sandbox.isolation is "none". Of a workspace, only
-the files in kernels/ are compiled for each candidate. The binding module (agent_workdir/binding.cpp, with
-pybind11) is compiled once for each user of the machine and linked to every build of kernels. So a cpu
-candidate builds in a fraction of a second instead of more than ten seconds, which compiling with torch's
-headers takes.
+A candidate is an implementation of a task's module that is to be judged, and a workspace the folder with its
+files. Compilers of candidates' sources run inside a sandbox unless sandbox.isolation is "none". Of a
+workspace, only the files in kernels/ are compiled for each candidate. The binding module
+(agent_workdir/binding.cpp, with pybind11) is compiled once for each user of the machine and linked to every
+build of kernels. So a cpu candidate builds in a fraction of a second instead of more than ten seconds, which
+compiling with torch's headers takes.
 """
 
 import contextlib
@@ -93,8 +94,8 @@ class BuildResult:
 def compile_own(source: Path, target: Path, flags: Sequence[str]) -> None:
     """Compile a C++ source of this project to the file `target`, unless that file exists.
 
-    The source is trusted, so the compiler runs outside the sandbox. Raises InfrastructureError if it fails,
-    and UserError if it is not installed.
+    The source is trusted, so the compiler runs outside the sandbox. Raises InfrastructureError if the source
+    does not compile, and UserError if the compiler is not installed.
     """
     if target.exists():
         return
@@ -111,7 +112,8 @@ def build_result_channel() -> Path:
     """Return the folder of the module compiled from result_channel.cpp, which every runner imports.
 
     A runner (sandboxed process) on cpu sends its results with this module. The module is compiled if the
-    user's cache does not contain it. Raises InfrastructureError if that fails.
+    user's cache does not contain it. Raises InfrastructureError if it does not compile, and UserError if the
+    compiler is not installed.
     """
     source = INSIDE_FOLDER / "result_channel.cpp"
     flags = ["-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-shared"]
@@ -123,7 +125,7 @@ def build_result_channel() -> Path:
 
 
 def symbol_names(listing: str) -> tuple[str, ...]:
-    """Return the names of the symbols that `nm` has listed in the format posix."""
+    """Return the names of the symbols in `listing`, the output of `nm --format=posix`."""
     return tuple(line.split()[0] for line in listing.splitlines() if line.strip())
 
 
@@ -140,11 +142,12 @@ def open_factory(sandbox: Sandbox, device: Device, folder: Path) -> RunnerFactor
 
 
 class Builder:
-    """Builder of libraries from kernels, which keeps all builds in the folder `cache`.
+    """Builder of libraries from candidates' kernels, which keeps all builds in the folder `cache`.
 
-    The constructor raises UserError if the compiler of `device` is not installed, and InfrastructureError if
-    the project's own sources do not compile. The key of a build in the cache is a digest of its sources, the
-    compiler, its flags, and the files of agent_workdir/ that builds use.
+    A candidate is an implementation of a task's module that is to be judged. The constructor of Builder
+    raises UserError if the compiler of `device` is not installed, and InfrastructureError if the project's
+    own sources do not compile. The key of a build in the cache is a digest of its sources, the compiler, its
+    flags, and the files of agent_workdir/ that builds use.
     """
 
     def __init__(self, sandbox: Sandbox, device: Device, cache: Path):
@@ -180,10 +183,10 @@ class Builder:
             self.includes.insert(0, f"-I{self.paths.inside(self._precompile_header())}")
 
     def build(self, files: dict[str, str]) -> BuildResult:
-        """Return the library built from the candidate's files in kernels/, or the reason why there is none.
+        """Return the library built from a candidate's files in kernels/, or the reason why there is none.
 
-        `files` are the texts of the candidate's files by workspace path, such as `kernels/add.cu`. What
-        happens to a build that fails depends on the cause:
+        A candidate is an implementation of a PyTorch module, to be judged. `files` are the texts of its files
+        by workspace path, such as `kernels/add.cu`. What happens to a build that fails depends on the cause:
 
         - The compiler reports errors in the sources: the result has them in `log` and is cached, because a
           compiler gives the same result every time. If kernels/ has no source file, `log` says so.
@@ -213,12 +216,12 @@ class Builder:
         )
 
     def build_extension(self, extension: Extension) -> BuildResult:
-        """Return the library of an extension that a candidate requests, or the reason why there is none.
+        """Return the library of a torch extension that a candidate requests, or the reason why there is none.
 
-        `extension` has been checked with `compiler_flags.refused_flag`. Failures are treated as in `build`:
-        if the compiler reports errors or crashes, `log` has its output; if the time runs out, `timed_out` is
-        set; and InfrastructureError is raised if the machine ends the compiler, or if the sandbox or nm
-        cannot be run.
+        A candidate is an implementation of a PyTorch module, to be judged. `compiler_flags.refused_flag` must
+        have accepted the flags of `extension`. Failures are treated as in `build`: if the compiler reports
+        errors or crashes, `log` has its output; if the time runs out, `timed_out` is set; and
+        InfrastructureError is raised if the machine ends the compiler, or if the sandbox or nm cannot be run.
         """
         sources = {f"kernels/{name}": text for name, text in extension["sources"].items()}
         names = [name for name in sources if name.endswith(SOURCE_SUFFIXES[self.device])]
@@ -281,7 +284,11 @@ class Builder:
         return BuildResult(content, symbols=names)
 
     def _paths(self) -> isolation.PathMap:
-        """Return the sandbox paths of the host folders that a compiler needs besides a build's sources."""
+        """Return the sandbox paths of the host folders that a compiler needs besides the sources of a build.
+
+        These are the folders of Python, pybind11 and agent_workdir/, the user's cache, and on cuda the CUDA
+        toolkit if it is not in /usr.
+        """
         fixed = {
             TEMPLATE: "/template",
             self.user_folder: "/shared",
@@ -295,7 +302,8 @@ class Builder:
     def _build_binding(self) -> frozenset[str]:
         """Compile binding.cpp unless the cache has it, and return the names of the symbols that it imports.
 
-        Raises InfrastructureError if it does not compile, or if nm fails.
+        This module makes kernels callable from Python, and is linked to every build of kernels. Raises
+        InfrastructureError if it does not compile, or if nm fails.
         """
         flags = ["-O1", "-fPIC", "-std=c++17", "-fvisibility=hidden", "-c"]
         flags += [f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}"]
@@ -310,7 +318,8 @@ class Builder:
     def _precompile_header(self) -> Path:
         """Return a folder with binding_registry.h and its precompiled form, made if the cache has none.
 
-        A small build takes half the time if this folder is its first include folder.
+        Kernels include this header. A small build takes half the time if the folder is its first include
+        folder. Raises InfrastructureError if the header does not compile.
         """
         source = TEMPLATE / "binding_registry.h"
         headers = self.user_folder / f"headers-{self.toolchain_digest[:32]}"
@@ -324,7 +333,10 @@ class Builder:
 
     @contextlib.contextmanager
     def _build_folder(self) -> Iterator[Path]:
-        """Yield a temporary folder for a build, with `in` for sources and `out` for the compiler's files."""
+        """Yield a temporary folder for a build, with `in` for sources and `out` for the compiler's files.
+
+        The folder is removed at the end of the context.
+        """
         with tempfile.TemporaryDirectory(dir=self.cache, prefix="build-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
             for path in (folder, folder / "in", folder / "in" / "kernels", folder / "out"):

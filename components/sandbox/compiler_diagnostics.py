@@ -1,4 +1,4 @@
-"""Causes of failed builds: what compilers and linkers print about the sources, and about the machine."""
+"""Tell from the end and output of a failed build whether the sources or the machine caused the failure."""
 
 import re
 import signal

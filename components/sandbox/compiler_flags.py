@@ -1,4 +1,7 @@
-"""The compilers of candidates' kernels, and the flags that they are called with."""
+"""The compilers of candidates' kernels, and the flags that they are called with.
+
+A candidate is an implementation of a task's module, with kernels of its own, that is to be judged.
+"""
 
 import importlib.util
 import platform
@@ -51,7 +54,7 @@ LOADING_FLAGS = ("-fplugin", "-fuse-ld", "-fprofile", "-fdump", "-fsanitize")
 
 
 def refused_flag(flags: Iterable[str]) -> str | None:
-    """Return the first of an extension's flags that is not accepted, or None if all are accepted."""
+    """Return the first of an extension's compiler flags that is not accepted, or None if all are accepted."""
     for flag in flags:
         if flag.startswith(LOADING_FLAGS) or not (
             EXTENSION_FLAG.fullmatch(flag) or IGNORED_FLAG.fullmatch(flag)
@@ -63,8 +66,8 @@ def refused_flag(flags: Iterable[str]) -> str | None:
 def extension_flags(extension: Extension, device: Device) -> list[str]:
     """Return the compiler's options for the flags that an extension requests.
 
-    Flags that match IGNORED_FLAG are left out, and on cpu those for CUDA sources. On cuda, flags for the C++
-    compiler follow -Xcompiler, and torch's flags for CUDA sources are added.
+    Flags that match IGNORED_FLAG are left out. On cpu the flags for CUDA sources are left out too. On cuda,
+    each flag for the C++ compiler is passed on by -Xcompiler, and torch's flags for CUDA sources are added.
     """
     cflags, cuda_cflags = (
         [flag for flag in extension[kind] if not IGNORED_FLAG.fullmatch(flag)]
@@ -89,7 +92,7 @@ def compiler(device: Device) -> str:
 
 
 def kernel_flags(device: Device) -> list[str]:
-    """Return the compiler flags that every build for `device` on this machine uses."""
+    """Return the compiler flags that every build of kernels for `device` on this machine uses."""
     if device == "cpu":
         return [*CPU_FLAGS, *(X86_FLAGS if platform.machine() == "x86_64" else ())]
     import torch
@@ -101,7 +104,8 @@ def kernel_flags(device: Device) -> list[str]:
 def processor_features() -> str:
     """Return the line of /proc/cpuinfo with the processor's instruction sets, or "" if there is none.
 
-    It is part of the cache key of builds, because -march=native builds may not run on another processor.
+    The line is part of the cache key of builds, because -march=native builds may not run on another
+    processor.
     """
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
@@ -122,7 +126,10 @@ def library_flags(sources: Iterable[str], device: Device, paths: PathMap) -> lis
 
 
 def _torch_flags(device: Device, paths: PathMap) -> list[str]:
-    """Return the compiler flags for torch's headers and libraries."""
+    """Return the compiler flags for torch's headers and libraries.
+
+    Folders in the flags are paths inside the sandbox, translated with `paths`.
+    """
     from torch.utils.cpp_extension import include_paths, library_paths
 
     names = [
@@ -144,7 +151,7 @@ def _vendor_flags(name: str, paths: PathMap) -> list[str]:
     """Return the compiler flags for one of NVIDIA's libraries, where `name` is "cublas" or "cudnn".
 
     They refer to the copy in an installed Python package, which torch uses, or else to the copy in the CUDA
-    toolkit.
+    toolkit. Folders in the flags are paths inside the sandbox, translated with `paths`.
     """
     package = importlib.util.find_spec("nvidia")
     folders = package.submodule_search_locations or [] if package is not None else []

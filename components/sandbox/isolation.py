@@ -86,9 +86,9 @@ HOST_PATHS = PathMap({})
 
 @functools.cache
 def interpreter_paths() -> PathMap:
-    """Return a map in which the Python interpreter's folder has the same path inside as on the host.
+    """Return a map in which Python's own folder has the same path inside a sandbox as on the host.
 
-    Its path may be compiled into the interpreter. The map is empty if the folder is in /usr, which every
+    The path may be compiled into the interpreter. The map is empty if the folder is in /usr, which every
     sandbox has, or is the root folder.
     """
     base = Path(sys.base_prefix).resolve()
@@ -106,7 +106,7 @@ def package_folders() -> tuple[Path, ...]:
 
 @functools.cache
 def python_paths() -> PathMap:
-    """Return the paths inside the sandbox of Python's folders.
+    """Return the map from Python's folders on the host to their paths inside the sandbox.
 
     The interpreter's folder has the same path as outside, and the package folder i, counted from 0, is
     /packages/i.
@@ -118,7 +118,7 @@ def python_paths() -> PathMap:
 def bubblewrap_supports(*options: str) -> bool:
     """Return whether bubblewrap can apply these options for this user, by running `true` with them.
 
-    It may be unable to in a container whose engine hides or protects parts of /proc.
+    bubblewrap may be unable to in a container whose engine hides or protects parts of /proc.
     """
     user = () if can_change_uid() else ("--unshare-user",)
     program = shutil.which("bwrap") or "bwrap"
@@ -149,9 +149,10 @@ def bubblewrap(
     `temporary_bytes` is the capacity of /tmp. `writable` are writable host folders by their path inside.
     `variables` are set in addition to `sandbox_environment`.
 
-    `keep_capabilities` is for a zygote, the trusted process that forks runners (inside/zygote.py). It needs
-    capabilities to isolate its children from itself, and these drop all capabilities before they run
-    untrusted code. With it, /workspace is another folder of `temporary_bytes`, and /tmp is read-only.
+    `keep_capabilities` is for a zygote, the trusted process that forks other sandboxed processes
+    (inside/zygote.py). A zygote needs capabilities to isolate its children from itself, and the children drop
+    all capabilities before they run untrusted code. With this option, /workspace is another folder of
+    `temporary_bytes`, and /tmp is read-only.
     """
     size = ("--size", str(temporary_bytes))
     command = [
@@ -182,8 +183,8 @@ def bubblewrap(
 def _privileges(keep_capabilities: bool) -> list[str]:
     """Return bwrap's options for the user namespace and the capabilities.
 
-    With `keep_capabilities` all capabilities are kept. Otherwise an ordinary account's sandbox has none, and
-    root's has only those that `setpriv` needs to change the user and to drop them.
+    With `keep_capabilities` all capabilities are kept. Otherwise the sandbox of an ordinary account has none,
+    and the sandbox of root has only those that `setpriv` needs to change the user and to drop them.
     """
     options = []
     if not can_change_uid():
@@ -244,11 +245,12 @@ def gpu_minor(root: Path = Path("/")) -> int:
     """Return the number N of the device file /dev/nvidiaN of the judge's GPU.
 
     The GPU is the first of CUDA_VISIBLE_DEVICES, which may name it by its number or its UUID, or the first of
-    all. CUDA numbers the GPUs whose device files exist by their PCI addresses, and the driver states the file
-    of each address below /proc/driver. If a container hides that folder, the device files are taken in the
-    order of their numbers. `root` is the folder that contains dev and proc. If no GPU is known to have the
-    given UUID and there is only one, that one is taken. Raises IsolationUnavailable if none of several GPUs
-    is known to have it, or if several UUIDs begin with it.
+    all if the variable is empty. CUDA numbers the GPUs whose device files exist by their PCI addresses, and
+    the driver states the file of each address below /proc/driver. If a container hides that folder, the
+    device files are taken in the order of their numbers. `root` is the folder that contains dev and proc. A
+    number that no GPU has is returned unchanged. If no GPU is known to have the given UUID and there is only
+    one, that one is taken. Raises IsolationUnavailable if none of several GPUs is known to have it, or if
+    several UUIDs begin with it.
     """
     devices = {int(path.name[6:]) for path in (root / "dev").glob("nvidia[0-9]*")}
     gpus = []  # UUID and number of the device file, in the order of PCI addresses
@@ -271,16 +273,19 @@ def gpu_minor(root: Path = Path("/")) -> int:
 
 
 def _gpu_devices() -> list[str]:
-    """Return the existing device files that the judge's GPU needs."""
+    """Return the paths of those device files of the judge's GPU that exist.
+
+    Raises IsolationUnavailable if it is not known which GPU is the judge's (`gpu_minor`).
+    """
     names = (f"nvidia{gpu_minor()}", "nvidiactl", "nvidia-uvm", "nvidia-uvm-tools")
     return [f"/dev/{name}" for name in names if Path("/dev", name).exists()]
 
 
 def sandbox_environment(device: str) -> dict[str, str]:
-    """Return all environment variables of processes inside a sandbox.
+    """Return all environment variables of processes inside a sandbox, by name.
 
-    The MALLOC_ variables make malloc keep freed pages, because page faults would slow down every call
-    otherwise.
+    With `device` "cuda", they include LD_LIBRARY_PATH and CUDA_HOME of this process. The MALLOC_ variables
+    make malloc keep freed pages, because page faults would slow down every call otherwise.
     """
     folders = os.environ.get("PATH", "").split(os.pathsep)
     values = {

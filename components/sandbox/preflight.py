@@ -1,8 +1,10 @@
-"""Check whether runners can be isolated, before a command that judges does anything else.
+"""Check whether runners can be isolated, as the first step of a command that judges candidates.
 
-The check confines a command as a compiler is confined. Then it starts one runner as a candidate's runner is
-started, pauses it and reads its memory. This takes a fraction of a second. If it fails, IsolationUnavailable
-(exit code 3) is raised, with one sentence that includes the fix for the cause that was found (`explain`).
+A runner is a sandboxed process with code of a candidate, which is an implementation of a PyTorch module, to
+be judged. The check confines a command as a compiler is confined. Then it starts one runner as a candidate's
+runner is started, pauses it and reads its memory. This takes a fraction of a second. If it fails,
+IsolationUnavailable (exit code 3) is raised, with one sentence that includes the fix for the cause that was
+found (`explain`).
 """
 
 import contextlib
@@ -126,7 +128,8 @@ def explain(message: str, *, root: bool, system: System | None = None) -> str:
 def check_installed() -> None:
     """Raise IsolationUnavailable unless the programs and libraries for isolation are installed.
 
-    It is also raised if runners may not read files that they need.
+    The same error is raised if bubblewrap is too old, or if runners (sandboxed processes) may not read files
+    that they need.
     """
     if shutil.which("bwrap") is None:
         raise IsolationUnavailable(
@@ -157,7 +160,8 @@ def check_installed() -> None:
 def _unreadable_path() -> Path | None:
     """Return a path that candidates need but may not read, or None if there is none.
 
-    This can only happen if the judge is root, because candidates then run with another uid.
+    A candidate is an implementation of a PyTorch module, to be judged. There is no such path unless the judge
+    is root and can change uids, because only then its candidates run with another uid.
     """
     if not isolation.can_change_uid():
         return None
@@ -171,8 +175,8 @@ def _unreadable_path() -> Path | None:
 def check_isolation(sandbox: Sandbox, device: Device) -> None:
     """Raise IsolationUnavailable unless runners can be isolated, paused and read, and compilers confined.
 
-    A check that has passed is not repeated in this process for equal arguments. Nothing is checked if
-    sandbox.isolation is "none".
+    A runner is a sandboxed process. A check that has passed is not repeated in this process for equal
+    arguments. Nothing is checked if sandbox.isolation is "none".
     """
     if sandbox.isolation == "none":
         return
@@ -182,7 +186,7 @@ def check_isolation(sandbox: Sandbox, device: Device) -> None:
 
 
 def _confine_failure() -> str:
-    """Return the error message of a command confined like a compiler, or "" if confining it succeeds."""
+    """Run a test command confined as a compiler is; return its error message, or "" if it succeeds."""
     with isolation.confined(
         ["/usr/bin/true"],
         paths=isolation.HOST_PATHS,
@@ -198,7 +202,10 @@ def _confine_failure() -> str:
 
 
 def _runner_failure(sandbox: Sandbox, device: Device) -> str:
-    """Return the problem with a process that is isolated like a candidate's, or "" if there is none."""
+    """Return the problem with a test process that is isolated as a candidate is, or "" if there is none.
+
+    A candidate is an implementation of a PyTorch module, to be judged.
+    """
     header: RoleHeader = {"role": "candidate", "zygote": "probe"}
     with (
         tempfile.TemporaryDirectory(prefix="probe-") as folder,

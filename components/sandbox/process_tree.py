@@ -1,4 +1,4 @@
-"""The threads of a process and of all its descendants, as the kernel lists them in /proc."""
+"""Find out from /proc whether a thread of a process or of one of its descendants still executes code."""
 
 import contextlib
 import os
@@ -11,10 +11,12 @@ READ_BYTES = 1 << 16
 
 
 def halted_by_pid(pid: int) -> dict[int, bool]:
-    """Return, for a process and each of its descendants, whether every thread of it is halted.
+    """Return a dictionary from the PID of a process and of each descendant to whether that process is halted.
 
-    The list is complete if all of them are halted, because a halted process starts no other. Processes that
-    end meanwhile are left out; the result is empty if the process `pid` has ended.
+    A process is halted if each of its threads is stopped, traced, ended, or inside a system call that no
+    signal interrupts. If all values are True, no descendant is missing, because a halted process starts no
+    other. A process that no longer exists when its threads are listed is left out, so the result is empty if
+    there is no process `pid`.
     """
     found, waiting = dict[int, bool](), [pid]
     while waiting:

@@ -1,6 +1,7 @@
 """The factory of runners: it starts zygotes and lets them fork runners on demand.
 
-A runner is a process that executes code of a candidate or a task. A zygote is a process that has loaded torch
+A runner is a process that executes code of a candidate (an implementation of a PyTorch module, to be judged)
+or a task (the PyTorch module that is to be made faster). A zygote is a process that has loaded torch
 (inside/zygote.py). Zygotes run inside bubblewrap unless sandbox.isolation is "none".
 """
 
@@ -56,10 +57,10 @@ WARM_KINDS: tuple[ZygoteKind, ...] = ("plain", "compile")
 
 @dataclass
 class Zygote:
-    """A running zygote process and the socket `control`, on which the judge requests runners.
+    """A running zygote, which is a process that has loaded torch, and the judge's socket `control` to it.
 
-    A zygote is a process that has loaded torch. It forks one runner for each message that it receives there:
-    a RoleHeader with a Confinement (inside/runner_protocol.py).
+    The zygote forks one runner (a sandboxed process) for each message that it receives on this socket: a
+    RoleHeader with a Confinement (inside/runner_protocol.py).
     """
 
     process: subprocess.Popen[bytes]
@@ -104,10 +105,12 @@ def sealed_file(content: bytes) -> int:
 class RunnerFactory:
     """Factory that starts one zygote of each kind (seconds) and forks runners from them (milliseconds).
 
-    A zygote is a process that has loaded torch, and a runner one that executes code of a candidate or a task.
-    `folder` has their logs and files. Runners of torch.compile are forked from a separate zygote, because the
-    modules of torch.compile take most of a minute to load and would make every fork slower. So a candidate
-    that is not compared with torch.compile never waits for these modules.
+    A zygote is a process that has loaded torch, and a runner is a sandboxed process that executes code of a
+    candidate (an implementation of a PyTorch module, to be judged) or a task (the PyTorch module that is to
+    be made faster). `folder` has logs of the zygotes, and files of runners that are not isolated.
+    `result_channel` is the folder of the compiled module of this name. Runners of torch.compile are forked
+    from a separate zygote, because the modules of torch.compile take most of a minute to load and would make
+    every fork slower. So a candidate that is not compared with torch.compile never waits for these modules.
     """
 
     def __init__(self, sandbox: Sandbox, device: Device, folder: Path, result_channel: Path):
@@ -131,7 +134,8 @@ class RunnerFactory:
     def prepare(self) -> None:
         """Start the zygotes of the kinds `plain` and `compile` without waiting for their imports.
 
-        A zygote is a process that runners are forked from. One of the kind `compile` loads torch.compile too.
+        A zygote is a process that has loaded torch and that sandboxed processes are forked from. One of the
+        kind `compile` loads torch.compile too.
         """
         with self.lock:
             for kind in WARM_KINDS:
@@ -140,10 +144,11 @@ class RunnerFactory:
     def spawn(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Fork a runner for the role `header["role"]`, with `seconds` of wall time, pauses not counted.
 
-        `descriptors` are sent to the runner with the header, in the order that RoleHeader states. Raises
-        RunnerError if the header is too long, InfrastructureError if the runner does not start, and UserError
-        if MAX_FAILED_STARTS successive zygotes (processes that runners are forked from) of the kind have
-        ended without starting any runner.
+        A runner is a sandboxed process, and a role is what it executes. `descriptors` are sent to the runner
+        with the header, in the order that RoleHeader states. Raises RunnerError if the header is too long,
+        InfrastructureError if the runner does not start, and UserError if MAX_FAILED_STARTS successive
+        zygotes of the kind that the role needs have ended without starting any runner. A zygote is a process
+        that runners are forked from.
         """
         kind = header.get("zygote") or ("compile" if header["role"] == "compile" else "plain")
         message = {**header, **self._confinement(header["role"], kind)}
@@ -182,7 +187,8 @@ class RunnerFactory:
     def close(self) -> None:
         """End all zygotes and runners and wait until they have ended, so that their GPU memory is free.
 
-        Runners are forked from zygotes. The wait for the runners ends after EXIT_SECONDS.
+        Runners are sandboxed processes, and zygotes the processes that they are forked from. The wait for the
+        runners ends after EXIT_SECONDS.
         """
         with self.lock:
             for zygote in self.zygotes.values():
@@ -196,7 +202,11 @@ class RunnerFactory:
         os.close(self.empty_library)
 
     def _confinement(self, role: Role, kind: ZygoteKind) -> Confinement:
-        """Return the resource limits and system-call filter of a runner by its role and kind of zygote."""
+        """Return the resource limits and system-call filter of a runner (a sandboxed process).
+
+        They depend on the runner's role (what it executes), and on the kind of the zygote (the process that
+        it is forked from).
+        """
         candidate = role in ("candidate", "record", "construct")
         autotunes = (kind == "compile" or role == "compile_triton") and self.device == "cuda"
         limits = {
@@ -289,9 +299,9 @@ class RunnerFactory:
     def _start_error(self, kind: ZygoteKind, zygote: Zygote, reason: str) -> Exception:
         """Return the exception to raise for a zygote that did not start a runner; the caller holds the lock.
 
-        A zygote is a process that runners are forked from, and `reason` says what happened. The exception is
-        InfrastructureError, after which the caller may try again, or UserError if MAX_FAILED_STARTS
-        successive zygotes of this kind have ended without starting any runner.
+        A zygote is a process that runners (sandboxed processes) are forked from, and `reason` says what
+        happened. The exception is InfrastructureError, after which the caller may try again, or UserError if
+        MAX_FAILED_STARTS successive zygotes of this kind have ended without starting any runner.
         """
         log = self.folder / f"{kind}.log"
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -311,7 +321,10 @@ class RunnerFactory:
         )
 
     def _forget_exited(self, seconds: float) -> None:
-        """Wait up to `seconds` until the runners have ended, and close the descriptors of ended runners."""
+        """Wait up to `seconds` until all runners (sandboxed processes) have ended, and forget the ended ones.
+
+        The process descriptors of ended runners are closed and removed from `pidfds`.
+        """
         deadline = time.monotonic() + seconds
         for pidfd in list(self.pidfds):
             if has_ended(pidfd, deadline - time.monotonic()):
@@ -322,8 +335,8 @@ class RunnerFactory:
 def _receive_pid(connection: socket.socket) -> int | None:
     """Return the PID of a new runner, or None if its zygote (the process that forks it) has failed.
 
-    The PID is reliable, because the kernel adds it to the runner's message (SCM_CREDENTIALS). Raises
-    InfrastructureError if no message comes in START_SECONDS.
+    A runner is a sandboxed process. Its PID is reliable, because the kernel adds it to the runner's message
+    (SCM_CREDENTIALS). Raises InfrastructureError if no message comes in START_SECONDS.
     """
     connection.settimeout(START_SECONDS)
     try:

@@ -1,8 +1,9 @@
 """The judge's interface to one runner: messages, deadline, CPU time, and reading the runner's memory.
 
-Limits of wall time do not count the time in which the machine or this process was suspended, as on a closed
-laptop, in a paused virtual machine or in a stopped process. A waiting function polls every second. If a poll
-returns much later than requested, the machine was suspended meanwhile, so the delay is not counted.
+A runner is a sandboxed process. Limits of wall time do not count the time in which the machine or this
+process was suspended, as on a closed laptop, in a paused virtual machine or in a stopped process. A function
+that waits polls every second. If a poll returns much later than requested, the machine was suspended
+meanwhile, so the delay is not counted.
 """
 
 import contextlib
@@ -50,14 +51,14 @@ ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
 
 
 class RunnerError(Exception):
-    """Error raised if a runner fails.
+    """Error raised if a runner, a sandboxed process, fails.
 
     `kind` says how: the runner ended ("crashed"), exceeded its time ("timed_out") or memory
     ("out_of_memory"), sent a message that was not expected ("protocol") or reported an exception ("error").
-    The kind "wrong" means an output that cannot be read or whose tensors have other shapes, dtypes or devices
-    than the reference output. The kind "forbidden" means a call of a blocked operator of torch. The kind
-    "unknown_result" means that a constructor called an operator whose result has not been recorded
-    (inside/constructor_mode.py). `text` is the detail, such as a traceback.
+    The kind "wrong" means an output that cannot be read or written, or whose tensors have another number,
+    shapes, dtypes, devices or place in memory than they must have. The kind "forbidden" means a call of a
+    blocked operator of torch. The kind "unknown_result" means that a constructor called an operator whose
+    result has not been recorded (inside/constructor_mode.py). `text` is the detail, such as a traceback.
     """
 
     def __init__(self, kind: RunnerErrorKind, text: str = ""):
@@ -82,7 +83,7 @@ for _function in (_libc.process_vm_readv, _libc.process_vm_writev):
 
 
 def send(connection: socket.socket, message: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
-    """Send one JSON message together with file descriptors; raise OSError if the other side has closed."""
+    """Send a JSON message together with file descriptors; raise OSError if the other side has closed."""
     socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
 
 
@@ -97,7 +98,8 @@ def charged_seconds(elapsed: float, requested: float) -> float:
 def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
     """Wait for `process` and return its exit status.
 
-    After `seconds`, the process is killed and subprocess.TimeoutExpired is raised.
+    After `seconds`, in which time of a suspended machine does not count, the process is killed and
+    subprocess.TimeoutExpired is raised.
     """
     remaining = seconds
     while True:
@@ -119,7 +121,10 @@ def _signal_all(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def has_ended(pidfd: int, seconds: float) -> bool:
-    """Wait up to `seconds` until the process of a process descriptor has ended, and return whether it has."""
+    """Return whether the process with the descriptor `pidfd` has ended.
+
+    Wait for its end first, for at most `seconds`.
+    """
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(1000 * max(0.0, seconds)))
@@ -129,7 +134,9 @@ def has_ended(pidfd: int, seconds: float) -> bool:
 class Runner:
     """One sandboxed process, to which the judge sends messages and whose memory and CPU time it reads.
 
-    Methods raise RunnerError if the runner caused the failure, and InfrastructureError if the machine did.
+    `connection` is the socket to the process, `pidfd` its process descriptor, and `deadline` the
+    time.monotonic() at which it has used up its wall time. Methods raise RunnerError if the process caused
+    the failure, and InfrastructureError if the machine did.
     """
 
     connection: socket.socket
@@ -155,8 +162,9 @@ class Runner:
     def receive(self, expected: bytes = b"RD") -> bytes:
         """Wait for a message and return its content after the first letter, which must be one of `expected`.
 
-        By default these are R (ready, or a result) and D (an order is done). Raises RunnerError if the
-        message has another letter, the deadline passes, or the runner ends.
+        The message comes from the runner, a sandboxed process. By default the letters are R (ready, or a
+        result) and D (what the judge has ordered is done). Raises RunnerError if the message has another
+        letter, the deadline passes, or the runner ends.
         """
         data = None
         while data is None:
@@ -194,7 +202,8 @@ class Runner:
     def receive_addresses(self, count: int) -> list[int]:
         """Return the addresses of the `count` outputs of a call in the runner's memory.
 
-        The runner sends the addresses, so they are not trusted. Raises RunnerError if their number is wrong.
+        The runner is a sandboxed process. It sends the addresses, so they are not trusted. Raises RunnerError
+        if their number is wrong, and in the cases of `receive`.
         """
         data = self.receive(b"O")
         if len(data) != 7 + 8 * count:  # padding of the letter to eight bytes, then the addresses
@@ -202,24 +211,27 @@ class Runner:
         return list(struct.unpack(f"{count}Q", data[7:]))
 
     def request(self, message: Mapping[str, object]) -> bytes:
-        """Send one message and return the reply after its first letter; raise errors as `receive` does."""
+        """Send one message to the runner, a sandboxed process, and return its reply after the first letter.
+
+        Raises RunnerError in the cases of `receive`.
+        """
         self.send(message)
         return self.receive()
 
     def is_waiting(self) -> bool:
         """Return whether the runner waits for the judge, that is, has sent no message that is still unread.
 
-        After delivering a result, a runner must wait for the judge's acknowledgement. The result is also True
-        if the runner has ended.
+        The runner is a sandboxed process. After delivering a result, a runner must wait for the judge's
+        acknowledgement. The result is also True if the runner has ended.
         """
         poll = select.poll()
         poll.register(self.connection, select.POLLIN)
         return all(events & select.POLLHUP for _, events in poll.poll(0))
 
     def acknowledge(self) -> None:
-        """Allow the runner to continue after it has delivered a result.
+        """Allow the runner, a sandboxed process, to continue after it has delivered a result.
 
-        Raises RunnerError if the runner has sent another message already.
+        Raises RunnerError if the runner has sent another message already, or has ended.
         """
         if not self.is_waiting():
             raise RunnerError("protocol", "it sent a message before it was allowed to")
@@ -231,16 +243,18 @@ class Runner:
     def read_memory(self, addresses: list[int], targets: list[int], sizes: list[int]) -> None:
         """Copy ranges of the runner's memory to addresses in this process (process_vm_readv(2)).
 
-        Range i has `sizes[i]` bytes at `addresses[i]` and is copied to `targets[i]`. Raises RunnerError if a
-        range cannot be read, and InfrastructureError if the judge may not read it.
+        The runner is a sandboxed process. Range i has `sizes[i]` bytes at `addresses[i]` and is copied to
+        `targets[i]`. Raises RunnerError if a range cannot be read, and InfrastructureError if the judge may
+        not read it.
         """
         self._copy_memory(_libc.process_vm_readv, targets, addresses, sizes, "unreadable_output")
 
     def write_memory(self, addresses: list[int], sources: list[int], sizes: list[int]) -> None:
         """Copy ranges of this process's memory, at `sources`, to the runner's memory (process_vm_writev(2)).
 
-        Range i has `sizes[i]` bytes at `sources[i]` and is copied to `addresses[i]`. Raises RunnerError if a
-        range cannot be written, and InfrastructureError if the judge may not write.
+        The runner is a sandboxed process. Range i has `sizes[i]` bytes at `sources[i]` and is copied to
+        `addresses[i]`. Raises RunnerError if a range cannot be written, and InfrastructureError if the judge
+        may not write.
         """
         self._copy_memory(_libc.process_vm_writev, sources, addresses, sizes, "output_is_read_only")
 
@@ -270,7 +284,9 @@ class Runner:
     def is_private_memory(self, address: int, size: int) -> bool:
         """Return whether `size` bytes at `address` in the runner are private memory that no file backs.
 
-        Pages of such memory cannot be mapped at a second address.
+        The runner is a sandboxed process. Pages of such memory cannot be mapped at a second address. Raises
+        RunnerError if the runner has ended, and InfrastructureError if the judge may not see the runner's
+        memory map.
         """
         try:
             maps = Path(f"/proc/{self.pid}/maps").read_bytes()
@@ -293,24 +309,28 @@ class Runner:
         return False
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of the runner's threads, child processes excluded (clock_getcpuclockid(3))."""
+        """Return the CPU seconds of the runner's threads, child processes excluded (clock_getcpuclockid(3)).
+
+        The runner is a sandboxed process. Raises RunnerError if it has ended.
+        """
         try:
             return time.clock_gettime((~self.pid << 3) | 2)
         except OSError as error:
             raise RunnerError("crashed", "the process is gone") from error
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the runner's process."""
+        """Send a signal to this sandboxed process; nothing happens if the process has ended."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def stop(self) -> None:
         """Stop the runner and its child processes until `resume`, and wait until no thread of them runs.
 
-        The CPU time is read afterwards, because the kernel adds the time of a running thread to it only at
-        the next tick of the timer. A process can cancel its stop with SIGCONT while one of its threads still
-        runs, so the signal is repeated, and all threads have to be seen stopped twice. The runner is killed
-        and RunnerError raised if it does not stop in `STOP_SECONDS`.
+        The runner is a sandboxed process. Its CPU time is read afterwards (`stopped_cpu_seconds`), because
+        the kernel adds the time of a running thread to it only at the next tick of the timer. A process can
+        cancel its stop with SIGCONT while one of its threads still runs, so the signal is repeated, and all
+        threads have to be seen stopped twice. The runner is killed and RunnerError raised if it does not stop
+        in `STOP_SECONDS`.
         """
         self.signal(signal.SIGSTOP)
         deadline, seen = time.monotonic() + STOP_SECONDS, 0
@@ -330,38 +350,46 @@ class Runner:
         self.stopped_cpu_seconds = self.cpu_seconds()
 
     def pause(self) -> None:
-        """Stop the runner until `resume`, so that it does not disturb measurements of other runners.
+        """Stop the runner (a sandboxed process) until `resume`, so that it disturbs no measurement.
 
-        The time until then does not count toward its limit of wall time. A runner that does not stop is
-        killed.
+        The time of the pause does not count toward the runner's limit of wall time. A runner that does not
+        stop is killed.
         """
         with contextlib.suppress(RunnerError):
             self.stop()
         self.paused_since = self.paused_since or time.monotonic()
 
     def resume(self) -> None:
-        """Resume a stopped or paused runner and its child processes."""
+        """Resume a stopped or paused runner (a sandboxed process) and its child processes.
+
+        From then on, the runner's wall time counts again.
+        """
         self.extend_deadline()
         _signal_all(self.stopped_children, signal.SIGCONT)
         self.stopped_children = ()
         self.signal(signal.SIGCONT)
 
     def extend_deadline(self) -> None:
-        """Add the time since `pause` to the deadline; from then on, time counts toward the limit again.
+        """Add the time since `pause` to the deadline of the runner, a sandboxed process.
 
-        The process stays stopped. Does nothing if the runner is not paused.
+        From then on, time counts toward its limit of wall time again. The process stays stopped. If the
+        runner is not paused, nothing happens.
         """
         if self.paused_since is not None:
             self.deadline += time.monotonic() - self.paused_since
             self.paused_since = None
 
     def set_cores(self, cores: frozenset[int]) -> None:
-        """Restrict the runner's first thread, which makes the measured calls, to the given CPU cores."""
+        """Restrict the runner's first thread, which makes the measured calls, to the given CPU cores.
+
+        The runner is a sandboxed process. Nothing happens if the kernel refuses this, for example because the
+        runner has ended.
+        """
         with contextlib.suppress(OSError):
             os.sched_setaffinity(self.pid, cores)
 
     def close(self, *, wait: bool = False) -> None:
-        """Kill the runner.
+        """Kill the runner, a sandboxed process, and close the connection to it.
 
         An isolated runner is the first process of its PID namespace, so all processes that it started end
         too. If `wait` is set, wait until it has ended, so that its GPU memory is free, but at most

@@ -74,13 +74,14 @@ NAMESPACE_FLAGS = (0x00020000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0
 
 @functools.cache
 def seccomp_program(role: Literal["candidate", "task", "command"], device: str = "cpu") -> bytes:
-    """Return the filter for a role as a BPF program.
+    """Return the system-call filter for one kind of untrusted process, which `role` names, as a BPF program.
 
-    The role `candidate` is for a runner of a candidate. It may start threads, but no processes and no
-    programs, and it may open only local sockets. If `device` is cpu, it also cannot make memory that its
-    address-space limit does not include. The role `task` is for a runner of a task's own source, which may
-    start programs, as torch.compile does. Neither of these may make the kernel send it a later signal. The
-    role `command` is for a compiler or an agent's shell, which may do so.
+    The role `candidate` is for a process with the code of a candidate, an implementation of a PyTorch module,
+    to be judged. It may start threads, but no processes and no programs, and it may open only local sockets.
+    If `device` is cpu, it also cannot make memory that its address-space limit does not include. The role
+    `task` is for a process with the original module, which may start programs, as torch.compile does. A
+    process of these two roles may not make the kernel send a signal to it later. The role `command` is for a
+    compiler or an agent's shell, which may.
     """
     import pyseccomp
 

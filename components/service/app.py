@@ -1,7 +1,7 @@
 """The routes of the HTTP service (docs/service.md).
 
-Every error is answered with a JSON object whose field `error` is one sentence. A judgement that the judge
-itself could not make is answered with the status 503, and never with a verdict.
+Every error of a route is answered with a JSON object whose field `error` is one sentence. A judgement that
+the judge itself could not make is answered with the status 503, and never with a verdict.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
     """Return the ASGI application with all routes of the service.
 
     `callers` has the tokens of the callers. If it is one token, every caller has the rights of this token
-    without sending it, and only requests to a host name of the own machine are answered.
+    without sending it, and only requests whose Host header names this machine (LOOPBACK_HOSTS) are answered.
     """
     app = FastAPI(
         title="CUDA Agent judge",
@@ -81,8 +81,9 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
     async def judge(body: JudgementBody, token: Caller, response: Response, wait: Wait = 0) -> JobView:
         """Submit a candidate; answer 200 with its verdict if known within `wait` seconds, or else 202.
 
-        A job that fails within this time is answered with 422 if the task is the cause, and 503 if the judge
-        is.
+        A candidate is an implementation of a PyTorch module, the task. A job that fails within this time is
+        answered with 422 if the task is the cause, 400 if the settings of the request are, and 503 if the
+        judge is.
         """
         return await submit(body, token, response, wait)
 
@@ -90,8 +91,10 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
     async def admit(body: AdmissionBody, token: Caller, response: Response, wait: Wait = 0) -> JobView:
         """Submit a task; answer 200 with its admission if known within `wait` seconds, or else 202.
 
-        The admission says whether candidates of the task can be judged, with measured figures. A job that
-        fails within this time is answered with 503.
+        A task is the source of a PyTorch module to make faster. The admission says whether candidates
+        (implementations of a PyTorch module) of the task can be judged, with measured figures. A job that
+        fails within this time is answered with 400 if the settings of the request are the cause, and 503 if
+        the judge is.
         """
         return await submit(body, token, response, wait)
 
@@ -108,10 +111,10 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
     async def job(job_id: str, token: Caller, response: Response, wait: Wait = 0) -> JobView:
         """Return the state of the job `job_id`, after waiting up to `wait` seconds for its end.
 
-        If the job is done, the answer has its verdict or admission. The HTTP status is 200 while the job is
-        queued or running, and if it is done or cancelled. For a job that failed it is 422 if the task is the
-        cause, 400 if the settings of the request are, and 503 if the judge is. It is 404 if the token has no
-        such job.
+        If the job is done, the answer has its verdict or admission (the result of judging a candidate, or of
+        checking a task). The HTTP status is 200 while the job is queued or running, and if it is done or
+        cancelled. For a job that failed it is 422 if the task is the cause, 400 if the settings of the
+        request are, and 503 if the judge is. It is 404 if the token has no such job.
         """
         found = await ended(service, token, job_id, wait)
         response.status_code = found.status
@@ -119,17 +122,21 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
 
     @app.delete("/v1/jobs/{job_id}", responses=RESPONSES)
     def cancel(job_id: str, token: Caller) -> JobView:
-        """Cancel a job that is queued; answer 409 if it is running, done or failed."""
+        """Cancel a job that is queued, and return it; answer 409 if the job is running, done or failed."""
         return service.cancel(token, job_id)
 
     @app.get("/v1/tasks")
     def tasks(token: Caller) -> list[TaskSummary]:
-        """List the tasks that can be named by their task_id."""
+        """List the tasks (PyTorch modules to make faster) that a request can name by their task_id."""
         return [TaskSummary.model_validate(task, from_attributes=True) for task in service.tasks.values()]
 
     @app.get("/v1/tasks/{task_id}", responses=RESPONSES)
     def task(task_id: str, token: Caller) -> TaskView:
-        """Return a task with its source and the message that asks a language model for a kernel."""
+        """Return a task (a PyTorch module to make faster) with its source.
+
+        The answer also has the message that asks a language model for a kernel (`prompt`). The HTTP status is
+        404 if there is no such task.
+        """
         found = service.listed_task(task_id)
         summary = TaskSummary.model_validate(found, from_attributes=True)
         prompt = task_message(found.code, service.params.device)
@@ -149,7 +156,7 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
 
     @app.get("/metrics")
     def metrics(token: Caller) -> Response:
-        """Return the metrics for Prometheus; only a token of an operator may read them."""
+        """Return the metrics for Prometheus; only a token of an operator may read them, others get 403."""
         if not token.operator:
             raise ServiceError(403, "metrics: only a token made with --operator may read them.")
         telemetry.SERVICE_JOBS.set(service.store.active()[0])
@@ -200,7 +207,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 class BodyLimit:
-    """ASGI middleware that answers 413 to a body of more than BODY_BYTES, without keeping the body."""
+    """ASGI middleware that answers 413 to a request body of more than BODY_BYTES, which it does not keep."""
 
     def __init__(self, app: ASGIApp):
         self.app = app
@@ -225,9 +232,10 @@ class BodyLimit:
 
 
 async def ended(service: JobService, token: Token, job_id: str, seconds: float) -> JobView:
-    """Wait for the end of a job, for at most `seconds` or until the service closes, and return the job.
+    """Wait until a job has ended, but at most `seconds` or until the service closes, and return the job.
 
-    Raises ServiceError if the token has no such job, or if the result of the job was deleted.
+    The returned job may thus be queued or running. Raises ServiceError if the caller with this token has no
+    such job, or if the result of the job was deleted.
     """
     deadline = time.monotonic() + seconds
     loop, event = asyncio.get_running_loop(), asyncio.Event()

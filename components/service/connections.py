@@ -24,16 +24,21 @@ UNAVAILABLE += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
 
 
 def most_connections() -> int:
-    """Return how many connections may be open, so that most file descriptors are left for the judge."""
+    """Return how many connections may be open.
+
+    It is MOST_CONNECTIONS, or the share DESCRIPTOR_SHARE of the process's limit of file descriptors if that
+    is less, so that most file descriptors are left for the judge.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(MOST_CONNECTIONS, int(DESCRIPTOR_SHARE * limit))
 
 
 class BoundedConnection(H11Protocol):
-    """One connection of a server that holds at most `most_connections` of them.
+    """One connection of an HTTP server that keeps at most `most_connections()` connections open.
 
     A connection waits while its client has not sent a whole request. If there are too many connections, the
-    one that has waited longest is closed. A connection that waits for `REQUEST_SECONDS` is closed too.
+    one that has waited longest is closed; if that is a new connection, because all others are being answered,
+    it gets the answer 503 first. A connection that waits for `REQUEST_SECONDS` is closed too.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -70,7 +75,10 @@ class BoundedConnection(H11Protocol):
 
 
 class BoundedServer(uvicorn.Server):
-    """A server that goes on accepting connections after the process has run out of file descriptors."""
+    """An HTTP server with `BoundedConnection`, which limits the number of its connections.
+
+    It goes on accepting connections after the process has run out of file descriptors.
+    """
 
     def __init__(self, config: uvicorn.Config):
         config.http, config.backlog = BoundedConnection, BACKLOG

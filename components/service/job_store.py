@@ -1,9 +1,10 @@
 """Durable queue of the service's jobs, in an SQLite database.
 
-A job that is queued or running when the process ends is queued when the store is opened again, but fails if
-the process ended three times while the job ran. The text of a request is deleted when its job ends; the
-result itself is in the journal, a folder with one file for each verdict or admission. Jobs that ended long
-ago are deleted.
+A job is a request for a verdict on a candidate (an implementation of a PyTorch module) or for an admission
+(the check whether a task can be judged). A job that is queued or running when the process ends is queued when
+the store is opened again, but fails if the process ended three times while the job ran. The text of a request
+is deleted when its job ends; the result itself is in the journal, a folder with one file for each verdict or
+admission. Jobs that ended long ago are deleted.
 """
 
 import sqlite3
@@ -49,16 +50,16 @@ UPDATE jobs SET state = 'queued' WHERE state = 'running';
 
 @dataclass(frozen=True)
 class StoredJob:
-    """One job as it is stored.
+    """One job, a request for a verdict on a candidate or for an admission of a task, as it is stored.
 
     `id` is the key of the job's result in the journal, the folder of results. `token` is the name of the
-    caller's token. `subject` is a digest of the token, the settings, the task and the candidate, so all
-    measurements of a candidate for one token have the same subject. For an admission it is the id of the job.
+    caller's token. `subject` is a digest of the token, the settings, the task and the candidate (the
+    implementation of a PyTorch module, to be judged), so all measurements of a candidate for one token have
+    the same subject. The subject of an admission (the check whether a task can be judged) is its id.
     `measurement` is the number of the measurement, from 1 on. `changed` is the time (seconds of Unix time) of
-    the submission or of the last change of the state, and `body` the request as JSON. `error`, the HTTP
-    status `status`, and `reason`, which is that of the judge's verdict `infrastructure` or "", say why a job
-    failed. `size` is the number of bytes of the request. `seq` is the place of the job in the order of
-    submissions.
+    the submission or of the last change of the state, and `body` the request as JSON. Of a job that failed,
+    `error` is the text, `status` the HTTP status, and `reason` a word for the cause, such as `judge`, or "".
+    `size` is the number of bytes of the request. `seq` is the place of the job in the order of submissions.
     """
 
     id: str
@@ -80,7 +81,11 @@ class StoredJob:
 
 
 class JobStore:
-    """A queue of jobs in the SQLite database `path`, which all threads of this process may use."""
+    """A queue of jobs in the SQLite database `path`, which all threads of this process may use.
+
+    A job is a request for a verdict on a candidate (an implementation of a PyTorch module) or for an
+    admission (the check whether candidates of a module can be judged).
+    """
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +116,7 @@ class JobStore:
         )
 
     def waiting(self) -> dict[str, StoredJob]:
-        """Return the first queued job of each token that has one, by the token's name."""
+        """Return the first queued job of each token (caller) that has one, by the token's name."""
         rows = self._rows(
             "SELECT * FROM jobs WHERE seq IN "
             "(SELECT min(seq) FROM jobs WHERE state = 'queued' GROUP BY token)"
@@ -121,7 +126,7 @@ class JobStore:
     def move(self, job_id: str, state: State, *before: State) -> bool:
         """Set the state of a job to `state` if its state is one of `before`, and return whether it was set.
 
-        A job that begins to run counts one more attempt, and a cancelled job loses its body.
+        If `state` is running, one more attempt is counted. If it is cancelled, the request's text is deleted.
         """
         marks = ", ".join("?" * len(before))
         rows = self._rows(
@@ -150,7 +155,7 @@ class JobStore:
     def delete_ended(self, moment: float) -> list[str]:
         """Delete up to BATCH jobs that ended before `moment` (Unix time, seconds), and return their ids.
 
-        Their measurements are no longer counted.
+        `measurements` does not count deleted jobs.
         """
         rows = self._rows(
             "DELETE FROM jobs WHERE seq IN (SELECT seq FROM jobs "
@@ -161,9 +166,9 @@ class JobStore:
         return [str(row["id"]) for row in rows]
 
     def active(self, token: str | None = None) -> tuple[int, int]:
-        """Return the number and the bytes of the jobs that are queued or running.
+        """Return the number of the jobs that are queued or running, and the bytes of their requests.
 
-        Only jobs of the token named `token` are counted, or those of all tokens if it is None.
+        Only jobs of the token (caller) named `token` are counted, or those of all tokens if it is None.
         """
         condition = "" if token is None else " AND token = ?"
         statement = f"SELECT count(*), sum(size) FROM jobs WHERE state IN ('queued', 'running'){condition}"
@@ -171,14 +176,20 @@ class JobStore:
         return int(row[0]), int(row[1] or 0)
 
     def position(self, job: StoredJob) -> int:
-        """Return the number of queued jobs of the job's token up to and including the job."""
+        """Return the place of a job among the queued jobs of its token (caller), from 1 on.
+
+        It is the number of these jobs up to and including this one. If the job is not queued, it is the
+        number of queued jobs that were submitted before it.
+        """
         statement = "SELECT count(*) FROM jobs WHERE state = 'queued' AND token = ? AND seq <= ?"
         return int(self._rows(statement, job.token, job.seq)[0][0])
 
     def measurements(self, subject: str) -> int:
         """Return how many jobs have this subject, without cancelled ones.
 
-        It is the number of measurements of the subject's candidate that the subject's token has requested.
+        A subject stands for a token (caller), a candidate (the implementation of a PyTorch module, to be
+        judged), its task and the settings. The result is the number of measurements that this token has
+        requested of this candidate.
         """
         statement = "SELECT count(*) FROM jobs WHERE subject = ? AND state != 'cancelled'"
         return int(self._rows(statement, subject)[0][0])

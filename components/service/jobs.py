@@ -1,10 +1,12 @@
-"""Jobs of the service: a durable queue that is fair between tokens, and threads that judge the jobs in it.
+"""Jobs of the service: a durable queue that is fair between callers, and threads that judge the jobs in it.
 
-The judges are those of one device. The journal is a folder with a file for each verdict or admission. The id
-of a job is the key of its result in the journal, so that a repeated request costs nothing. The key of a
-verdict covers the settings of the judge, the task, the candidate and a text called epoch, which consists of
-the token's name, the number of the measurement, how the candidate is compared with torch.compile and, if it
-is compared with another candidate instead of torch.compile, the digest of that candidate.
+A job is the request of one caller, who is known by a token, for a verdict on a candidate (an implementation
+of a task's module) or for an admission (the check whether a task can be judged). All jobs are judged on one
+device. The journal is a folder with a file for each verdict or admission. The id of a job is the key of its
+result in the journal, so that a repeated request costs nothing. The key of a verdict covers the settings of
+the judge, the task, the candidate and a text called epoch, which consists of the token's name, the number of
+the measurement, how the candidate is compared with torch.compile and, if it is compared with another
+candidate instead of torch.compile, the digest of that candidate.
 """
 
 import contextlib
@@ -62,10 +64,12 @@ T = TypeVar("T")
 class JobService:
     """Service that accepts jobs, queues them, has them judged, and reports their states and results.
 
-    `folder` has the queue and, in `verdicts`, the journal with a file for each result. `tasks` are the tasks
-    that callers may name. `workers` is the number of threads that judge, by default sandbox.build_workers; if
-    it is 0, jobs are accepted and stay queued. `capacity` is the largest number of jobs of all callers that
-    may be queued or running.
+    A job is a request to judge a candidate (an implementation of a PyTorch module) or to check a task (the
+    module that is to be made faster). `judges` judge them, with the settings `params` unless a request has
+    others. `folder` has the queue and, in `verdicts`, the journal with a file for each result. `tasks` are
+    the tasks that callers may name. `workers` is the number of threads that judge, by default
+    sandbox.build_workers; if it is 0, jobs are accepted and stay queued. `capacity` is the largest number of
+    jobs of all callers that may be queued or running.
     """
 
     def __init__(
@@ -99,10 +103,10 @@ class JobService:
             thread.start()
 
     def submit(self, token: Token, body: JudgementBody | AdmissionBody) -> JobView:
-        """Return the job of the request `body`, after adding it to the queue if necessary.
+        """Return the job of the request `body`, after adding it to the queue unless that is needless.
 
-        The job is not added if its result is known or if it is queued or running already. Raises ServiceError
-        if the request is not allowed, or if the queue is full.
+        It is needless if the job's result is known, or if the job is queued or running already. `token` is
+        the caller's. Raises ServiceError if the request is not allowed, or if the queue is full.
         """
         if body.params is not None and token is not OWNER:
             raise ServiceError(403, "params: only the account that runs the service may send them.")
@@ -154,10 +158,10 @@ class JobService:
         )
 
     def task(self, token: Token, body: JudgementBody | AdmissionBody) -> KernelTask:
-        """Return the task that a request names or contains.
+        """Return the task (the PyTorch module that is to be made faster) that a request names or contains.
 
-        Raises ServiceError if the service lists no such task, if the source is no task, or if the token may
-        not send sources of tasks.
+        Raises ServiceError if the service lists no task of this name, if the source is not that of a task, or
+        if the caller's token does not allow sources of tasks and the task is not among the listed ones.
         """
         if isinstance(body, JudgementBody) and body.task:
             return self.listed_task(body.task)
@@ -191,7 +195,10 @@ class JobService:
             )
 
     def _check_space(self, token: Token, size: int) -> None:
-        """Raise ServiceError unless a request of `size` bytes has a place in the queue."""
+        """Raise ServiceError unless the queue has space for another job, whose request has `size` bytes.
+
+        The jobs of each token (caller) and those of all tokens are limited in number and in bytes.
+        """
         active, own_bytes = self.store.active(token.name)
         if active >= token.queued or own_bytes + size > OWN_BYTES:
             raise ServiceError(
@@ -207,16 +214,16 @@ class JobService:
             )
 
     def find(self, token: Token, job_id: str) -> StoredJob:
-        """Return the job `job_id`; raise ServiceError if there is none, or if it is another token's."""
+        """Return the job `job_id`; raise ServiceError if the caller with this token has no such job."""
         job = self.store.get(job_id)
         if job is None or job.token != token.name:
             raise ServiceError(404, f"job: no job {job_id[:100]!r} of the token {token.name}.")
         return job
 
     def view(self, token: Token, job_id: str) -> JobView:
-        """Return the state of a job of the token, and its result if it is done.
+        """Return the state of the job `job_id`, and its result if it is done.
 
-        Raises ServiceError if the token has no such job, or if its result was deleted.
+        Raises ServiceError if the caller with this token has no such job, or if the job's result was deleted.
         """
         job = self.find(token, job_id)
         verdict, admission = None, None
@@ -246,7 +253,11 @@ class JobService:
         )
 
     def cancel(self, token: Token, job_id: str) -> JobView:
-        """Cancel a queued job; raise ServiceError if it is running, done, failed or not of this token."""
+        """Cancel a queued job, and return it.
+
+        A job that was cancelled before is returned too. Raises ServiceError if `token` has no such job, or if
+        the job is running, done or failed.
+        """
         job = self.find(token, job_id)
         if not self.store.move(job.id, "cancelled", "queued", "cancelled"):
             raise ServiceError(409, f"job: it is {job.state}; only a queued job can be cancelled.")
@@ -255,9 +266,9 @@ class JobService:
 
     @contextlib.contextmanager
     def watch(self, job_id: str, changed: Callable[[], None]) -> Iterator[None]:
-        """Call `changed` when the job ends inside the context, or when the service closes.
+        """Return a context in which `changed` is called when the job `job_id` ends or is cancelled.
 
-        The call may come from any thread.
+        It is also called when the service closes. The call may come from any thread.
         """
         watcher = (job_id, changed)
         with self.condition:
@@ -293,7 +304,7 @@ class JobService:
     def _stored(self, call: Callable[[], T]) -> T | None:
         """Return the result of `call`, which is repeated while the queue's database fails, as on a full disk.
 
-        Returns None if the service is closing when the database fails.
+        Return None if the database fails while the service is closing.
         """
         while True:
             try:
@@ -305,7 +316,10 @@ class JobService:
                 time.sleep(RETRY_SECONDS)
 
     def _next(self) -> StoredJob | None:
-        """Wait for a job, mark it as running and return it, or return None if the service is closing."""
+        """Wait for a job that may run, mark it as running and return it.
+
+        Return None if the service is closing.
+        """
         with self.condition:
             while not self.closing:
                 if (job := self._choose()) is not None and self.store.move(job.id, "running", "queued"):
@@ -317,10 +331,11 @@ class JobService:
         return None
 
     def _choose(self) -> StoredJob | None:
-        """Return the first job of the token that was served least recently, or None if none may run.
+        """Return the first queued job of the token (caller) that was served least recently.
 
         The jobs of one token may occupy all workers but one, so that another token's job can begin at once.
-        The jobs of the account that runs the service may occupy all workers.
+        The jobs of the account that runs the service may occupy all workers. Return None if no job is queued
+        or may run.
         """
         most = max(1, self.workers - 1)
         jobs = [
@@ -331,10 +346,11 @@ class JobService:
         return min(jobs, key=lambda job: (self.served.get(job.token, 0), job.seq), default=None)
 
     def _judge(self, job: StoredJob) -> tuple[State, str, int, str]:
-        """Judge one job, store its result, and return its state, error, HTTP status and reason.
+        """Judge one job, store its result, and return the job's state, error text, HTTP status and reason.
 
         The result is `("done", "", 200, "")`, or `("failed", text, status, reason)` with the status 422 if
-        the task's source is the cause and 503 if the judge is. Raises UserError if the settings of the
+        the source of the task (the module that is to be made faster) is the cause and 503 if the judge is.
+        `reason` is a word for the cause, such as `task` or `judge`. Raises UserError if the settings of the
         request cannot be used.
         """
         path = journal_path(self.verdicts, job.id)
@@ -385,8 +401,8 @@ class JobService:
         """Delete the jobs that ended before `moment` with their verdicts.
 
         `moment` is in seconds of Unix time. The jobs are deleted in small numbers at a time, between which
-        requests are accepted. A verdict is deleted after its job, so that no job is left without its verdict
-        if the process is killed between the two.
+        requests are accepted, until none is left or the service closes. A verdict is deleted after its job,
+        so that no job is left without its verdict if the process is killed between the two.
         """
         while not self.closing:
             with self.condition:  # no request may find a verdict that is being deleted
@@ -397,7 +413,7 @@ class JobService:
                 return
 
     def stop(self) -> None:
-        """Set `closing`, so that no further job begins and every request that waits for a job returns."""
+        """Set `closing`, so that no further job begins and every request that waits for a job is answered."""
         with self.condition:
             self.closing = True
             self.condition.notify_all()
@@ -406,7 +422,10 @@ class JobService:
             self._notify(job_id)
 
     def close(self) -> None:
-        """Wait for the running jobs, and close the store; queued jobs stay queued for the next service."""
+        """Wait for the end of the running jobs, and close the queue.
+
+        No further job begins; queued jobs stay queued for the next service on the same folder.
+        """
         self.stop()
         for thread in self.threads:
             thread.join()

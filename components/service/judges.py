@@ -1,6 +1,7 @@
 """Judges that a running service keeps warm, with their processes, baselines and reference data.
 
-All measurements are made one after the other, whatever their settings.
+A judge measures candidates (implementations of a task's module) under one set of settings. All measurements
+are made one after the other, also those of different judges.
 """
 
 import contextlib
@@ -43,11 +44,12 @@ class WarmJudge:
 class WarmJudges:
     """The judges of one device, each for one set of settings and constructed at its first use.
 
-    `folder` is where judges keep builds and caches. The judge for `params` is constructed at once and is
-    closed only by `close`. If MOST_WARM judges are open and another one is needed, the least recently used
-    of the other judges that no thread uses is closed first; if there is none, more than MOST_WARM are open.
-    A judge whose isolation, time limit and memory limit for runners (the sandboxed processes that execute
-    candidates) equal those of `params` forks its runners from the same processes as the judge for `params`.
+    `folder` is where judges keep builds and caches. The judge for `params`, the service's own settings, is
+    constructed at once and is closed only by `close`. If MOST_WARM judges are open and another one is needed,
+    a judge that no thread uses is closed first, the least recently used one; if there is none, more than
+    MOST_WARM are open. A judge whose isolation, time limit and memory limit for runners (the sandboxed
+    processes that execute candidates, which are implementations of a PyTorch module, to be judged) equal
+    those of `params` forks its runners from the same processes as the judge for `params`.
     """
 
     def __init__(self, params: Params, folder: Path):
@@ -66,7 +68,7 @@ class WarmJudges:
 
     @contextlib.contextmanager
     def using(self, params: Params) -> Iterator[Judge]:
-        """Yield the judge for `params`, which stays open inside the context.
+        """Return a context that yields the judge for `params`, which stays open inside the context.
 
         The judge is constructed if there is none with these parameters, and only callers with the same
         parameters wait for that. Raises UserError if the parameters are for another device. An error of the
@@ -95,10 +97,11 @@ class WarmJudges:
                     del self.judges[protocol]
 
     def _remove_unused(self) -> list[Judge]:
-        """Remove and return the unused judges that must be closed so that one more makes at most MOST_WARM.
+        """Remove from `judges`, and return, the judges to close before another judge is constructed.
 
-        The least recently used ones are removed first, and the judge of the service's own parameters never.
-        The caller holds the lock, and closes the judges after it has released it.
+        Judges that no thread uses are removed, the least recently used first, until at most MOST_WARM are
+        open with the new one; the judge of the service's own parameters is never removed. The caller holds
+        the lock, and closes the returned judges after it has released the lock.
         """
         unused = [key for key, warm in self.judges.items() if key != self.own and warm.users == 0]
         unused.sort(key=lambda key: self.judges[key].last_used)
@@ -133,6 +136,10 @@ class WarmJudges:
 
 
 def _runner_settings(params: Params) -> tuple[object, ...]:
-    """Return the settings of a factory of sandboxed processes; judges with equal ones can share it."""
+    """Return the settings on which a factory of sandboxed processes depends.
+
+    Judges can share one factory if these settings are equal: isolation, time limit (seconds) and memory limit
+    (bytes).
+    """
     sandbox = params.sandbox
     return sandbox.isolation, sandbox.run_seconds, sandbox.memory_bytes

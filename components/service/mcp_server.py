@@ -1,8 +1,8 @@
 """Tools for coding agents by the Model Context Protocol, which send requests to the judge's HTTP service.
 
-They are served on standard input and output (`cuda-agent mcp`). No call takes longer than `CALL_SECONDS`,
-because clients end calls after 60 seconds: `judge` answers with a verdict or with the id of a job, for which
-`wait` waits further.
+The tools are served on standard input and output (`cuda-agent mcp`). No call takes longer than
+`CALL_SECONDS`, because clients end calls after 60 seconds: `judge` answers with a verdict or with the id of a
+job, for which `wait` waits further.
 """
 
 import re
@@ -36,8 +36,10 @@ REASON_ROW = re.compile(r"^\| (`\w+: .*?) \| (.*) \|$", re.MULTILINE)
 class Answer(BaseModel):
     """Answer of the tools `judge` and `wait`: the main fields of a verdict, or a job that is not done.
 
-    `state` is that of the job: queued, running, done, failed or cancelled. `status` is that of the verdict,
-    such as correct or wrong_output; it and the fields after it are empty until the job is done.
+    `job` is the id of the job. `state` is that of the job: queued, running, done, failed or cancelled.
+    `status` is that of the verdict, such as correct or wrong_output; it and the fields after it are empty
+    until the job is done. `milestone` is the reward: -1 for wrong files, 1 for correct ones, 2 if they are
+    also faster than eager PyTorch, and 3 if they are also faster than torch.compile.
     """
 
     job: str
@@ -86,7 +88,7 @@ def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
 
     @server.tool()
     async def tasks() -> list[dict[str, Any]]:
-        """List the tasks of the judge: task_id, name, level."""
+        """List the tasks of the judge, PyTorch modules to make faster: task_id, name, level."""
         return [
             {name: task[name] for name in ("task_id", "name", "level")}
             for task in await ask("GET", "/v1/tasks")
@@ -94,7 +96,7 @@ def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
 
     @server.tool()
     async def task(task_id: str) -> dict[str, Any]:
-        """Return the source of a task, the PyTorch module to make faster."""
+        """Return the source of a task, the PyTorch module to make faster: code, beside task_id and name."""
         record: dict[str, Any] = await ask("GET", f"/v1/tasks/{_plain(task_id)}")
         return {name: text for name, text in record.items() if name != "prompt"}
 
@@ -104,7 +106,8 @@ def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
     ) -> Answer:
         """Judge a workspace's candidate (model_new.py, kernels/) on its model.py or on a listed task.
 
-        Give the absolute path. Equal files get the verdict that is known; `measurement` 2 measures anew.
+        Give the absolute path. Equal files get the verdict that is known; `measurement` 2 measures anew. The
+        answer has the verdict or, after 45 seconds, the id of a job for `wait`.
         """
         folder = Path(workspace)
         try:
@@ -117,7 +120,10 @@ def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
 
     @server.tool()
     async def wait(job: str, context: Context[Any, Any]) -> Answer:
-        """Wait for a job of `judge`, up to 45 seconds."""
+        """Wait for a job of `judge`, up to 45 seconds.
+
+        The answer has the verdict, or only the state of the job if it has no verdict then.
+        """
         return await ended(await ask("GET", f"/v1/jobs/{_plain(job)}"), context)
 
     @server.tool()
@@ -132,7 +138,8 @@ def explain_reason(reason: str) -> str:
     """Return the meaning of a verdict's status or reason, and what to do about it.
 
     The result has the rows of the table of reasons in agent_workdir/SKILL.md that name `reason` or, if none
-    does, the part of `reason` before its colon. If there is no such row either, it lists all statuses.
+    does, the part of `reason` before its colon. If there is no such row either, the result lists all
+    statuses.
     """
     rows = REASON_ROW.findall((PROJECT / "agent_workdir" / "SKILL.md").read_text())
     for word in filter(None, (reason.strip(), reason.partition(":")[0].strip())):

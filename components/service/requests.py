@@ -75,21 +75,29 @@ Measurement = Annotated[
 class Body(FrozenModel):
     """Base class of the bodies of requests, with the settings of the judge that a caller may choose.
 
-    `params` replaces all parameters of the service for this request. It is accepted only over the Unix
-    socket, from the account that runs the service.
+    `precision` replaces the service's, unless it is None. `params` replaces all parameters of the service for
+    this request. It is accepted only over the Unix socket, from the account that runs the service.
     """
 
     precision: Precision | None = Field(None, description="by default the service's")
     params: SkipJsonSchema[Params | None] = None
 
     def settings(self, params: Params) -> Params:
-        """Return the parameters of a service, in which those that the request chooses are replaced."""
+        """Return the parameters with which this request is judged.
+
+        They are `params`, the service's own, in which the settings that the request chooses are replaced.
+        """
         params = self.params or params
         return params if self.precision is None else params.model_copy(update={"precision": self.precision})
 
 
 class JudgementBody(Body):
-    """Request to judge a candidate on a task that the service lists, or whose source the caller sends."""
+    """Request to judge a candidate on a task that the service lists, or whose source the caller sends.
+
+    A task is a PyTorch module that is to be made faster, and a candidate the files of an implementation of
+    it. Exactly one of `task` (the id of a listed task) and `code` (a task's source) must be given.
+    `measurement` is 1 for the first measurement of these files, and a larger number to measure them anew.
+    """
 
     task: str = Field("", description="task_id of a task that GET /v1/tasks lists")
     code: Source = Field("", description="source of a task of the caller")
@@ -123,7 +131,13 @@ class JudgementBody(Body):
 
 
 class AdmissionBody(Body):
-    """Request to check whether a task can be judged."""
+    """Request to check whether a task can be judged.
+
+    A task is a PyTorch module that is to be made faster; `code` is its source. `headroom` is whether
+    torch.compile is measured too, and `eager_seconds` has the shortest and the longest time that one eager
+    call may take. With `memory_only` nothing is measured: the check is only whether the source runs and the
+    memory suffices.
+    """
 
     code: Source = Field(min_length=1, description="source of the task")
     headroom: bool = Field(False, description="measure torch.compile too")
@@ -136,7 +150,12 @@ class AdmissionBody(Body):
 
 
 class JobView(FrozenModel):
-    """State of a job, and its result if it is done."""
+    """State of a job, and its result if it is done.
+
+    A job is a request for a verdict on a candidate (an implementation of a PyTorch module) or for an
+    admission (the check whether candidates of a module can be judged). The result is `verdict` for the kind
+    judgement and `admission` for the kind admission.
+    """
 
     id: str
     kind: Kind
@@ -158,7 +177,7 @@ class JobView(FrozenModel):
 
 
 class TaskSummary(FrozenModel):
-    """A task that the service lists.
+    """A task, which is a PyTorch module that is to be made faster, in the service's list.
 
     `level` is its level in an evaluation suite, or None, and `ops` are the names of its operators in their
     order.
@@ -171,7 +190,10 @@ class TaskSummary(FrozenModel):
 
 
 class TaskView(TaskSummary):
-    """A task with its source."""
+    """A task, which is a PyTorch module that is to be made faster, with its source `code`.
+
+    `prompt` is the message that asks a language model for a kernel.
+    """
 
     code: str
     prompt: str = Field(description="how kernels are written (SKILL.md), the device and the source")
@@ -180,8 +202,8 @@ class TaskView(TaskSummary):
 def public_verdict(verdict: Verdict) -> Verdict:
     """Return the verdict with only those entries of its evidence that PUBLIC_EVIDENCE names.
 
-    The evidence is the record of what was measured. Its other entries, such as the seeds of inputs, could
-    help a later candidate to cheat.
+    The evidence is the record of what was measured, for the whole task and for each of its workloads (calls
+    of `get_inputs`). Its other entries, such as the seeds of inputs, could help a later candidate to cheat.
     """
 
     def public(evidence: dict[str, Any]) -> dict[str, Any]:

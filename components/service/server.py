@@ -1,4 +1,7 @@
-"""The servers of the service: on a Unix socket for the own account, and on TCP for callers with tokens."""
+"""The servers of the service: on a Unix socket for the account that runs it, on TCP for other callers.
+
+Callers on TCP have tokens, unless only this machine can connect.
+"""
 
 import contextlib
 import fcntl
@@ -43,10 +46,10 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def bind(address: str, *, has_tokens: bool) -> socket.socket:
-    """Return a listening socket at `[HOST:]PORT`.
+    """Return a socket that listens at `address`, which is `[HOST:]PORT`.
 
-    Raises UserError if the address is not of this machine or is in use, or if other machines could connect
-    and there are no tokens.
+    `has_tokens` is whether callers need tokens. Raises UserError if the address is not of this machine or is
+    in use, or if other machines could connect and callers need no tokens.
     """
     host, port = parse_address(address)
     try:
@@ -77,9 +80,10 @@ def bind(address: str, *, has_tokens: bool) -> socket.socket:
 def serving(
     service: JobService, listener: socket.socket, callers: TokenFile | Token = LOCAL
 ) -> Iterator[None]:
-    """Serve HTTP on `listener` in a thread inside the context.
+    """Return a context in which a thread serves HTTP on the listening socket `listener`.
 
-    `callers` has the tokens of the callers, or is one token whose rights every caller on this machine has.
+    `callers` has the tokens of the callers, or is one token whose rights every caller on this machine has. At
+    the end of the context the server ends, and no further job begins.
     """
     server = make_server(service, callers)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http")
@@ -106,7 +110,10 @@ def make_server(service: JobService, callers: TokenFile | Token) -> uvicorn.Serv
 
 @contextlib.contextmanager
 def retaining(service: JobService, days: float = KEEP_DAYS) -> Iterator[None]:
-    """Delete the jobs that ended more than `days` days ago, now and every hour inside the context."""
+    """Return a context in which a thread deletes the jobs that ended more than `days` days ago.
+
+    The thread does so at once and then every hour. If the database or the journal fails, the error is logged.
+    """
     ending = threading.Event()
 
     def delete() -> None:
@@ -140,11 +147,12 @@ def serve(
     """Serve the judges of the folder `home`, where runs keep everything, until SIGINT or SIGTERM.
 
     Requests are accepted on a Unix socket in the folder `judge` of `home`. The queue of jobs and the journal
-    (a file for each verdict) are in its folder `service/<device>`. `tasks` are the tasks that callers may
-    name. `started` is called with the path of the socket when the server accepts requests. With `listener`, a
-    listening TCP socket, the same queue is served there too, for callers with `tokens`, or for every caller
-    on this machine if `tokens` is None. Jobs are deleted `keep_days` days after their end. Raises UserError
-    if a judge runs already in `home` or, in one account, on this GPU.
+    (a file for each verdict) are in its folder `service/<device>`. `tasks` are the tasks (PyTorch modules
+    that are to be made faster) that callers may name. `started` is called with the path of the socket when
+    the server accepts requests. With `listener`, a listening TCP socket, the same queue is served there too,
+    for callers with `tokens`, or for every caller on this machine if `tokens` is None. Jobs are deleted
+    `keep_days` days after their end. Raises UserError if another service already runs for this device in
+    `home`, or on this GPU for the same account.
     """
     folder = home / "judge"
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +182,7 @@ def serve(
 
 @contextlib.contextmanager
 def _only_one(path: Path, place: str) -> Iterator[None]:
-    """Hold the lock of the file `path` inside the context.
+    """Return a context in which this process holds the lock of the file `path`.
 
     `place` describes the folder or the GPU whose judges only one process may have. Raises UserError with this
     description if another process holds the lock.

@@ -21,7 +21,10 @@ from components.service.requests import ServiceError
 class Token(FrozenModel):
     """The token of one caller: the SHA-256 digest of its secret, and the caller's rights and limits.
 
-    The token does not expire if `expires` is None.
+    `expires` is the time from which the token is refused; if it is None, the token does not expire. `queued`
+    limits the jobs that may wait or be judged at the same time, and `measurements` how often an equal
+    candidate (the files that are to be judged) may be measured. `own_tasks` is whether the caller may send
+    the source of a task, and `operator` whether the caller may read metrics.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
@@ -43,7 +46,11 @@ RECORDS = TypeAdapter(list[Token])
 
 
 def read_tokens(path: Path) -> list[Token]:
-    """Return the tokens in a token file; raise UserError if the file cannot be read or is damaged."""
+    """Return the tokens in the token file `path`.
+
+    Raises UserError if the file cannot be read or is damaged, has a name twice, or has a name of callers
+    without a token (RESERVED).
+    """
     try:
         tokens = RECORDS.validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
@@ -63,11 +70,12 @@ def write_tokens(path: Path, tokens: list[Token]) -> None:
 
 
 def create_token(path: Path, token: Token, days: float | None) -> str:
-    """Add `token` to a token file, which is made if necessary, and return its secret, which is not stored.
+    """Add `token` to the token file `path`, and return the token's secret.
 
-    The digest and the expiry of `token` are replaced. It expires after `days` days, or never if `days` is
-    None. Raises UserError if the file has a token of this name, or if the name is that of callers without a
-    token.
+    The file is made if it does not exist. The secret is not stored; only its digest is. The digest and the
+    expiry of `token` are replaced. It expires after `days` days, or never if `days` is None. Raises UserError
+    if the file has a token of this name, cannot be read or is damaged, or if the name is one of those of
+    callers without a token (RESERVED).
     """
     if token.name in RESERVED:
         raise UserError(f"{path}: {token.name} names callers without a token; choose another name.")
@@ -82,7 +90,10 @@ def create_token(path: Path, token: Token, days: float | None) -> str:
 
 
 class TokenFile:
-    """The tokens of a token file, which `find` reads again whenever it has changed."""
+    """The tokens of the token file `path`, which `find` reads again whenever the file has changed.
+
+    The constructor raises UserError if the file cannot be read or is damaged.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -100,7 +111,8 @@ class TokenFile:
     def find(self, secret: str) -> Token:
         """Return the token with this secret.
 
-        Raises ServiceError if there is none, if it has expired, or if the changed file cannot be read.
+        Raises ServiceError with the HTTP status 401 if there is none or it has expired, and 503 if the file
+        has changed and cannot be read or is damaged.
         """
         with self.lock:
             if (state := self._stat()) != self.state:

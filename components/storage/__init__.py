@@ -1,4 +1,7 @@
-"""The artifact store: immutable objects by key, in a local folder or in S3, with verified digests."""
+"""The artifact store: immutable objects by key, in a local folder or in S3, with verified digests.
+
+`open_store` returns the store that the parameters name; `store.py` has the interface.
+"""
 
 from pathlib import Path
 
@@ -19,10 +22,11 @@ __all__ = [
 
 
 def open_store(params: StoreParams, home: Path) -> Store:
-    """Return the store that `store.url` names.
+    """Return the artifact store that `params.url` (the parameter store.url) names.
 
-    An empty URL names the folder `store` in `home`, the folder of all runs, a path or a file:// URL names a
-    folder, and s3://bucket/prefix names a part of an S3 bucket. Raises UserError for any other URL.
+    The URL `s3://bucket/prefix` names a part of an S3 bucket; a path or a file:// URL names a folder; and an
+    empty URL names the folder `store` in `home`, which is the folder of all runs. Raises UserError for any
+    other URL.
     """
     url = params.url
     if url.startswith("s3://"):

@@ -1,7 +1,8 @@
 """Find the objects in an artifact store that can be removed, and remove them.
 
-Objects belong to groups, `checkpoints/<digest>` and `runs/<run>`, which are kept or removed as a whole. All
-other objects (of DVC's remote and of MLflow) are managed by other programs and are never removed.
+Objects belong to groups, which are kept or removed as a whole: those of a checkpoint, whose keys begin with
+`checkpoints/<digest>`, and those of a run of the pipeline, `runs/<run>`. All other objects (of DVC's remote
+and of MLflow) are managed by other programs and are never removed.
 """
 
 import json
@@ -24,7 +25,7 @@ WORD = re.compile(r"[0-9a-f]{12,64}")
 
 @dataclass(frozen=True)
 class Group:
-    """A group of objects that are kept or removed together.
+    """A group of stored objects that are kept or removed together: those of one checkpoint or one run.
 
     `name` is the beginning of their keys, `checkpoints/<digest>` or `runs/<run>`.
     """
@@ -43,7 +44,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """The groups that can be removed, and the reason to keep every other group, by the group's name."""
+    """The groups of stored objects that can be removed (`remove`), and those that are kept (`keep`).
+
+    `keep` has the reason for each of them by the group's name.
+    """
 
     remove: tuple[Group, ...]
     keep: dict[str, str]
@@ -63,11 +67,11 @@ def plan(
 ) -> Plan:
     """Return a plan that removes the groups without a reference that are older than `older_than`.
 
-    A group is the objects of one run or one checkpoint. `references` and `evidence` map run ids and digests
-    to a description of what refers to them: `references` those in present use, and `evidence` those that past
-    decisions name. If a run is kept because of `references` or its age, all checkpoints that its manifest
-    names are kept too. If it is kept only because of `evidence`, checkpoints that only its manifest names are
-    not kept. `now` is the present time.
+    A group is the objects of one run or one checkpoint; its age is that of its newest object at the time
+    `now`. `references` and `evidence` map run ids and digests to a description of what refers to them:
+    `references` those in present use, and `evidence` those that past decisions name. If a run is kept because
+    of `references` or its age, all checkpoints that its manifest names are kept too. If it is kept only
+    because of `evidence`, checkpoints that only its manifest names are not kept.
     """
     found = groups(store.entries())
     keep: dict[str, str] = {}
@@ -92,16 +96,16 @@ def plan(
 
 
 def remove(store: Store, group: Group) -> None:
-    """Delete all objects of a group.
+    """Delete all objects of a group from the store.
 
-    The manifest is deleted first, so that a partly deleted group is not taken for a complete one.
+    Its object manifest.json is deleted first, so that a partly deleted group is not taken for a complete one.
     """
     for entry in sorted(group.entries, key=lambda entry: (not entry.key.endswith(f"/{MANIFEST}"), entry.key)):
         store.remove(entry.key)
 
 
 def words(text: str) -> set[str]:
-    """Return every part of a text that can be a run id or a digest, which is 12 to 64 hexadecimal digits."""
+    """Return every part of a text that can be a run id or a digest, which has 12 to 64 hexadecimal digits."""
     return set(WORD.findall(text))
 
 

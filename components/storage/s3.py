@@ -41,17 +41,18 @@ PASSING = (
 
 
 class StoreUnavailable(UserError, ConnectionError):
-    """Error raised if the server does not answer or cannot serve the request now.
+    """Error raised if the store's server does not answer or cannot serve the request now.
 
     The same call may succeed later.
     """
 
 
 class S3Store:
-    """A store whose objects have names that begin with one prefix, in a bucket of an S3-compatible server.
+    """A store of immutable objects in a bucket of an S3-compatible server, below one prefix of names.
 
     `url` is s3://bucket/prefix, and an empty `endpoint` means the one of boto3's settings. Raises UserError
-    if `url` names no bucket. The methods raise StoreUnavailable if the call may succeed later.
+    if `url` names no bucket. The methods raise StoreUnavailable if the call may succeed later, and UserError
+    if it cannot succeed without a change of the settings or the bucket.
     """
 
     def __init__(self, url: str, endpoint: str):
@@ -148,9 +149,9 @@ class S3Store:
     def _write(self, name: str, source: Path, sha256: str) -> str:
         """Write the file `source` as the object `name` unless it exists, and return the object's SHA-256.
 
-        `sha256` is that of the file. The returned digest is the recorded one, which differs from `sha256` if
-        another process has written other bytes. Raises StoreUnavailable if the object is missing after the
-        write.
+        `sha256` is the digest of the file. The returned digest is the one that is recorded with the object;
+        it differs from `sha256` if another process has written other bytes. Raises StoreUnavailable if the
+        object is missing after the write.
         """
         arguments = {"Metadata": {"sha256": sha256}, "ChecksumAlgorithm": "SHA256"}
         try:
@@ -181,17 +182,19 @@ class S3Store:
     def _recorded(self, name: str) -> str | None:
         """Return the SHA-256 that was recorded when the object `name` was written.
 
-        The result is None if there is no object, and empty if another program wrote it.
+        The result is None if there is no object, and "" if the object was written by a program that records
+        none.
         """
         head = self._head(name)
         return None if head is None else str(head["Metadata"].get("sha256", ""))
 
     @contextlib.contextmanager
     def _faults(self, name: str, act: str) -> Iterator[str]:
-        """Yield `name`, an object's name or the beginning of names, and convert boto3's errors in the block.
+        """Return a context that yields `name` unchanged and converts boto3's errors inside the context.
 
-        StoreUnavailable is raised if the call may succeed later, and UserError if it cannot succeed without a
-        change of the settings or the bucket. `act` names the operation in the message.
+        `name` is the name of an object or the beginning of names, and `act` the operation, such as `read`,
+        for the message. StoreUnavailable is raised if the call may succeed later, and UserError if it cannot
+        succeed without a change of the settings or the bucket.
         """
         from boto3.exceptions import RetriesExceededError
         from botocore import exceptions
@@ -225,8 +228,8 @@ class S3Store:
 
 
 def _refuse_existing(params: dict[str, Any], **_: Any) -> None:
-    """Add the condition that the object does not exist to the parameters of a write.
+    """Add to `params`, the parameters of a write, the condition that the object does not exist.
 
-    boto3's transfer manager has no argument for this condition.
+    The function handles an event of boto3, whose transfer manager has no argument for this condition.
     """
     params["IfNoneMatch"] = "*"

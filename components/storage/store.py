@@ -35,7 +35,7 @@ class StoredObject:
 
 
 class Store(Protocol):
-    """A store of immutable objects with keys."""
+    """A store of immutable objects with keys, which are POSIX paths such as `runs/1f0c/report.html`."""
 
     def put(self, key: str, source: Path) -> str:
         """Store the file `source` under `key`, and return the address of the object (a path or an s3:// URL).
@@ -44,7 +44,7 @@ class Store(Protocol):
         """
 
     def get(self, key: str, target: Path) -> None:
-        """Write the object to `target`, which is replaced in one step.
+        """Write the object `key` to the file `target`, which is replaced in one step.
 
         Raises KeyError if there is no object with this key, and UserError if the object is damaged.
         """
@@ -55,7 +55,7 @@ class Store(Protocol):
         """Yield every object whose key starts with `prefix`, in the order of the keys."""
 
     def remove(self, key: str) -> None:
-        """Delete the object if it exists."""
+        """Delete the object `key`; nothing happens if there is none."""
 
 
 def check_key(key: str) -> str:
@@ -78,9 +78,10 @@ def key_taken(address: str) -> UserError:
 def put_checkpoint(store: Store, digest: str, folder: Path) -> None:
     """Store every file of a checkpoint under `checkpoints/<digest>`, with manifest.json as the last one.
 
-    `folder` is the folder of the checkpoint, and `digest` that of its files. If the store has the manifest,
-    it has the whole checkpoint, so nothing is written. This holds even if the manifest in `folder` differs,
-    because different revisions of the code can make equal weights.
+    `folder` is the folder of the checkpoint, and `digest` the digest of its files, which the manifest lists.
+    If the store has the manifest, it has the whole checkpoint, so nothing is written. This holds even if the
+    manifest in `folder` differs, because different revisions of the code can make equal weights. Raises
+    UserError if an object of the store has other bytes than the file of its key.
     """
     prefix = f"checkpoints/{digest}"
     if store.exists(f"{prefix}/{MANIFEST}"):
@@ -91,10 +92,11 @@ def put_checkpoint(store: Store, digest: str, folder: Path) -> None:
 
 
 class FolderStore:
-    """A store of objects as files, with the SHA-256 of each object in a file below `.sha256`.
+    """A store of immutable objects as files below the folder `root`, each at the path that is its key.
 
-    If two processes write different bytes under one key at the same time, only one of them succeeds, because
-    objects are created with hard links. On a file system without hard links both may succeed.
+    The SHA-256 of each object is in a file below `.sha256`. If two processes write different bytes under one
+    key at the same time, only one of them succeeds, because objects are created with hard links. On a file
+    system without hard links both may succeed.
     """
 
     def __init__(self, root: Path):
@@ -140,10 +142,10 @@ class FolderStore:
                 folder.rmdir()
 
     def _note(self, key: str) -> Path:
-        """Return the path of the file with the object's SHA-256.
+        """Return the path of the file with the SHA-256 of the object `key`.
 
-        It is not in the same folder as the object, because libraries load the folder of a checkpoint in the
-        store directly and that folder must contain no other files.
+        This file is not in the same folder as the object, because libraries load the folder of a checkpoint
+        in the store directly and that folder must contain no other files.
         """
         return self.root / ".sha256" / check_key(key)
 
@@ -158,10 +160,10 @@ class FolderStore:
 
 
 def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> bool:
-    """Copy a file so that the target appears in one step, and return whether it was written.
+    """Copy a file so that the target appears in one step, and return whether the target was written.
 
     If `replace` is false and the target exists, nothing is written. Raises UserError if `sha256` is not empty
-    and the copy does not match it.
+    and differs from the SHA-256 of the copy; the target is then unchanged.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:

@@ -1,11 +1,11 @@
-"""The mode in which a candidate is imported and constructed while torch's compute operators are blocked.
+"""Construct a candidate while torch's compute operators are blocked, with results recorded elsewhere.
 
-In the measured process, operators that allocate, view, copy, fill or draw random numbers run as usual in a
-constructor. None of them does arithmetic with the values of tensors, so a candidate cannot use them to
-compute an output. A constructor may need another operator, as for the product in `torch.randn(8, 8) * 0.02`.
-Such a constructor is run beforehand in a second process, where torch computes and nothing is measured. That
-process records the results of such operators, and in the measured process the constructor gets the recorded
-results.
+A candidate is an implementation of a PyTorch module, to be judged. In the process in which it is measured,
+operators that allocate, view, copy, fill or draw random numbers run as usual in a constructor. None of them
+does arithmetic with the values of tensors, so a candidate cannot use them to compute an output. A constructor
+may need another operator, as for the product in `torch.randn(8, 8) * 0.02`. Such a constructor is run
+beforehand in a second process, where torch computes and nothing is measured. That process records the results
+of such operators, and in the measured process the constructor gets the recorded results.
 """
 
 from collections.abc import Collection, Iterator
@@ -28,28 +28,30 @@ FILLS_WITH_FLOATS = frozenset(["normal.float_float", "normal.float_float_out", "
 
 
 def may_construct(name: str) -> bool:
-    """Return whether a constructor may call the operator `name`, such as "normal.float_float".
+    """Return whether a candidate's constructor may call the operator `name`, such as "normal.float_float".
 
-    The result is False for operators that every call may use (`operator_blocking.ALLOWED_OPERATORS`),
-    although a constructor may call these too.
+    A candidate is an implementation of a PyTorch module, to be judged. The result is False for operators that
+    every call may use (`operator_blocking.ALLOWED_OPERATORS`), although a constructor may call these too.
     """
     return name.split(".")[0] in CONSTRUCTION_OPERATORS or name in FILLS_WITH_FLOATS
 
 
 class UnknownResult(BaseException):
-    """Error raised if a constructor calls an operator whose result has not been recorded.
+    """Error raised if a candidate's constructor calls an operator whose result has not been recorded.
 
-    It is a BaseException, so that a candidate that catches Exception does not continue without the result.
+    A candidate is an implementation of a PyTorch module, to be judged. The error is a BaseException, so that
+    a constructor that catches Exception does not continue without the result.
     """
 
 
 class ConstructorMode(TorchDispatchMode):
     """Mode that records the results of operators, or returns recorded results in place of calling them.
 
-    `names` are the full names of these operators; others run as usual. `recorded` is the list of (name,
-    tensors or values) that another process recorded for the same constructor, one for each call in order. If
-    it is None, the operators are called and the list is recorded in `results`. Raises UnknownResult if a call
-    is not the next one in `recorded`.
+    `names` are the full names of these operators, such as `aten::mul.Tensor`; others run as usual. If
+    `recorded` is None, the operators are called and their results are recorded in the attribute `results`.
+    This list has a pair for each call in order: the operator's name, and a list with the operator's output,
+    or with the arguments that it wrote. Otherwise `recorded` is such a list that another process recorded for
+    the same constructor. Raises UnknownResult if a call is not the next one in `recorded`.
     """
 
     def __init__(self, names: Collection[str], recorded: list[Any] | None):
@@ -60,7 +62,10 @@ class ConstructorMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because torch otherwise imports Dynamo for two seconds in each process."""
+        """Return False, so that torch does not wrap `__torch_dispatch__` in a function that imports Dynamo.
+
+        The import takes two seconds in each process.
+        """
         return False
 
     def __torch_dispatch__(

@@ -1,5 +1,6 @@
-"""Objects that make the calls of a role and deliver the results to the judge, one class for each method.
+"""Objects that make the calls of a role and deliver the results to the judge.
 
+A role is what this process executes, such as `eager`. There is one class for each way of delivering results.
 This file runs only inside the sandbox; the judge never imports it.
 """
 
@@ -37,19 +38,21 @@ Check = Callable[[Any], list[torch.Tensor]]
 class WrongForm(Exception):
     """Error raised if the tensors of a candidate's output differ from those of the reference output in form.
 
-    The form is the number, shapes, dtypes and device of the tensors, and where their memory lies. The error's
-    text, such as `wrong_number_of_outputs`, becomes the reason of the verdict.
+    A candidate is an implementation of a PyTorch module, to be judged, and the reference output is that of
+    the module itself. The form is the number, shapes, dtypes and device of the tensors, and where their
+    memory lies. The error's text, such as `wrong_number_of_outputs`, becomes the reason of the verdict.
     """
 
 
 def make_delivery(
     connection: socket.socket, header: RoleHeader, shared: SharedTensors
 ) -> HostDelivery | DeviceDelivery | CallDelivery:
-    """Return the object that makes the calls of this role and delivers their results to the judge.
+    """Return the object that makes the calls of this process's role and delivers their results to the judge.
 
-    `header` is the message that gives the role, `shared` the memory shared with the judge, and `connection`
-    the socket to the judge. On cpu the result is a HostDelivery, or a NoopDelivery for the role `noop`. On
-    cuda it is a CallDelivery if the runner gets its inputs call by call, and a DeviceDelivery otherwise.
+    `header` is the message that gives the role (what this process executes), `shared` the memory shared with
+    the judge, and `connection` the socket to the judge. On cpu the result is a HostDelivery, or a
+    NoopDelivery for the role `noop`. On cuda it is a CallDelivery if the process gets its inputs call by
+    call, and a DeviceDelivery otherwise.
     """
     if shared.device == "cuda":
         is_candidate = header["role"] == "candidate"
@@ -74,12 +77,12 @@ def address_message(outputs: list[torch.Tensor]) -> bytes:
 class HostDelivery:
     """Object that makes the calls of a role on cpu, and lets the judge read each result before the next call.
 
-    The judge reads the result from this process's memory, at addresses that this object sends over the socket
-    `descriptor`.
+    A role is what this process executes, such as `eager`. The judge reads the result from this process's
+    memory, at addresses that this object sends over the socket `descriptor`.
 
     The code between two calls is part of every measurement. This code is native code (result_channel.cpp),
-    because a candidate could otherwise save microseconds by sending the messages from its own native code
-    (tests/exploits/native_protocol).
+    because a candidate (an implementation of a PyTorch module, to be judged) could otherwise save
+    microseconds by sending the messages from its own native code (tests/exploits/native_protocol).
     """
 
     def __init__(self, descriptor: int):
@@ -93,8 +96,8 @@ class HostDelivery:
         """Make one call of `call` for each tuple of arguments, check its result, and deliver the result.
 
         `check` raises WrongForm unless the result has the number, shapes, dtypes and device of tensors that
-        the task's own output has, and does not overlap the inputs. This method is for rounds whose time is
-        not used, because the check takes time.
+        the output of the original PyTorch module has, and does not overlap the inputs. This method is for
+        series of calls whose time is not used, because the check takes time.
         """
         for values in arguments:
             result = call(*values)
@@ -113,9 +116,10 @@ class HostDelivery:
 class NoopDelivery(HostDelivery):
     """Object that reports results to the judge on cpu without computing any, for the role `noop`.
 
-    It exchanges the messages that every runner must exchange. It does not run the Python interpreter between
-    the messages. The no-op's time is subtracted from every measurement, so including the interpreter would
-    give a candidate that avoids it the advantage twice.
+    This process exchanges the messages that every measured process must exchange, without running the Python
+    interpreter between them. The time of this process is subtracted from every measurement, so including the
+    interpreter would give a candidate (an implementation of a PyTorch module, to be judged) that avoids it
+    the advantage twice. `outputs` are the tensors that are reported for every call.
     """
 
     def __init__(self, descriptor: int, outputs: list[torch.Tensor]):
@@ -126,27 +130,29 @@ class NoopDelivery(HostDelivery):
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
         """Report the same zero outputs once for each tuple of arguments; `call` is not called.
 
-        Each message has the addresses of these outputs, and is answered when the judge has read them. The
-        method replaces `HostDelivery.calls`, which makes the calls.
+        Each message has the addresses of these outputs. The next one is sent when the judge has read them.
+        The method replaces `HostDelivery.calls`, which makes the calls.
         """
         result_channel.send_and_wait(self.descriptor, self.message, len(arguments))
 
 
 def check_memory(leaves: list[torch.Tensor]) -> None:
-    """Raise WrongForm if one of the output tensors `leaves` is not in memory of cudaMalloc.
+    """Raise WrongForm if one of the output tensors `leaves` is not in memory that cudaMalloc has allocated.
 
-    Pages of other memory can be mapped at several addresses, so that a result that repeats itself is written
-    once (tests/exploits_cuda/mapped_twice).
+    Pages of other memory can be mapped at several addresses. A candidate (an implementation of a PyTorch
+    module, to be judged) could then write a result that repeats itself only once
+    (tests/exploits_cuda/mapped_twice).
     """
     if not all(map(shared_memory.is_cuda_malloc, leaves)):
         raise WrongForm("output_is_mapped")
 
 
 def overwrite(results: list[torch.Tensor]) -> None:
-    """Overwrite delivered results and empty the list, so that a later result must be written in full.
+    """Overwrite results that were delivered to the judge, and empty the list.
 
-    Floating-point elements become NaN, and others 85. A tensor whose elements share memory is left as it is,
-    since it cannot be written.
+    A candidate (an implementation of a PyTorch module, to be judged) must therefore write every later result
+    in full, even if it uses the same memory again. Floating-point elements become NaN, and others 85. A
+    tensor whose elements share memory is left as it is, since it cannot be written.
     """
     for result in results:
         with contextlib.suppress(RuntimeError):
@@ -156,7 +162,10 @@ def overwrite(results: list[torch.Tensor]) -> None:
 
 
 def random_call(arguments: list[tuple[Any, ...]]) -> int:
-    """Return the index of a random call of a round, whose calls have the given arguments."""
+    """Return a random index of `arguments`, which has one item for each call of a round, or 0 if it is empty.
+
+    A round is a series of calls that are timed together. The index cannot be predicted.
+    """
     return secrets.randbelow(max(1, len(arguments)))
 
 
@@ -178,10 +187,12 @@ def report_computed(connection: socket.socket, spin_seconds: float = 0.0) -> Non
 class DeviceDelivery:
     """Object that makes the calls of a round on cuda, and then copies all results to shared memory.
 
-    If `inspects` is set, as for a candidate, the memory of one call's results is checked, and results are
-    overwritten after their round. If `reuses_memory` is set, each result is cloned before the next call. The
-    copy starts when the judge allows it. Before that, the judge overwrites the shared memory, so results that
-    a candidate wrote there directly are lost. The measured time includes the copy.
+    A round is a series of calls that are timed together; the measured time includes the copy. The copy starts
+    when the judge allows it. Before that, the judge overwrites the shared memory, so results that a candidate
+    (an implementation of a PyTorch module, to be judged) wrote there directly are lost. If `inspects` is set,
+    as for a candidate, `check_memory` checks the results of one random call, and all results are overwritten
+    after their round. If `reuses_memory` is set, each result is cloned before the next call, which may
+    overwrite it.
     """
 
     def __init__(
@@ -200,7 +211,8 @@ class DeviceDelivery:
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
         """Make one call of `call` for each tuple of arguments, and deliver all results together.
 
-        Raises WrongForm if the memory of a candidate's result is not torch's own (`check_memory`).
+        Raises WrongForm if results are inspected and those of a call, which is chosen at random, are not in
+        memory of torch's own allocator (`check_memory`).
         """
         results: list[list[torch.Tensor]] = []
         inspected = random_call(arguments)
@@ -214,16 +226,16 @@ class DeviceDelivery:
         self.deliver(results)
 
     def forget_results(self) -> None:
-        """Overwrite the candidate's results of the last round."""
+        """Overwrite the results of the last round (series of calls), which are kept only for a candidate."""
         overwrite(self.results)
 
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:
         """Make one call of `call` for each tuple of arguments, check the results, and deliver all together.
 
         `check` returns the tensors of a result, or raises WrongForm unless they have the number, shapes,
-        dtypes and device that the task's own output has, and do not overlap the inputs. If two results have
-        the same address, the method `calls` clones every result in all later rounds. This method is for
-        rounds whose time is not used.
+        dtypes and device that the output of the original PyTorch module has, and do not overlap the inputs.
+        If two results have the same address, the method `calls` clones every result from then on. This method
+        is for rounds (series of calls) whose time is not used.
         """
         copies: list[list[torch.Tensor]] = []
         # Keep all results alive, so that the allocator cannot reuse their memory. If an address occurs twice,
@@ -256,11 +268,12 @@ class DeviceDelivery:
 class CallDelivery:
     """Object that makes the calls of a round on cuda, each after the judge has taken the last call's outputs.
 
-    The judge writes the inputs of a call to host memory only after it has taken these outputs, so that no two
-    calls of a round can be computed together (tests/exploits_cuda/batch). If `inspects` is set, as for a
-    candidate, the memory of one call's results is checked, and results are overwritten after their round.
-    Inputs and outputs are copied between host memory and the device by this process, because work of the
-    judge on the device would cost a change of process each time.
+    A round is a series of calls that are timed together. The judge writes the inputs of a call to host memory
+    only after it has taken the outputs of the call before, so that no two calls of a round can be computed
+    together (tests/exploits_cuda/batch). If `inspects` is set, as for a candidate (an implementation of a
+    PyTorch module, to be judged), `check_memory` checks the results of one random call, and all results are
+    overwritten after their round. Inputs and outputs are copied between host memory and the device by this
+    process, because work of the judge on the device would cost a change of process each time.
     """
 
     def __init__(self, connection: socket.socket, shared: SharedTensors, *, inspects: bool):
@@ -278,9 +291,9 @@ class CallDelivery:
     def calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check = flatten_outputs) -> None:
         """Make one call for each tuple of arguments, and deliver each result before the next call.
 
-        `check` returns the tensors of a result. In rounds whose time is not used, it also raises WrongForm if
-        the tensors differ from those of the task's own output in number, shape, dtype or device, or overlap
-        the inputs.
+        `check` returns the tensors of a result. In rounds (series of calls) whose time is not used, it also
+        raises WrongForm if the tensors differ from those of the original PyTorch module's output in number,
+        shape, dtype or device, or overlap the inputs.
         """
         inspected = random_call(arguments)
         for index, values in enumerate(arguments):
@@ -295,11 +308,14 @@ class CallDelivery:
     checked_calls = calls
 
     def forget_results(self) -> None:
-        """Overwrite the candidate's results of the last round."""
+        """Overwrite the results of the last round (series of calls), which are kept only for a candidate."""
         overwrite(self.results)
 
     def receive(self, index: int) -> None:
-        """Copy the inputs that the judge has written in host memory to the arguments of call `index`."""
+        """Copy the inputs of the next call, which the judge has written to host memory, to the device.
+
+        They are copied to the tensors that are the arguments of call `index`.
+        """
         for target, source in zip(self.inputs[index], self.next_inputs, strict=True):
             target.copy_(source, non_blocking=True)
 

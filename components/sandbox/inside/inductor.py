@@ -1,8 +1,9 @@
-"""torch.compile inside the sandbox: its first start in a zygote, and the files that a compilation leaves.
+"""Prepare torch.compile inside the sandbox, and pack and unpack the files that a compilation leaves.
 
-A zygote is a process that sandboxed processes are forked from. This file runs only inside the sandbox. The
-judge keeps the archive of these files without reading it, and gives it to the next runner that compiles the
-same task (components/judge/compile_cache.py).
+torch.compile is prepared in a zygote, a process that runners (sandboxed processes) are forked from. A runner
+packs the files of a compilation into an archive. The judge, the trusted process outside, keeps the archive
+without reading it, and gives it to the next runner that compiles the same task, the PyTorch module that is to
+be made faster (components/judge/compile_cache.py). This file runs only inside the sandbox.
 """
 
 import contextlib
@@ -17,15 +18,17 @@ import torch
 
 
 class CompileArtefacts:
-    """The folders of Inductor and Triton in this runner's private working folder.
+    """The folder in which Inductor and Triton store the files of a compilation by torch.compile.
 
-    They hold generated sources, compiled kernels, compiled graphs and the results of autotuning.
+    It is the folder `inductor` in the private working folder of this process. It holds generated sources,
+    compiled kernels, compiled graphs and the results of autotuning.
     """
 
     def __init__(self, descriptor: int):
-        """Create the folders, and unpack the archive in the file `descriptor` unless the file is empty.
+        """Create the folder, have torch use it, and unpack into it the zip archive in the file `descriptor`.
 
-        An archive that cannot be unpacked is ignored.
+        If the file is empty, nothing is unpacked. If the archive cannot be unpacked, it is ignored: the
+        folder is removed with its content, and no error is raised.
         """
         self.folder = Path.cwd() / "inductor"
         self.folder.mkdir(exist_ok=True)
@@ -58,10 +61,10 @@ class CompileArtefacts:
         return [str(name) for name in names if name.parts[0] != "triton" or name.suffix == ".so"]
 
     def save(self, descriptor: int) -> None:
-        """Write what torch.compile made in this runner to the empty file `descriptor`, as a zip archive.
+        """Write all files that torch.compile has made to the empty file `descriptor`, as a zip archive.
 
-        The file stays empty if nothing was compiled, or if the archive cannot be written, for example because
-        it is too large.
+        The file stays empty if nothing was compiled besides what the constructor has unpacked, or if the
+        archive cannot be written, for example because it is too large.
         """
         files = self.files()
         if self.unpacked.issuperset(files):
@@ -115,8 +118,8 @@ def import_inductor() -> None:
     """Import the modules that compiling for a GPU needs, without initialising CUDA.
 
     CUDA must not be initialised before a fork. One of the modules (`_inductor.runtime.benchmarking`) calls
-    torch.cuda.is_available when it is imported, which would initialise CUDA, so that function is replaced
-    during the imports.
+    torch.cuda.is_available when it is imported, which would initialise CUDA, so a function that returns True
+    replaces it during the imports. A module that the installed torch does not have is skipped.
     """
     is_available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
     try:

@@ -1,9 +1,10 @@
 """Extensions that a candidate of one Python file requests from torch.utils.cpp_extension.
 
-`load_inline` and `load` of torch start a compiler, which a candidate must not do. The judge therefore builds
-the extensions beforehand, and `install` replaces both functions by one that returns the built modules.
-`record` finds the sources by running the file. The judge and the code inside the sandbox import this file. It
-imports nothing of the project, and it imports torch only inside the sandbox.
+A candidate is an implementation of a PyTorch module, to be judged. `load_inline` and `load` of torch start a
+compiler, which a candidate must not do. The judge therefore builds the extensions beforehand, and `install`
+replaces both functions by one that returns the built modules. `record` finds the sources of the extensions by
+running the candidate's file. The judge and the code inside the sandbox import this module. It imports nothing
+of the project, and it imports torch only inside the sandbox.
 """
 
 import hashlib
@@ -24,9 +25,10 @@ CONSTANTS = ("CUDA_HOME", "ROCM_HOME")
 
 
 class Extension(TypedDict):
-    """One extension to build: its module name, sources by file name, and the caller's compiler flags.
+    """One C++ or CUDA extension to build: its module name, source texts by file name, and compiler flags.
 
-    `cflags` are for C++ sources, `cuda_cflags` for CUDA sources, and `ldflags` for linking.
+    `cflags` are for C++ sources, `cuda_cflags` for CUDA sources, and `ldflags` for linking. They are the
+    flags that the code which requests the extension gives.
     """
 
     name: str
@@ -39,7 +41,9 @@ class Extension(TypedDict):
 class BuiltExtension(TypedDict):
     """A built extension, and the place of its library in the file that holds all libraries of a candidate.
 
-    `digest` is that of its sources and compiler flags (`extension_digest`); `offset` and `size` are in bytes.
+    A candidate is an implementation of a PyTorch module, to be judged. `digest` is that of the extension's
+    sources and compiler flags (`extension_digest`), and `name` its module name. `offset` and `size` of the
+    library are in bytes.
     """
 
     digest: str
@@ -49,9 +53,10 @@ class BuiltExtension(TypedDict):
 
 
 def extension_digest(extension: Extension) -> str:
-    """Return the digest of an extension's sources and compiler flags.
+    """Return the SHA-256 of an extension's sources and compiler flags, in hexadecimal digits.
 
-    The name is left out, because a candidate's file may choose another name in each process.
+    The name is left out, because the code that requests the extension may choose another name in each
+    process.
     """
     parts = [extension["sources"], extension["cflags"], extension["cuda_cflags"], extension["ldflags"]]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -87,8 +92,8 @@ def inline_extension(
 ) -> Extension:
     """Return the extension that a call of torch's `load_inline` with these arguments builds.
 
-    As in torch, the generated binding of `functions` follows the C++ sources. Folders, and arguments that do
-    not change the module, are ignored.
+    As in torch, the generated binding of `functions` follows the C++ sources. `extra_include_paths`,
+    `build_directory` and the arguments that do not change the module are ignored.
     """
     headers = ("", "") if no_implicit_headers else (CPP_HEADERS, CUDA_HEADERS)
     cpp = headers[0] + "\n".join(_texts(cpp_sources))
@@ -122,7 +127,11 @@ def file_extension(
     *_: Any,
     **__: Any,
 ) -> Extension:
-    """Return the extension that a call of torch's `load` with these arguments builds, reading its files."""
+    """Return the extension that a call of torch's `load` with these arguments builds.
+
+    `sources` are paths, and the texts of these files are read. Raises OSError if a file cannot be read.
+    Further arguments are ignored.
+    """
     return {
         "name": name,
         "sources": {Path(path).name: Path(path).read_text() for path in _texts(sources)},
@@ -135,8 +144,9 @@ def file_extension(
 def _replace_functions(load: Callable[[Extension, bool], Any]) -> None:
     """Replace torch.utils.cpp_extension by a module whose functions `load_inline` and `load` build nothing.
 
-    Both call the function that is given here as `load`, with the extension that their caller describes and
-    with whether this is a module of Python, and return its result.
+    Each of the two returns the result of the function that is given here as `load`. This function is called
+    with the extension that the arguments of the call describe, and with the argument `is_python_module` of
+    the call, which is True by default.
     """
     import torch.utils
 
@@ -161,9 +171,9 @@ def install(built: list[BuiltExtension], libraries: bytes, suffix: str) -> None:
     """Write the built libraries to files, and make torch's `load_inline` and `load` return their modules.
 
     `libraries` has the bytes of all libraries, at the offsets that `built` gives, and `suffix` is the suffix
-    of their files. A library that is no module of Python is loaded for the operators that it registers
-    (TORCH_LIBRARY). A call with sources that the judge has not built raises RuntimeError, as torch does if
-    the compiler fails.
+    of their file names. If a later call of `load_inline` or `load` has `is_python_module=False`, the library
+    is loaded for the operators that it registers (TORCH_LIBRARY). A later call with sources that are not
+    among `built` raises RuntimeError, as torch does if the compiler fails.
     """
     import torch
 
@@ -193,19 +203,20 @@ def install(built: list[BuiltExtension], libraries: bytes, suffix: str) -> None:
 
 
 class _Recorded:
-    """Stand-in for an extension that is not built yet, whose functions return None."""
+    """Stand-in for an extension that is not built yet: every attribute is a function that returns None."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
 
 
 def record(files: Mapping[str, str], init_inputs: list[Any]) -> list[Extension]:
-    """Import model_new.py, and return the extensions that it requests.
+    """Import a candidate's model_new.py, and return the extensions that this file requests.
 
-    `files` maps workspace paths to texts. If the import requests no extension, `ModelNew` is constructed too,
-    with `init_inputs`. An error of the file is ignored if the file has requested an extension before, because
-    the objects that replace extensions compute nothing and may cause the error. Otherwise the error is
-    raised.
+    A candidate is an implementation of a PyTorch module, to be judged, and `files` maps the paths of its
+    files to their texts. If the import requests no extension, the file's class `ModelNew` is constructed too,
+    with the arguments `init_inputs`. An error of the file is ignored if the file has requested an extension
+    before, because the objects that replace extensions compute nothing and may cause the error. Otherwise the
+    error is raised.
     """
     found: list[Extension] = []
 
@@ -226,10 +237,12 @@ def record(files: Mapping[str, str], init_inputs: list[Any]) -> list[Extension]:
 
 
 def write_files(files: Mapping[str, str]) -> None:
-    """Write a candidate's files to the working folder, from which they can be imported.
+    """Write a candidate's files to the working folder, and add this folder to sys.path for their import.
 
-    Python files begin with a byte order mark, with which Python refuses an encoding declaration (PEP 263)
-    other than UTF-8. Otherwise the imported code could differ from the text that was screened.
+    A candidate is an implementation of a PyTorch module, to be judged, and `files` maps the paths of its
+    files to their texts. Python files are written with a byte order mark, with which Python refuses an
+    encoding declaration (PEP 263) other than UTF-8. Otherwise the imported code could differ from the text
+    that the judge has screened.
     """
     sys.path.insert(0, str(Path.cwd()))
     for name, text in files.items():

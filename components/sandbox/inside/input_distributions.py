@@ -1,6 +1,7 @@
 """The changes of a task's inputs, called input distributions, under which outputs must be correct.
 
-The judge and the code inside the sandbox import this file. It imports nothing of the project.
+A task is a PyTorch module that is to be made faster. An example of a change is the multiplication by 3. The
+judge and the code inside the sandbox import this file. It imports nothing of the project.
 """
 
 from collections.abc import Callable

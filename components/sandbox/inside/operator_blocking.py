@@ -1,12 +1,13 @@
-"""Blocking of torch's compute operators in the process of a candidate.
+"""Block torch's compute operators in the process of a candidate.
 
-With sandbox.rules `kernel-only`, a candidate must use its own kernels instead of torch's compute operators,
-so these operators are blocked in its process (`block_operators`). The operators' kernels are replaced in
-torch's dispatcher before any of the candidate's code runs, for all threads and until the process ends, so
-neither a kernel that the candidate looks up nor a CUDA graph that it captures contains them. A dispatch mode
-could block the same calls, but a candidate can see whether a mode is set, and a mode that is always set costs
-time in every call. If a candidate's constructor calls compute operators, it gets results that were recorded
-in another process (constructor_mode.py).
+A candidate is an implementation of a PyTorch module, to be judged. If the parameter sandbox.rules is
+`kernel-only`, it must use its own kernels instead of torch's compute operators (`block_operators`). The
+functions that torch's dispatcher calls for these operators are replaced before any of the candidate's code
+runs, for all threads and until the process ends. So the candidate gets the original functions neither by a
+look-up in the dispatcher nor in a CUDA graph that it captures. A dispatch mode could block the same calls,
+but a candidate can see whether a mode is set, and a mode that is always set costs time in every call. If a
+candidate's constructor calls compute operators, it gets results that were recorded in another process
+(constructor_mode.py).
 
 This file runs only inside the sandbox; the judge never imports it.
 """
@@ -39,7 +40,11 @@ ENGINES = (
 
 
 class ForbiddenOperator(Exception):
-    """Error raised if a candidate calls an operator of torch that computes."""
+    """Error raised if a candidate calls a compute operator of torch.
+
+    A candidate is an implementation of a PyTorch module, to be judged, whose own kernels must compute. The
+    error's text names the operator, such as `torch_compute:aten.add.Tensor`.
+    """
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> None:
@@ -48,11 +53,12 @@ def _refuse(name: str, *_: Any, **__: Any) -> None:
 
 @functools.cache
 def compute_operators(device: str) -> list[tuple[str, str, str]]:
-    """Return the compute operators of torch on cpu and `device`: dispatch key, namespace and name of each.
+    """Return (dispatch key, namespace, name), such as ("CPU", "aten", "mm"), of each compute operator.
 
-    These are the operators with a kernel for the key, "CPU" or "CUDA", that are not in ALLOWED_OPERATORS.
-    Kernels for all devices (CompositeExplicitAutograd) count too. The result is cached. If this is called
-    before runners are forked, they inherit the cache and need no time for it.
+    The keys are "CPU" and, if `device` is cuda, "CUDA". A compute operator is an operator of torch that has a
+    kernel for the key, or one for all devices (CompositeExplicitAutograd), and is not in ALLOWED_OPERATORS.
+    The result is cached. If this is called before runners (sandboxed processes) are forked, they inherit the
+    cache and need no time for it.
     """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [(full, *full.split("::", 1)) for full in torch._C._dispatch_get_all_op_names()]
@@ -66,22 +72,27 @@ def compute_operators(device: str) -> list[tuple[str, str, str]]:
 
 
 def compute_names(device: str) -> frozenset[str]:
-    """Return the full names of the operators on cpu and `device` that no constructor may call: `aten::mm`."""
+    """Return the full names, such as `aten::mm`, of operators that a candidate's constructor may not call.
+
+    A candidate is an implementation of a PyTorch module, to be judged. The operators are those of
+    `compute_operators(device)` except those of `constructor_mode.may_construct`.
+    """
     return frozenset(
         f"{space}::{name}" for _, space, name in compute_operators(device) if not may_construct(name)
     )
 
 
 def block_operators(device: str) -> Callable[[], None]:
-    """Make every compute operator raise ForbiddenOperator, except those that a constructor may call.
+    """Make torch's compute operators raise ForbiddenOperator, except those that a constructor may call.
 
-    Compute operators are all operators of torch but those that allocate, view or copy. The exceptions are the
-    operators of `constructor_mode.may_construct`. Also remove the functions ENGINES of torch, which compute
-    without operators. Return a function that blocks the exceptions too. Call this before the candidate's code
-    runs, and the returned function after the candidate's module is made. The returned function does not look
-    up names of this module, so a candidate that replaces them changes nothing. A reference to each library
-    object is leaked on purpose, because the original kernels would be restored if the object were garbage
-    collected.
+    Return a function without arguments that blocks these too. Call `block_operators` before any code of the
+    candidate (the implementation of a PyTorch module, to be judged) runs, and the returned function after the
+    candidate's module is constructed. Compute operators are all operators of torch but those that allocate,
+    view or copy (`compute_operators`). The exceptions are the operators of `constructor_mode.may_construct`.
+    The attributes ENGINES of torch._C, which compute without operators, are removed. The returned function
+    does not look up names of this module, so a candidate that replaces them changes nothing. A reference to
+    each library object is leaked on purpose, because torch would restore the original kernels if the object
+    were garbage collected.
     """
     library, partial, refuse = torch._C._dispatch_library, functools.partial, _refuse
     leak, as_object = ctypes.pythonapi.Py_IncRef, ctypes.py_object

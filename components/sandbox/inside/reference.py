@@ -1,8 +1,9 @@
-"""The runner roles `describe` and `reference`, which run a task's own source for the judge.
+"""Run a task's own source for the judge, in the roles `describe` and `reference` of a runner.
 
-In the role `describe` a runner reports the task's shapes, dtypes and names. In the role `reference` it writes
-inputs, parameters and expected outputs to shared memory. The source is untrusted, so this file runs only
-inside the sandbox; the judge never imports it.
+A task is a PyTorch module that is to be made faster, with functions that make its inputs. A runner is a
+sandboxed process, and a role is what it executes. In the role `describe` a runner reports the task's shapes,
+dtypes and names. In the role `reference` it writes inputs, parameters and expected outputs to shared memory.
+The source is untrusted, so this file runs only inside the sandbox; the judge never imports it.
 """
 
 from __future__ import annotations
@@ -35,23 +36,30 @@ MAX_CACHED_BYTES = 1 << 30
 
 
 class OperationCounter(TorchDispatchMode):
-    """Context that counts the operations of products, convolutions and attention by torch's formulas.
+    """Context that counts the floating-point operations of products, convolutions and attention.
 
-    `total` is their number so far; a multiplication and an addition are two. torch's own FlopCounterMode
-    counts the same, but imports torch._dynamo at its first use, which takes two seconds in each runner.
+    `total` is their number so far by torch's formulas; a multiplication and an addition are two. torch's own
+    FlopCounterMode counts the same, but imports torch._dynamo at its first use, which takes two seconds in
+    each process.
     """
 
     total = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because torch otherwise imports Dynamo for two seconds in each process."""
+        """Return False, so that torch does not wrap `__torch_dispatch__` in a function that imports Dynamo.
+
+        The import takes two seconds in each process.
+        """
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call the operator, and add the number of its operations."""
+        """Call the operator `func`, add the number of its operations to `total`, and return its output.
+
+        An operator for which torch has no formula adds nothing.
+        """
         out = func(*args, **(kwargs or {}))
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=out)
@@ -59,15 +67,18 @@ class OperationCounter(TorchDispatchMode):
 
 
 def describe(code: str, device: str) -> dict[str, Any]:
-    """Return the shapes, dtypes and names that the judge needs to lay out shared memory for a task.
+    """Return the shapes, dtypes, names and costs of a task, from which the judge lays out shared memory.
 
-    `code` is the task's source. The result has a (shape, dtype) pair for each tensor in `inputs` and
-    `outputs`, and (name, shape, dtype) in `state` for each entry of the model's state dict. For arguments of
-    a call that are no tensors, `inputs` has None and `scalars` has `[value]`. `parameters` has the names of
-    the parameters, and `init_inputs` the arguments of the model's constructor. `seconds` is the duration of
-    the fastest call, `peak_bytes` the GPU memory that was reserved at most (0 on cpu), and `operations` the
-    floating-point operations that torch counts. The result contains only values that JSON can represent.
-    Raises TypeError if the task has values that the judge cannot hand to a candidate or compare.
+    `code` is the source of the task, a PyTorch module that is to be made faster. `inputs` and `outputs` of
+    the result have a (shape, dtype) pair for each tensor, and `state` has (name, shape, dtype) for each entry
+    of the model's state dict. For an argument of a call that is no tensor, `inputs` has None and `scalars`
+    has `[value]`; for a tensor, `scalars` has None. `parameters` has the names of the parameters, and
+    `init_inputs` the arguments of the model's constructor. `seconds` is the duration of the fastest call,
+    `peak_bytes` the GPU memory that torch reserved at most (0 on cpu), and `operations` the floating-point
+    operations of one call that torch counts. JSON can represent all values. Raises TypeError if the task has
+    values that the judge cannot hand to a candidate (an implementation of a PyTorch module, to be judged) or
+    compare, or if the constructor raises anything but a MemoryError or RuntimeError. Other errors of the
+    source are raised as they are.
     """
     module = define_module("model", code)
     torch.manual_seed(0)
@@ -131,11 +142,13 @@ def describe(code: str, device: str) -> dict[str, Any]:
 
 
 def make_inputs(module: types.ModuleType, device: str) -> list[Any]:
-    """Return the result of the task's `get_inputs()`.
+    """Return the arguments of one call, which the task's function `get_inputs()` makes, as a list.
 
-    With `device` "cuda" the tensors are made on the GPU, if the source allows it, because one CPU core is
-    slow at making large random tensors. Raises TypeError if the result of the source is neither a list nor a
-    tuple.
+    `module` is the source of the task, a PyTorch module that is to be made faster. With `device` "cuda" the
+    function is called with the GPU as torch's default device, because one CPU core is slow at making large
+    random tensors. If it then raises RuntimeError, for example because it combines these tensors with others
+    in host memory, it is called again without a default device. Raises TypeError if it returns neither a list
+    nor a tuple.
     """
     values = None
     if device == "cuda":
@@ -165,10 +178,12 @@ def _copied(slot: torch.Tensor, value: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class ReferenceModel:
-    """A task's model, with which parameters, inputs and expected outputs are made from the judge's seeds.
+    """A task's own model, which makes parameters, inputs and expected outputs from the judge's seeds.
 
-    The judge keeps the seeds secret from candidates. `header` is the message that gives this process the role
-    `reference`, with the task's source, and `shared` has the memory that the results are written to.
+    A task is a PyTorch module that is to be made faster. The judge keeps the seeds secret from candidates,
+    which are implementations of this module, to be judged. `header` is the message that gives this process
+    the role `reference`, with the task's source, and `shared` is the memory that the results are written to.
+    The constructor raises any error of the task's source.
     """
 
     def __init__(self, header: RoleHeader, shared: SharedTensors):
@@ -181,13 +196,15 @@ class ReferenceModel:
         self.loaded: tuple[int | None, str | None] = (None, None)
 
     def parameters(self, seed: int | None, only: str | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names and values of the model's state, drawn with `seed`.
+        """Yield the name and the value of each entry of the model's state dict, drawn with `seed`.
 
-        Floating-point and complex values are changed, integers are shuffled unless they are sorted, as
-        positions are, and booleans stay as they are. If `seed` is None, all values are the initial ones. If
-        `only` is given, only the tensor of that name is yielded, with other values than without `only`,
-        because its random numbers are then the first that are drawn. Scales differ from 1 and biases from 0,
-        so that a candidate that ignores them is wrong.
+        Floating-point and complex values are multiplied by random factors from 0.5 to 1.5; those with fewer
+        than two dimensions also get normal noise with the standard deviation 0.1, and a `running_var` is
+        replaced by the factors. So scales differ from 1 and biases from 0, and an implementation that ignores
+        them is wrong. Integers are shuffled unless they are sorted, as positions are, and booleans stay as
+        they are. If `seed` is None, all values are the initial ones. If `only` is given, only the tensor of
+        that name is yielded, with other values than without `only`, because its random numbers are then the
+        first that are drawn.
         """
         device = self.shared.device
         generator = torch.Generator(device).manual_seed(seed or 0)
@@ -210,7 +227,7 @@ class ReferenceModel:
         """Load the parameters that are drawn with `seed` into the model, or the initial ones for None.
 
         If `other` is the name of a parameter and `seed` is not None, this parameter is drawn with another
-        seed.
+        seed. Nothing happens if the last call had the same arguments.
         """
         if (seed, other) == self.loaded:
             return
@@ -223,11 +240,12 @@ class ReferenceModel:
         self.loaded = seed, other
 
     def inputs(self, order: dict[str, Any], seed: int) -> list[Any]:
-        """Return the arguments of one call, drawn with `seed` and changed as `order` says.
+        """Return the arguments of one call, which the task's `get_inputs` draws with `seed`, after a change.
 
-        The order has in `distribution` the name of a change (a key of `INPUT_DISTRIBUTIONS`, such as
-        `scaled`), and in `changed` the positions of the tensors, among the arguments that are tensors, to
-        which it is applied.
+        A task is the source of a PyTorch module that is to be made faster. `order` is a message of the judge.
+        Its `distribution` is the name of the change (a key of `INPUT_DISTRIBUTIONS`, such as `scaled`). Its
+        `changed` has the positions of the tensors that are changed, counted among the arguments that are
+        tensors; without it none is changed.
         """
         torch.manual_seed(seed)
         random.seed(seed)
@@ -244,13 +262,14 @@ class ReferenceModel:
         return inputs
 
     def float64_outputs(self, values: list[Any]) -> Any:
-        """Return the output for the arguments `values` in float64, also where the source names float32.
+        """Return the model's output for the arguments `values`, computed in float64.
 
-        A task with an input or a parameter in half precision, and none in float32, is computed in float64
-        also where its source names that type. `values` are not changed. If the computation fails, for example
-        because an operator has no float64 kernel, return the output computed in the model's own dtypes.
-        Raises RuntimeError if an output is then in half precision, because nothing would be known of its
-        rounding, and the error itself if memory is lacking.
+        float64 replaces float32 even where the source of the model names float32. If the model has an input
+        or a parameter in half precision and none in float32, float64 replaces half precision in the same way.
+        `values` are not changed. If the computation fails, for example because an operator has no float64
+        kernel, return the output computed in the model's own dtypes. Raises RuntimeError if an output is then
+        in half precision, because nothing would be known of its rounding, and the error itself if memory is
+        lacking.
         """
         used = {t.dtype for t in (*values, *self.initial.values()) if isinstance(t, torch.Tensor)}
         halves = [dtype for dtype in HALF_DTYPES if dtype in used and torch.float32 not in used]
@@ -286,25 +305,28 @@ class ReferenceModel:
         ]
 
     def write_exact(self) -> None:
-        """Write float64 outputs for the parameters and the input set 0 in shared memory.
+        """Compute float64 outputs for input set 0, and write them to shared memory.
 
-        They are written to set 0 of the region `expected`.
+        The inputs of this set (the tensors of one call) and the parameters are read from shared memory. The
+        outputs are written to set 0 of the region `expected`. Raises ValueError if their shapes differ from
+        those there.
         """
         self.shared.load_parameters(self.model)
         with torch.no_grad():
             self._write("expected", 0, self.float64_outputs(self.shared.arguments(0)))
 
     def fill(self, order: dict[str, Any]) -> None:
-        """Write the inputs of one input set to shared memory, and the outputs that the order selects.
+        """Write the inputs of one input set to shared memory, and the outputs that `order` selects.
 
-        The order contains `set` (number of the input set), `seed`, `distribution` and `changed` (how the
-        drawn inputs are changed, and which), `parameters` (a seed, or None for the initial parameters),
-        `outputs` (whether to write the model's outputs), `exact` (whether to write float64 outputs) and
-        `optional` (whether the caller reports a failure of the task's source and goes on, in place of ending
-        the process). To check whether a task depends on all of its inputs and parameters, the order may name
-        one input (`other_input`, its position among all arguments) or one parameter (`other_parameter`) that
-        is drawn with another seed. Raises ValueError if a tensor's shape differs from that in shared memory,
-        and any error of the task's source.
+        An input set is the tensors of one call, and `order` a message of the judge. It contains `set` (number
+        of the input set), `seed`, `distribution` and `changed` (how the drawn inputs are changed, and which),
+        `parameters` (a seed, or None for the initial parameters), `outputs` (whether to write the model's
+        outputs), `exact` (whether to write float64 outputs) and `optional` (whether the caller of this method
+        reports a failure of the task's source and goes on, in place of ending the process). A task is a
+        PyTorch module that is to be made faster. To check whether it depends on all of its inputs and
+        parameters, the order may name one input (`other_input`, its position among all arguments) or one
+        parameter (`other_parameter`) that is drawn with another seed. Raises ValueError if a tensor's shape
+        differs from that in shared memory, and any error of the task's source.
         """
         if order["outputs"] or order["exact"]:
             self.load(order["parameters"], order.get("other_parameter"))
@@ -328,25 +350,32 @@ class ReferenceModel:
     def _release_cache(self) -> None:
         """Return torch's cached GPU memory to the device if it has more than MAX_CACHED_BYTES.
 
-        Tensors in float64 seldom fit into cached blocks.
+        Tensors in float64 seldom fit into blocks that were cached for other tensors, and the reverse.
         """
         # Both counts are 0 on cpu.
         if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > MAX_CACHED_BYTES:
             torch.cuda.empty_cache()
 
     def _write(self, region: RegionName, index: int, outputs: Any) -> None:
-        """Write the outputs of one call to set `index` of `region`, which is `outputs` or `expected`."""
+        """Write the outputs of one call to set `index` of `region`, which is `outputs` or `expected`.
+
+        The region `expected` is for float64 outputs. Raises ValueError if their number or a shape differs
+        from that in shared memory.
+        """
         for value, slot in zip(flatten_outputs(outputs), self.shared.tensors(region, index), strict=True):
             _copied(slot, value, "an output")
 
     def write_parameters(self, seed: int | None) -> None:
-        """Write the random parameters for a seed, or the initial ones for None, to shared memory."""
+        """Write the parameters that are drawn with `seed`, or the initial ones for None, to shared memory."""
         for (_, value), slot in zip(self.parameters(seed), self.shared.tensors("parameters"), strict=True):
             slot.copy_(value)
 
 
 def _shuffled(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return a tensor of integers in another order, or the tensor itself if its elements are sorted."""
+    """Return `value`, a tensor of integers, with its elements in an order that `generator` draws.
+
+    If its elements, flattened, are sorted in ascending order, return the tensor itself.
+    """
     flat = value.flatten()
     if bool((flat[1:] >= flat[:-1]).all()):
         return value
@@ -355,5 +384,5 @@ def _shuffled(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch or Python could not allocate memory on the host or on a GPU."""
+    """Return whether `error` means that torch or Python could not allocate memory on the host or on a GPU."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

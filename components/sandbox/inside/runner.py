@@ -1,9 +1,10 @@
 """The main function of a runner: the roles that it can take, and the loop that executes the judge's orders.
 
-This file runs only inside the sandbox; the judge never imports it. zygote.py imports it before the first
-fork, so that all runners share one import of torch. The roles (runner_protocol.py) `candidate`, `eager`,
-`compile` and `noop` are measured with the same loop. The roles `describe` and `reference` are implemented in
-reference.py, and the role `record` in inline_extension.py.
+A runner is a sandboxed process, and a role is what it executes (runner_protocol.py). This file runs only
+inside the sandbox; the judge never imports it. zygote.py imports it before the first fork, so that all
+runners share one import of torch. The roles `candidate`, `eager`, `compile` and `noop` are measured with the
+same loop (`measure`). The roles `describe` and `reference` are implemented in reference.py, and the role
+`record` in inline_extension.py.
 """
 
 from __future__ import annotations
@@ -50,11 +51,12 @@ def main(
     message: RoleHeader,
     descriptors: list[int],
 ) -> None:
-    """Serve the judge's messages until it closes the connection, then end the process.
+    """Serve the judge's messages until the judge closes the connection, then end the process.
 
     `message` is the first message, which gives this process its role (`RoleHeader`), and `descriptors` are
     the file descriptors that came with it; `receive` reads further messages from `connection`. An error is
-    sent to the judge as a message, and ends the process.
+    sent to the judge as a message, with the letter `M` if memory is lacking and `E` otherwise, and ends the
+    process. The function never returns.
     """
     code = 1
     try:
@@ -97,9 +99,10 @@ def warm_up(kind: str, device: str, warm_folder: str = "") -> None:
 def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int], receive: Receive) -> None:
     """Act in the roles that the judge names, one after another, until the judge closes the connection.
 
-    A role says what a runner executes, such as `candidate`, `eager` or `describe`. If an order of a role
-    fails, the judge is told, and decides how to go on. `header` is the message that names the first role, and
-    `descriptors` came with it. `receive` reads the next header with its descriptors.
+    A role says what this process executes, such as `candidate`, `eager` or `describe`. `header` is the
+    message that names the first role, and `descriptors` came with it. `receive` reads the next header with
+    its descriptors. If a candidate (an implementation of a PyTorch module, to be judged) breaks a rule, the
+    judge is told and decides how to go on; any other error is raised.
     """
     while header:
         if "role" in header:
@@ -115,9 +118,12 @@ def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int],
 
 
 def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[int]) -> None:
-    """Do the work of the role `header["role"]`, such as `candidate`, and return when the judge ends the role.
+    """Do the work of the role `header["role"]`, such as `candidate`, and return when the role ends.
 
-    `descriptors` came with the header; RoleHeader (runner_protocol.py) says what they are for each role.
+    `descriptors` came with the header; RoleHeader (runner_protocol.py) says what they are for each role. If a
+    candidate (an implementation of a PyTorch module, to be judged) breaks a rule, the role ends, and the
+    judge gets the reason after the letter `W` (form of the output), `F` (forbidden operator) or `U` (result
+    of an operator that was not recorded). Any other error is raised.
     """
     if header["role"] == "describe":
         if "share" in header and header["device"] == "cuda":
@@ -148,9 +154,10 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
 
 
 def orders(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the judge's orders for one role, such as `{"op": "warm"}`.
+    """Yield the judge's orders for one role, such as `{"op": "warm"}`, as they arrive on `connection`.
 
-    The end is the order `leave`, or the end of the connection.
+    A role is what this process executes, and an order is a message that says what to do next. The iteration
+    ends at the order `leave`, which is not yielded, or when the judge closes the connection.
     """
     while data := os.read(connection.fileno(), ORDER_BYTES):
         order = parse_order(data)
@@ -161,10 +168,10 @@ def orders(connection: socket.socket) -> Iterator[dict[str, Any]]:
 
 @functools.lru_cache(8)
 def parse_order(order: bytes) -> dict[str, Any]:
-    """Return an order parsed from JSON; equal orders are parsed only once.
+    """Return an order of the judge parsed from JSON; equal orders are parsed only once.
 
-    Parsing time is part of a measurement. Without the cache, a candidate whose native code answers the judge
-    directly could save this time.
+    Parsing time is part of a measurement. Without the cache, native code of a candidate (an implementation of
+    a PyTorch module, to be judged) could save this time by answering the judge directly.
     """
     parsed: dict[str, Any] = json.loads(order)
     return parsed
@@ -175,8 +182,11 @@ def make_references(
 ) -> None:
     """Execute the judge's orders in the role `reference`, until the judge ends the role.
 
-    Each order writes parameters, an input set or outputs to shared memory, and is answered with `D`. If an
-    order to fill an input set is `optional` and the task's source fails, the error's text follows the letter.
+    An order is a message that says what to do next. The process first sends `R`. Each order writes
+    parameters, an input set (the tensors of one call) or outputs to shared memory, and is answered with `D`.
+    If an order to fill an input set is `optional` and the source of the task (the PyTorch module that is to
+    be made faster) fails, the error's text follows the letter, unless memory is lacking. Any other error is
+    raised.
     """
     connection.send(b"R")
     for order in orders(connection):
@@ -198,7 +208,7 @@ def make_references(
 
 
 def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors, library: int) -> None:
-    """Load the candidate, baseline or no-op, and execute the judge's orders (runner_protocol.py).
+    """Load a candidate, a baseline or the no-op, and execute the judge's orders until the role ends.
 
     The no-op computes nothing. `header` is the message that names the role and has what it needs, and
     `shared` the memory with parameters, inputs and outputs. The orders `time` and `check` make one call for
@@ -274,10 +284,12 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
 
 
 def record_constructor(header: RoleHeader, library: int, results: int) -> None:
-    """Construct the candidate in this process, where torch may compute, and write torch's results to a file.
+    """Construct a candidate in this process, where torch may compute, and record what torch computes.
 
-    `library` is the descriptor of the candidate's library, `results` that of the file, and `header` names the
-    device and has the candidate's sources.
+    A candidate is an implementation of a PyTorch module, to be judged. `library` is the descriptor of a file
+    with its compiled library, and `results` that of the file to which the results of torch's compute
+    operators are written (constructor_mode.py). `header` names the device and has the candidate's sources.
+    Any error of the candidate's code is raised.
     """
     mode = constructor_mode.ConstructorMode(compute_names(header["device"]), None)
     with mode:
@@ -308,10 +320,12 @@ def compile_triton(header: RoleHeader, library: int, archive: int) -> None:
 
 
 def construct_candidate(header: RoleHeader, libraries: bytes) -> torch.nn.Module:
-    """Write the candidate's files to the working folder and return an object of its class `ModelNew`.
+    """Write a candidate's files to the working folder and return an object of its class `ModelNew`.
 
-    `header` has the files and the constructor's arguments. `libraries` is the compiled library, or the
-    libraries of all extensions, one after another. It is empty if the candidate has none.
+    A candidate is an implementation of a PyTorch module, to be judged. `header` has its files and the
+    arguments of its constructor. `libraries` has the bytes of its compiled library, or of the libraries of
+    all its extensions, one after another; it is empty if the candidate has none. Any error of the candidate's
+    code is raised.
     """
     if header["extensions"] is not None:
         inline_extension.install(header["extensions"], libraries, header["suffix"])
@@ -325,7 +339,9 @@ def construct_candidate(header: RoleHeader, libraries: bytes) -> torch.nn.Module
 def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:
     """Return the task's own model with the judge's parameters, compiled if the role is `compile`.
 
-    `header` has the task's source, the role and the mode of torch.compile.
+    A task is a PyTorch module that is to be made faster. `header` has its source, the role and the mode of
+    torch.compile, and `shared` has the parameters. Raises RuntimeError if the parameters do not fit the
+    model, and any error of the task's source.
     """
     module = construct(define_module("model", header["code"]).Model, header)
     shared.load_parameters(module)
@@ -336,11 +352,11 @@ def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:
 def check_outputs(
     output: Any, expected: list[torch.Tensor], forbidden: list[tuple[int, int]]
 ) -> list[torch.Tensor]:
-    """Return the tensors of a call's output in order.
+    """Return the tensors of a call's output, which may be nested in tuples and lists, in order.
 
     Raises WrongForm, with a text such as `wrong_number_of_outputs`, unless all are plain tensors, their
     number, shapes, dtypes and device are those of `expected`, and their memory overlaps none of the address
-    ranges `forbidden` (first address, and the address after the last).
+    ranges `forbidden`. A range is the first address, and the address after the last.
     """
     leaves: list[torch.Tensor] = flatten_outputs(output)
     if len(leaves) != len(expected):

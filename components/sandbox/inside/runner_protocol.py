@@ -1,4 +1,4 @@
-"""The types of the JSON messages that the judge sends to its runners.
+"""The types of the JSON messages that the judge sends to its runners, which are sandboxed processes.
 
 A role begins with a RoleHeader. A runner in the role `describe`, `record`, `construct` or `compile_triton`
 answers once, with `R` and the result. In every other role it sends `R` when it is ready and then executes
@@ -27,7 +27,12 @@ RegionName = Literal["parameters", "inputs", "outputs", "expected", "next_inputs
 
 
 class Region(TypedDict):
-    """Tensors in one shared buffer; the slots repeat every `stride` bytes, once for each input set."""
+    """The places of tensors in one shared buffer, repeated for each input set (the tensors of one call).
+
+    `slots` has the byte offset, the shape and the dtype's name of each tensor of the first input set. The
+    tensors of every further input set begin `stride` bytes later. `bytes` and `device` (`cpu` or `cuda`) are
+    size and place of the buffer; they are missing if the region only states shapes.
+    """
 
     slots: list[tuple[int, list[int], str]]  # byte offset, shape, dtype name of each tensor of an input set
     stride: int
@@ -39,9 +44,10 @@ class Region(TypedDict):
 class MemoryLayout(TypedDict, total=False):
     """The places of a runner's tensors in shared memory, and the other values that a call needs.
 
-    A runner is a sandboxed process. `inputs` and `outputs` have those of several calls, and `expected` has
-    float64 outputs. `next_inputs` and `last_outputs` are in host memory, for the next call and of the last
-    call.
+    A runner is a sandboxed process. The regions `inputs` and `outputs` have the tensors of several calls, and
+    `expected` has float64 outputs. `next_inputs` and `last_outputs` are in host memory, and have the inputs
+    of the next call and the outputs of the last call. `sets` is the number of input sets (the tensors of one
+    call each) in the buffers, and `calls` the largest number of calls that are timed together.
     """
 
     sets: Required[int]  # number of input sets that the buffers hold
@@ -87,7 +93,12 @@ class RoleHeader(TypedDict, total=False):
 
 
 class Confinement(TypedDict):
-    """Limits of one sandboxed process, which are applied before any untrusted code is loaded."""
+    """Limits of one sandboxed process, which are applied before any untrusted code is loaded.
+
+    `limits` has resource limits by name, such as RLIMIT_AS, and `temporary_bytes` is the capacity of the
+    private /workspace. `seccomp` is the system-call filter as hexadecimal BPF, or empty for none. `folder` is
+    the working folder of a process that is not isolated.
+    """
 
     limits: dict[str, int]  # resource limits by name, such as RLIMIT_AS
     temporary_bytes: int  # capacity of the runner's private /workspace

@@ -1,6 +1,6 @@
-"""Functions that several runner roles inside the sandbox use.
+"""Give runners access to the memory shared with the judge as tensors, and make modules from source text.
 
-They give access to the memory shared with the judge as tensors, and make modules from source text.
+A runner is a sandboxed process; several of its roles (what it executes) use these functions.
 """
 
 import os
@@ -23,10 +23,10 @@ REGIONS: "tuple[RegionName, ...]" = (
 
 
 def define_module(name: str, code: str) -> types.ModuleType:
-    """Execute `code` as a new module and return the module.
+    """Execute the source `code` as a new module called `name`, and return the module.
 
-    The module is also written to a file and registered in sys.modules, because dataclasses and torch.compile
-    look it up by name.
+    The source is also written to the file `name`.py in the working folder, and the module is registered in
+    sys.modules, because dataclasses and torch.compile look it up by name. Any error of the code is raised.
     """
     module = types.ModuleType(name)
     module.__file__ = f"{os.getcwd()}/{name}.py"
@@ -39,7 +39,8 @@ def define_module(name: str, code: str) -> types.ModuleType:
 def construct(model: type[torch.nn.Module], header: "RoleHeader") -> torch.nn.Module:
     """Return an object of the class `model`, made with the constructor arguments in `header`.
 
-    If the header's `construction_seed` is not None, torch is seeded with it first.
+    If the `construction_seed` in `header` is not None, torch is seeded with it first. Any error of the
+    constructor is raised.
     """
     if header["construction_seed"] is not None:
         torch.manual_seed(header["construction_seed"])
@@ -49,9 +50,9 @@ def construct(model: type[torch.nn.Module], header: "RoleHeader") -> torch.nn.Mo
 def plain(value: Any, place: str) -> Any:
     """Return an argument in a form that JSON keeps: tuples and dictionaries are marked by one key.
 
-    For example, `(1, 2)` becomes `{"tuple": [1, 2]}`. Raises TypeError, whose text calls the argument `place`
-    (such as `get_inputs()`), if it contains anything but numbers, strings, None, lists, tuples and
-    dictionaries.
+    For example, `(1, 2)` becomes `{"tuple": [1, 2]}`, and `{3: 4}` becomes `{"dict": [[3, 4]]}`. Raises
+    TypeError, whose text calls the argument `place` (such as `get_inputs()`), if it contains anything but
+    numbers, strings, None, lists, tuples and dictionaries.
     """
     if isinstance(value, tuple):
         return {"tuple": [plain(item, place) for item in value]}
@@ -79,8 +80,8 @@ def restored(value: Any) -> Any:
 def flatten_outputs(value: Any) -> list[Any]:
     """Return the leaves of an output, which is a tensor or a nested tuple or list of tensors, in order.
 
-    The items are those that a tuple or list holds; an iterator of its own class, which could compute them
-    late, is not called.
+    Of an object of a subclass of tuple or list, the items that the object holds are returned. The method
+    `__iter__` of the subclass, which could compute items late, is not called.
     """
     for kind in (tuple, list):
         if issubclass(type(value), kind):
@@ -94,10 +95,11 @@ def eval_mode(module: torch.nn.Module, device: str) -> torch.nn.Module:
 
 
 class SharedTensors:
-    """The memory that a runner in one role shares with the judge.
+    """The memory that this process shares with the judge while it has one role (what it executes).
 
-    It contains parameters, and the inputs and outputs of several input sets, as the layout in the header
-    describes. `descriptors` are those of the buffers, in the order of REGIONS.
+    The memory contains parameters, and the inputs and outputs of several input sets (the tensors of one call
+    each), at the places that `header["layout"]` states. `descriptors` are those of the buffers, in the order
+    of REGIONS; there is one for each region of the layout that has a size.
     """
 
     def __init__(self, header: "RoleHeader", descriptors: list[int]):
@@ -121,7 +123,7 @@ class SharedTensors:
             buffer.close()
 
     def pin(self, name: "RegionName") -> None:
-        """Register the buffer `name` in host memory with CUDA, so that it is copied without a staging buffer.
+        """Register the buffer `name` in host memory with CUDA, for GPU copies without a staging buffer.
 
         Raises RuntimeError if CUDA refuses it.
         """
@@ -136,8 +138,9 @@ class SharedTensors:
     ) -> list[torch.Tensor]:
         """Return the tensors of the region `name` for input set `index`, as views of the shared memory.
 
-        A region is a part of this memory such as `inputs` or `outputs`. If `buffer` is given, their offsets
-        and shapes are those of the region `name`, but the views lie in the memory of the region `buffer`.
+        A region is a part of this memory such as `inputs` or `outputs`, and an input set is the tensors of
+        one call. If `buffer` is given, their offsets and shapes are those of the region `name`, but the views
+        lie in the memory of the region `buffer`.
         """
         region = self.layout[name]
         base = index * region["stride"]
@@ -158,11 +161,13 @@ class SharedTensors:
         return zeros
 
     def noop_outputs(self) -> list[list[torch.Tensor]]:
-        """Return for each call of a round a list of tensors with the shapes and dtypes of its outputs.
+        """Return, for each call of a round, tensors that the no-op can deliver in place of computed outputs.
 
-        The values of the tensors do not matter. They are zeros in memory of their own if the layout has more
-        input sets than calls, as when device memory suffices, or if the outputs of a round do not fit into
-        the buffer of the inputs. Otherwise they are views of that buffer.
+        A round is a series of calls that are timed together, and the no-op is a process that computes
+        nothing. The tensors of a call have the shapes and dtypes of its outputs; their values do not matter.
+        They are zeros in memory of their own if the layout has more input sets (the tensors of one call) than
+        calls, as when device memory suffices, or if the outputs of a round do not fit into the buffer of the
+        inputs. Otherwise they are views of that buffer.
         """
         calls = self.layout["calls"]
         is_large = self.layout["outputs"]["stride"] * calls > self.buffers["inputs"].size
@@ -171,7 +176,11 @@ class SharedTensors:
         return [self.tensors("outputs", index, buffer="inputs") for index in range(calls)]
 
     def arguments(self, index: int) -> list[Any]:
-        """Return the arguments of a call on input set `index`: shared tensors, and the layout's scalars."""
+        """Return the arguments of a call on input set `index`: tensors in shared memory, and other values.
+
+        An input set is the tensors of one call. The other values, which are no tensors, are the `scalars` of
+        the memory layout and are equal in all sets.
+        """
         tensors = iter(self.tensors("inputs", index))
         scalars = self.layout["scalars"]
         return [next(tensors) if scalar is None else restored(scalar[0]) for scalar in scalars]

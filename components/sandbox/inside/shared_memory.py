@@ -1,8 +1,8 @@
 """Memory that the judge shares with a sandboxed process: host memory from memfd, or device memory of CUDA.
 
-The judge makes a buffer, determines its layout and sends a file descriptor of the buffer into the sandbox. On
-cuda the virtual-memory API of the driver exports an allocation as a POSIX file descriptor. The judge and the
-code inside the sandbox import this file. It imports nothing of the project.
+The judge makes a buffer, determines its layout and sends a file descriptor of the buffer into the sandbox.
+For device memory, the virtual-memory API of the CUDA driver exports an allocation as a POSIX file descriptor.
+The judge and the code inside the sandbox import this file. It imports nothing of the project.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ PAGE_STEP = 5
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one tensor in a buffer: offset in bytes, shape, and name of the dtype (`float32`)."""
+    """The place of one tensor in a buffer: offset in bytes, shape, and dtype name such as `float32`."""
 
     offset: int
     shape: tuple[int, ...]
@@ -44,7 +44,8 @@ class Slot:
 def pack_slots(forms: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], int]:
     """Return aligned slots for the tensors of one input set, and the bytes from one input set to the next.
 
-    `forms` has the shape and the dtype's name of each tensor.
+    An input set is the tensors of one call, and a slot the place of one tensor in a buffer. `forms` has the
+    shape and the dtype's name of each tensor.
     """
     slots, offset = [], 0
     for shape, dtype in forms:
@@ -57,9 +58,10 @@ def pack_slots(forms: list[tuple[tuple[int, ...], str]]) -> tuple[list[Slot], in
 def corrupted_pages(memory: torch.Tensor) -> Iterator[None]:
     """Return a context in which one random byte in every page of `memory` (uint8) is inverted.
 
-    If `memory` contains the inputs, a result that consists of the same pages, mapped to another address
-    instead of copied, is then wrong. The positions come from os.urandom, because torch's generator would give
-    predictable positions and would disturb the random numbers of training in this process.
+    It is for the memory with the inputs of a call: a process that returns these pages as its result, mapped
+    to another address instead of copied, then returns a wrong result. The positions come from os.urandom,
+    because torch's generator would give predictable positions and would disturb the random numbers of
+    training in this process.
     """
     pages = torch.arange(0, memory.numel(), PAGE_BYTES)
     offsets = torch.frombuffer(bytearray(os.urandom(2 * len(pages))), dtype=torch.int16) & (PAGE_BYTES - 1)
@@ -72,7 +74,7 @@ def corrupted_pages(memory: torch.Tensor) -> Iterator[None]:
 
 
 class HostBuffer:
-    """Buffer of `size` bytes of shared host memory, either a new one or the one that `fd` refers to."""
+    """Buffer of `size` bytes of shared host memory: new, or the existing one with the descriptor `fd`."""
 
     device: Literal["cpu"] = "cpu"
 
@@ -88,14 +90,14 @@ class HostBuffer:
         self.map = mmap.mmap(self.fd, size)
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        """Return the tensor in a slot, as a view of the buffer."""
+        """Return the tensor at the place `slot`, as a view of the buffer."""
         count, dtype = torch.Size(slot.shape).numel(), getattr(torch, slot.dtype)
         if count == 0:
             return torch.empty(slot.shape, dtype=dtype)
         return torch.frombuffer(self.map, dtype=dtype, count=count, offset=slot.offset).view(slot.shape)
 
     def raw(self) -> torch.Tensor:
-        """Return all bytes as a uint8 tensor, without copying them."""
+        """Return all bytes of the buffer as a uint8 tensor, without copying them."""
         return torch.frombuffer(self.map, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -133,9 +135,10 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a function of the CUDA driver API by its name.
+    """Call the function `name` of the CUDA driver API with `arguments`.
 
-    Raises torch.OutOfMemoryError if the device's memory is full, RuntimeError if the call fails otherwise.
+    Raises torch.OutOfMemoryError if the device's memory is full, and RuntimeError if the call fails
+    otherwise.
     """
     result = getattr(_driver(), name)(*arguments)
     if result == OUT_OF_MEMORY:
@@ -160,10 +163,12 @@ def is_cuda_malloc(tensor: torch.Tensor) -> bool:
 
 
 class DeviceBuffer:
-    """Buffer of `size` bytes of shared memory on the current CUDA device, new or the one of descriptor `fd`.
+    """Buffer of shared memory on the current CUDA device: a new one, or the one with the descriptor `fd`.
 
-    The size is rounded up to the granularity of the driver's allocations. The buffer uses the functions of
-    the CUDA driver API in the section Virtual Memory Management.
+    A new one is made if `fd` is None. `size` is in bytes and is rounded up to the granularity of the driver's
+    allocations. The buffer uses the functions of the CUDA driver API in the section Virtual Memory
+    Management. Raises torch.OutOfMemoryError if the device's memory is full, and RuntimeError if a call of
+    the driver fails otherwise.
     """
 
     device: Literal["cuda"] = "cuda"
@@ -207,12 +212,12 @@ class DeviceBuffer:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        """Return the tensor in a slot, as a view of the buffer."""
+        """Return the tensor at the place `slot`, as a view of the buffer."""
         values = self.raw()[slot.offset : slot.offset + slot.bytes]
         return values.view(getattr(torch, slot.dtype)).view(slot.shape)
 
     def raw(self) -> torch.Tensor:
-        """Return all bytes as a uint8 tensor, without copying them."""
+        """Return all bytes of the buffer as a uint8 tensor, without copying them."""
         return self._bytes
 
     def close(self) -> None:

@@ -2,16 +2,17 @@
 
     python zygote.py FD DEVICE plain|compile|triton|probe isolated|open MODULES PACKAGES [WARM]
 
-FD is the descriptor of the socket on which the judge requests runners. MODULES is the folder of the compiled
-result_channel.cpp, and PACKAGES are folders of Python packages. WARM is the folder for the precompiled
-headers of torch.compile.
+FD is the descriptor of the socket on which the judge requests runners, which are sandboxed processes. MODULES
+is the folder of the compiled result_channel.cpp, and PACKAGES are folders of Python packages, separated by
+colons. WARM is the folder for the precompiled headers of torch.compile.
 
 Importing torch takes seconds, a fork only milliseconds. The zygote is trusted and runs no untrusted code.
 Each runner isolates itself from the zygote and from the other runners (new PID, mount, IPC, UTS and network
 namespaces, private /workspace and /proc), drops all capabilities and privileges, and applies the system-call
 filter. Then it sends the judge a message to which the kernel attaches the runner's PID (SCM_CREDENTIALS).
-Only after the judge's answer it loads untrusted code. A runner serves one candidate or the source of one
-task, in one role after another, and then ends. With `open`, runners are not isolated.
+Only after the judge's answer it loads untrusted code. A runner serves one candidate (an implementation of a
+PyTorch module, to be judged) or the source of one task (the PyTorch module that is to be made faster), in one
+role after another, and then ends. A role is what it executes. With `open`, runners are not isolated.
 
 The judge sends a runner JSON messages with descriptors (runner_protocol.py). Each message of a runner is one
 character that names its type, followed by text or numbers. The judge checks their length and does not trust
@@ -71,13 +72,19 @@ def check(result: int, call: str) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """Mount a file system with the C library's mount function; raise OSError if that fails."""
+    """Mount the file system `source` of the type `kind` at the folder `target`, or change the mount there.
+
+    The arguments are those of mount(2), with `options` as the last one. Raises OSError if the call fails.
+    """
     words = (None if word is None else word.encode() for word in (source, target, kind))
     check(libc.mount(*words, flags, None if options is None else options.encode()), f"mount {target}")
 
 
 def hide(folder: str) -> None:
-    """Hide the content of `folder` by mounting an empty file system over it."""
+    """Hide the content of `folder` by mounting an empty read-only file system over it.
+
+    Raises OSError if the kernel refuses this.
+    """
     mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV | MS_RDONLY, "size=4096")
 
 
@@ -102,10 +109,12 @@ def close_descriptors_except(keep: set[int]) -> None:
 
 
 def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> None:
-    """Isolate this process from all other runners and drop its privileges.
+    """Isolate this process from all other runners (sandboxed processes) and drop its privileges.
 
-    `message` has the limits of the runner (runner_protocol.Confinement). All descriptors except 0 to 2 and
-    those in `keep` are closed. The content of `lock_folders`, where torch.compile locks files, is hidden.
+    The process gets mount, IPC, UTS and network namespaces of its own, and an empty private /workspace as its
+    working folder. `message` has the limits of the runner (runner_protocol.Confinement). All descriptors
+    except 0 to 2 and those in `keep` are closed. The content of `lock_folders`, where torch.compile locks
+    files, is hidden. Raises OSError if the kernel refuses a step.
     """
     # A network namespace is needed too: two candidates that communicate over a local socket could share
     # computing time that the judge does not measure.
@@ -132,7 +141,8 @@ def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> 
 def drop_privileges(message: Message) -> None:
     """Set the resource limits, drop all capabilities and root's uid, and apply the system-call filter.
 
-    `message` has the limits and the filter (runner_protocol.Confinement).
+    `message` has the limits and the filter (runner_protocol.Confinement); an empty filter is not applied. A
+    process of root gets the uid 65534 instead. Raises OSError or ValueError if the kernel refuses a step.
     """
     for name, value in message["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
@@ -159,7 +169,8 @@ def drop_privileges(message: Message) -> None:
 def redirect_stdio() -> None:
     """Connect stdin, stdout and stderr to /dev/null.
 
-    Otherwise a candidate could store data for later candidates in the zygote's log file.
+    Otherwise the untrusted code of this process could store data for later processes in the log file of the
+    zygote, the process that all of them are forked from.
     """
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in range(3):
@@ -172,9 +183,10 @@ def start_runner(
 ) -> None:
     """Turn a forked child of the zygote into a runner, and call `runner_main` in it; never returns.
 
-    `message` is the first one for the runner. Of `descriptors`, which came with it, the first is the socket
-    to the judge. Without `isolated`, the runner only changes to the folder that `message` names. Otherwise it
-    isolates itself and hides the content of `lock_folders`, where torch.compile locks files.
+    A runner is a sandboxed process. `message` is the first one for the runner. Of `descriptors`, which came
+    with it, the first is the socket to the judge. Without `isolated`, the runner only changes to the folder
+    `message["folder"]`. Otherwise it isolates itself and hides the content of `lock_folders`, where
+    torch.compile locks files.
 
     The runner must be the first process of a PID namespace, so that all processes that it starts end with it.
     unshare(CLONE_NEWPID) only affects children that are forked later, and the zygote could not return to its
@@ -205,10 +217,10 @@ def start_runner(
 
 
 def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_folders: list[str]) -> None:
-    """Fork a runner for each message on `control`, until the judge closes the socket.
+    """Fork a runner for each message on `control`, until the judge closes the socket; never returns.
 
-    A runner calls `runner_main` when it is ready. With `isolated`, it first isolates itself from the other
-    runners, and the content of `lock_folders` is hidden from it.
+    A runner is a sandboxed process, and calls `runner_main` when it is ready. With `isolated`, it first
+    isolates itself from the other runners, and the content of `lock_folders` is hidden from it.
     """
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that ended children do not remain as zombies
@@ -230,10 +242,11 @@ def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_
 
 
 def report_identity(connection: socket.socket, message: Message, descriptors: list[int]) -> None:
-    """Send the judge a report of this runner's identity, then end the process.
+    """Send the judge a report on this process, which is isolated like a runner, then end the process.
 
-    The report has the uid, the PID, whether a file could be written in /workspace, and the digest of
-    PROBE_BYTES of memory, which the judge also reads from outside.
+    The first message has the address of PROBE_BYTES of random memory, which the judge reads from outside.
+    After the judge's answer, the report has the uid, the PID, whether a file could be written in /workspace,
+    and the SHA-256 of that memory. `message` and `descriptors` are not used.
     """
     memory = ctypes.create_string_buffer(os.urandom(PROBE_BYTES), PROBE_BYTES)
     thread = threading.Thread(target=Path("/workspace/probe").write_bytes, args=(bytes(memory),))

@@ -1,10 +1,10 @@
 """Environment for verifiers: a taskset over the tasks that the judge's HTTP service lists.
 
-`vf-eval cuda-agent-kernels` runs it. The policy writes files with the tool `write` and has them measured with
-the tool `judge`. One tool server serves all rollouts of a worker. The reward is the milestone of the files at
-the end of a rollout: -1 if they are wrong or there are none, 1 if they are correct, 2 if they are faster than
-eager PyTorch, 3 if they are faster than torch.compile too. The service is the one that the environment
-variables of cuda_agent_reward.py name.
+`vf-eval cuda-agent-kernels` runs the environment. The policy writes files with the tool `write` and has them
+measured with the tool `judge`. One tool server serves all rollouts of a worker. The reward is the milestone
+of the files at the end of a rollout: -1 if they are wrong or there are none, 1 if they are correct, 2 if they
+are faster than eager PyTorch, 3 if they are faster than torch.compile too. The service is the one that the
+environment variables of cuda_agent_reward.py name.
 """
 
 import asyncio
@@ -27,7 +27,10 @@ commands of utils/ do: it builds the files, checks their outputs and measures th
 
 
 class KernelState(vf.State):
-    """State of a rollout: its task, its files so far, and at its end the verdict on them."""
+    """State of a rollout: its task, its files so far by path, and at its end the verdict on them.
+
+    Of the verdict, `status` (such as correct) and `milestone` (the reward: -1, 1, 2 or 3) are kept.
+    """
 
     task_id: str = ""
     files: dict[str, str] = Field(default_factory=dict)
@@ -38,7 +41,7 @@ class KernelState(vf.State):
 class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
     """Tool server of all rollouts, with the tools `write` and `judge`.
 
-    Calls of one rollout run in order, those of several at the same time.
+    Calls of one rollout run one after another, and calls of different rollouts at the same time.
     """
 
     TOOL_PREFIX = None
@@ -78,7 +81,10 @@ class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
 
 
 class KernelTask(vf.Task[vf.TaskData, KernelState]):
-    """A task of verifiers: to make one module faster. Its id is the judge's task_id."""
+    """A task of verifiers: to make one PyTorch module faster.
+
+    The task's id is the task_id under which the judge's service lists the module.
+    """
 
     async def setup(self, trace: vf.Trace) -> None:
         trace.state.task_id = self.data.id
@@ -103,14 +109,18 @@ class KernelTask(vf.Task[vf.TaskData, KernelState]):
 
 
 class KernelConfig(vf.TasksetConfig):
-    """Settings of the taskset."""
+    """Settings of the taskset: `message` selects the policy's first message.
+
+    With `prompt` it says how kernels are written and has the task's source; with `code` it is the source
+    alone.
+    """
 
     message: Literal["prompt", "code"] = "prompt"
     """The policy's first message: how kernels are written and the task's source, or the source alone."""
 
 
 class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
-    """Taskset of verifiers with all tasks that the service lists."""
+    """Taskset of verifiers with all tasks (PyTorch modules to make faster) that the judge's service lists."""
 
     @classmethod
     def toolsets(cls, config: KernelConfig) -> list[vf.Toolset[Any, Any]]:

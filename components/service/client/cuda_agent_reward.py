@@ -5,8 +5,8 @@ it is faster than torch.compile too.
 
 `kernel_reward` has the signature of TRL, `compute_score` that of verl, and `reward_func` that of OpenRLHF.
 The environment variable CUDA_AGENT_JUDGE is the service's address and CUDA_AGENT_TOKEN the caller's token. A
-task is the task_id of a task that the service lists, or the source of a task. Only `reward_func` needs a
-package besides Python, which is torch.
+task, which is a PyTorch module to make faster, is given by its task_id if the service lists it, or by its
+source. Only `reward_func` needs a package besides Python, which is torch.
 """
 
 import json
@@ -37,13 +37,14 @@ UNAVAILABLE = (429, 502, 504)
 
 
 class JudgeFailed(RuntimeError):
-    """Error raised if the service gives no verdict, through no fault of the candidate."""
+    """Error raised if the judge's service gives no verdict, through no fault of the files to be judged."""
 
 
 def files_of(answer: str) -> dict[str, str]:
-    """Return the files of an answer, by path: its fenced blocks, as ANSWER_FORMAT describes them.
+    """Return the texts of the files of an answer, by path, from its fenced code blocks.
 
-    A block without a path is model_new.py.
+    ANSWER_FORMAT describes the blocks: the first line of each is a comment with the path. A block without a
+    path is model_new.py, and the last block of a path counts. The result is empty if there is no block.
     """
     text = answer.encode(errors="replace").decode()  # lone surrogates are no text
     return {path or "model_new.py": source for path, source in BLOCK.findall(text)}
@@ -53,8 +54,8 @@ def ask(path: str, request: dict[str, Any] | None = None) -> Any:
     """Return the answer of the service to a request: POST with the JSON body `request`, or GET if it is None.
 
     `path` is a path of the service, such as `/v1/tasks`. The result is the answer's JSON. A request with a
-    body is repeated until its job has ended. Raises JudgeFailed if the service refuses the request, if its
-    judge fails, or if no service answers for RESTART_SECONDS.
+    body is repeated until its job has ended, and any request while the service is busy. Raises JudgeFailed if
+    the service refuses the request, if its judge fails, or if no service answers for RESTART_SECONDS.
     """
     address = os.environ.get("CUDA_AGENT_JUDGE", DEFAULT_ADDRESS).rstrip("/")
     headers = {"Authorization": f"Bearer {os.environ.get('CUDA_AGENT_TOKEN', '')}"}
@@ -81,11 +82,11 @@ def ask(path: str, request: dict[str, Any] | None = None) -> Any:
 
 
 def verdict_on(task: str, files: dict[str, str]) -> dict[str, Any]:
-    """Return the judge's verdict on a candidate, as a JSON object.
+    """Return the judge's verdict on a candidate (the files of an implementation), as a JSON object.
 
-    Its keys are described in docs/environments.md, among them `status`, `milestone` (the reward) and `log`.
-    `task` is the task_id or the source of a task, and `files` maps paths to texts. Raises JudgeFailed if
-    there is no verdict.
+    docs/environments.md describes its keys, among them `status`, `milestone` (the reward) and `log`. `task`
+    is the task_id or the source of a task, which is a PyTorch module to make faster, and `files` maps paths
+    to texts. Raises JudgeFailed if there is no verdict.
     """
     request = {"code" if "\n" in task else "task": task, "files": files}
     job: dict[str, Any] = ask(f"/v1/judgements?wait={WAIT_SECONDS}", request)
@@ -96,8 +97,8 @@ def verdict_on(task: str, files: dict[str, str]) -> dict[str, Any]:
 def milestones(tasks: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Return the milestone (reward) of each answer: -1, 1, 2 or 3. An answer without files gets -1.
 
-    `tasks` has the task_id or the source of the task of each answer. Raises JudgeFailed if there is no
-    verdict on one of the answers, because no number would be true.
+    `tasks` has the task of each answer: the task_id or the source of a PyTorch module to make faster. Raises
+    JudgeFailed if there is no verdict on one of the answers, because no number would be true.
     """
 
     def milestone(task: str, answer: str) -> float:
@@ -111,10 +112,11 @@ def milestones(tasks: Sequence[str], answers: Sequence[str]) -> list[float]:
 def kernel_reward(
     prompts: Sequence[Any], completions: Sequence[Any], task: Sequence[str], **columns: Any
 ) -> list[float]:
-    """Return the rewards of TRL's completions, for a data set whose column `task` has the tasks.
+    """Return the reward of each of TRL's completions, for a data set whose column `task` has the tasks.
 
-    A reward is -1, 1, 2 or 3 (`milestones`). A completion is a text or a list of messages with `content`. The
-    other arguments are not used.
+    A reward is -1, 1, 2 or 3 (`milestones`). A task is the task_id or the source of a PyTorch module to make
+    faster. A completion is a text or a list of messages with `content`. The other arguments are not used.
+    Raises JudgeFailed if there is no verdict.
     """
     answers = [
         completion if isinstance(completion, str) else "\n".join(str(turn["content"]) for turn in completion)
@@ -126,7 +128,8 @@ def kernel_reward(
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """Return the reward of verl's answer `solution_str`, in whose data set `ground_truth` is the task.
 
-    The reward is -1, 1, 2 or 3 (`milestones`). The other arguments are not used.
+    The reward is -1, 1, 2 or 3 (`milestones`). The task is the task_id or the source of a PyTorch module to
+    make faster. The other arguments are not used. Raises JudgeFailed if there is no verdict.
     """
     return milestones([ground_truth], [solution_str])[0]
 
@@ -136,8 +139,10 @@ def reward_func(
 ) -> dict[str, Any]:
     """Return the rewards of OpenRLHF's queries (a prompt and its answer), whose labels are the tasks.
 
-    `rewards` and `extra_logs` have the rewards, which are -1, 1, 2 or 3, and `scores` has 1 for a correct
-    candidate and 0 for any other. The tensors have the shape [queries].
+    A task is the task_id or the source of a PyTorch module to make faster. `rewards`, and `milestone` in
+    `extra_logs`, have the rewards, which are -1, 1, 2 or 3, and `scores` has 1 for a correct answer and 0 for
+    any other. The tensors have the shape [queries]. Raises JudgeFailed if there is no verdict on one of the
+    answers.
     """
     import torch
 
