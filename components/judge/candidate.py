@@ -118,11 +118,11 @@ class ScreenedCandidate:
 
     A candidate is an implementation of a task's module that is judged, and the screening refuses forbidden
     names and calls. `files` maps the workspace paths (`model_new.py`, `kernels/NAME`) of all files to their
-    texts, as they were given. `model` is the text that runs in place of `files["model_new.py"]`. It has no byte order mark.
-    With sandbox.rules=kernel-only it also lacks what a file that imports torch.utils.cpp_extension or Triton
-    has without using it, such as `get_inputs`. `uses_extensions` is whether model_new.py imports
-    torch.utils.cpp_extension, from which it may request extensions, and `uses_triton` whether it imports
-    Triton.
+    texts, as they were given. `model` is the text that runs in place of `files["model_new.py"]`. It has no
+    byte order mark. With sandbox.rules=kernel-only it also lacks what a file that imports
+    torch.utils.cpp_extension or Triton has without using it, such as `get_inputs`. `uses_extensions` is
+    whether model_new.py imports torch.utils.cpp_extension, from which it may request extensions, and
+    `uses_triton` whether it imports Triton.
     """
 
     files: dict[str, str]
@@ -147,11 +147,12 @@ class BuiltCandidate:
     """A built candidate: the files that its sandboxed process imports, and its libraries.
 
     A candidate is an implementation of a task's module that is judged. `digest` is the digest of the files
-    that were given. `files` maps workspace paths to the texts that the sandboxed process gets. `library` is the content of the compiled shared library, which is empty if the candidate has
-    none. For a workspace it is the library of kernels/. For a single Python file that requests extensions
-    from torch.utils.cpp_extension, it is a concatenation of their libraries, and `extensions` has the offset
-    and size of each in bytes. `extensions` is None if the candidate requests no extension. `failures` maps
-    the name of each extension that does not compile to the compiler's messages; only candidates under
+    that were given. `files` maps workspace paths to the texts that the sandboxed process gets. `library` is
+    the content of the compiled shared library, which is empty if the candidate has none. For a workspace it
+    is the library of kernels/. For a single Python file that requests extensions from
+    torch.utils.cpp_extension, it is a concatenation of their libraries, and `extensions` has the offset and
+    size of each in bytes. `extensions` is None if the candidate requests no extension. `failures` maps the
+    name of each extension that does not compile to the compiler's messages; only candidates under
     sandbox.rules=any have such extensions. `uses_triton` is whether model_new.py imports Triton, and
     `triton_archive` has its compiled kernels (sandbox/inside/triton_cache.py), which are compiled anew for
     each task and each of its workloads; it is empty before.

@@ -94,10 +94,11 @@ def _header(params: JudgeParams, built: BuiltCandidate) -> RoleHeader:
 def _prepared(reference: TaskReference, header: RoleHeader, library: int, seconds: float) -> bytes:
     """Return, as bytes, what a sandboxed process in the role `header["role"]` leaves for the timed process.
 
-    `header` gives the process its role and the candidate, and `reference` has the data of the task. The role is `construct` (what torch computed in the constructor) or `compile_triton`. The process writes
-    its result to a file in memory, and nothing of it is measured. `library` is the descriptor of a file that
-    begins with the candidate's library, and `seconds` limits the wall time. Raises RunnerError if the process
-    fails, and Rejected if the result is larger than MAX_PREPARED_BYTES.
+    `header` gives the process its role and the candidate, and `reference` has the data of the task. The role
+    is `construct` (what torch computed in the constructor) or `compile_triton`. The process writes its result
+    to a file in memory, and nothing of it is measured. `library` is the descriptor of a file that begins with
+    the candidate's library, and `seconds` limits the wall time. Raises RunnerError if the process fails, and
+    Rejected if the result is larger than MAX_PREPARED_BYTES.
     """
     header = {
         **header,
