@@ -33,7 +33,7 @@ from components.judge.screen import (
 )
 from components.judge.verdict import Rejected
 from components.sandbox.build import HEADER_SUFFIXES, SOURCE_SUFFIXES, Builder, BuildResult
-from components.sandbox.compiler_flags import refused_flag
+from components.sandbox.compilers import refused_flag
 from components.sandbox.inside.inline_extension import BuiltExtension, Extension, extension_digest
 
 # Largest size of a file of a workspace, and largest number of files in its folder kernels/.

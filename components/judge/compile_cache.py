@@ -27,7 +27,7 @@ from components.core.files import atomic_write, digest_bytes, digest_json, remov
 from components.core.records import Device
 from components.judge.task_reference import TaskReference
 from components.judge.timed_runner import TimedRunner
-from components.sandbox.compiler_flags import compiler, processor_features
+from components.sandbox.compilers import compiler, processor_features
 from components.sandbox.runner_factory import CACHE_SECONDS
 from components.sandbox.runner_process import RunnerError
 

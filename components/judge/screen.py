@@ -4,7 +4,7 @@ A candidate is an implementation of a task's module that is judged, and the poli
 writes it. The rules for policies are in agent_workdir/SKILL.md. `screen_python` compares the syntax tree of
 model_new.py with lists of allowed names, and `screen_symbols` compares the symbols that the built library
 imports with a list of allowed symbols. Calls of operators of torch that compute are blocked later, while the
-candidate runs in its sandboxed process (sandbox/inside/operator_blocking.py). A candidate that evades the
+candidate runs in its sandboxed process (sandbox/inside/operator_modes.py). A candidate that evades the
 screening is still verified and timed like any other candidate.
 """
 

@@ -33,16 +33,14 @@ from components.core.files import (
 from components.core.params import Sandbox
 from components.core.records import Device
 from components.sandbox import isolation
-from components.sandbox.compiler_diagnostics import (
+from components.sandbox.compilers import (
     COMPILER_FAILED,
     MAX_OUTPUT_BYTES,
     TIME_USED_UP,
-    is_compiler_error,
-    is_signalled,
-)
-from components.sandbox.compiler_flags import (
     compiler,
     extension_flags,
+    is_compiler_error,
+    is_signalled,
     kernel_flags,
     library_flags,
     processor_features,
@@ -218,7 +216,7 @@ class Builder:
     def build_extension(self, extension: Extension) -> BuildResult:
         """Return the library of a torch extension that a candidate requests, or the reason why there is none.
 
-        A candidate is an implementation of a PyTorch module, to be judged. `compiler_flags.refused_flag` must
+        A candidate is an implementation of a PyTorch module, to be judged. `compilers.refused_flag` must
         have accepted the flags of `extension`. Failures are treated as in `build`: if the compiler reports
         errors or crashes, `log` has its output; if the time runs out, `timed_out` is set; and
         InfrastructureError is raised if the machine ends the compiler, or if the sandbox or nm cannot be run.

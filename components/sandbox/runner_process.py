@@ -58,7 +58,7 @@ class RunnerError(Exception):
     The kind "wrong" means an output that cannot be read or written, or whose tensors have another number,
     shapes, dtypes, devices or place in memory than they must have. The kind "forbidden" means a call of a
     blocked operator of torch. The kind "unknown_result" means that a constructor called an operator whose
-    result has not been recorded (inside/constructor_mode.py). `text` is the detail, such as a traceback.
+    result has not been recorded (inside/operator_modes.py). `text` is the detail, such as a traceback.
     """
 
     def __init__(self, kind: RunnerErrorKind, text: str = ""):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from components.core.config import PROJECT
-from components.sandbox.compiler_flags import CPU_FLAGS, X86_FLAGS
+from components.sandbox.compilers import CPU_FLAGS, X86_FLAGS
 
 NUMEL = 2**18
 CALLS = 60

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "components" / "san
 
 import torch
 import transformers
-from float64_mode import computing_in_float64
+from operator_modes import computing_in_float64
 from runner_support import flatten_outputs
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -14,7 +14,7 @@ import pytest
 from components.core.errors import InfrastructureError
 from components.judge.judge import Judge
 from components.sandbox.build import Builder
-from components.sandbox.compiler_diagnostics import COMPILER_FAILED, is_compiler_error
+from components.sandbox.compilers import COMPILER_FAILED, is_compiler_error
 
 SIMD = corpus.files("honest", "simd")
 KERNEL = "kernels/forward.cpp"

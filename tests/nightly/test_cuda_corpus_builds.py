@@ -10,7 +10,7 @@ import pybind11
 import pytest
 
 from components.judge.screen import screen_files, screen_python, screen_symbols
-from components.sandbox.compiler_flags import CUDA_FLAGS
+from components.sandbox.compilers import CUDA_FLAGS
 
 WORKDIR = corpus.HERE.parent / "agent_workdir"
 FLAGS = (*CUDA_FLAGS, "-arch=sm_90")

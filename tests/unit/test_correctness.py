@@ -11,7 +11,7 @@ from components.judge.baselines import COMPILED_TOLERANCE
 from components.judge.correctness import FLOAT32_FLOOR, ReferenceOutput, smallest_limits
 from components.judge.float64_check import TIMED_MULTIPLE, departures, suspicious_calls
 from components.judge.input_mixing import InputBank, InputMix
-from components.sandbox.inside.float64_mode import computing_in_float64
+from components.sandbox.inside.operator_modes import computing_in_float64
 
 INF, NAN = math.inf, math.nan
 

@@ -12,7 +12,7 @@ import pytest
 from components.core.errors import InfrastructureError, IsolationUnavailable
 from components.judge.pool.ray_pool import RayBackend
 from components.sandbox import isolation
-from components.sandbox.compiler_diagnostics import COMPILER_FAILED, MAX_OUTPUT_BYTES, is_compiler_error
+from components.sandbox.compilers import COMPILER_FAILED, MAX_OUTPUT_BYTES, is_compiler_error
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from components.core.config import resolve
 from components.judge.candidate import _validated, _words, screen_candidate
 from components.judge.verdict import Rejected
-from components.sandbox.compiler_flags import refused_flag
+from components.sandbox.compilers import refused_flag
 
 SECONDS = 2.0
 HONEST = [corpus.files("honest", name)["model_new.py"] for name in corpus.names("honest")]

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from float64_mode import HALF_DTYPES, computing_in_float64
 from input_distributions import INPUT_DISTRIBUTIONS
+from operator_modes import HALF_DTYPES, computing_in_float64
 from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs, plain
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -24,14 +24,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import constructor_mode
 import inductor
 import inline_extension
 import reference
 import torch
 import triton_cache
 from delivery import Call, WrongForm, make_delivery
-from operator_blocking import ForbiddenOperator, block_operators, compute_names, compute_operators
+from operator_modes import (
+    ConstructorMode,
+    ForbiddenOperator,
+    UnknownResult,
+    block_operators,
+    compute_names,
+    compute_operators,
+)
 from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs, restored
 
 if TYPE_CHECKING:
@@ -149,7 +155,7 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
                 connection.send(b"W" + str(error).encode())
             except ForbiddenOperator as error:
                 connection.send(b"F" + str(error).encode())
-            except constructor_mode.UnknownResult as error:
+            except UnknownResult as error:
                 connection.send(b"U" + str(error).encode())
 
 
@@ -214,7 +220,7 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
     `shared` the memory with parameters, inputs and outputs. The orders `time` and `check` make one call for
     each of their input sets, and `warm` makes one call. `library` is the descriptor of a file. For a
     candidate the file has its compiled library, which an archive of kernels of Triton (triton_cache.py) and
-    recorded results of its constructor (constructor_mode.py) may follow. For the role `compile` it is an
+    recorded results of its constructor (operator_modes.py) may follow. For the role `compile` it is an
     archive (inductor.py), and otherwise it is empty.
     Raises WrongForm, ForbiddenOperator or UnknownResult if the candidate breaks a rule, and any other error
     of the loaded code.
@@ -230,7 +236,7 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
             recorded = content.read()
             # A candidate may have changed the bytes, so only tensors and plain values are accepted.
             results = torch.load(io.BytesIO(recorded), weights_only=True) if recorded else []
-            mode = constructor_mode.ConstructorMode(compute_names(shared.device), results)
+            mode = ConstructorMode(compute_names(shared.device), results)
             refuse_construction = block_operators(shared.device)
         with mode:
             module = construct_candidate(header, libraries)
@@ -288,10 +294,10 @@ def record_constructor(header: RoleHeader, library: int, results: int) -> None:
 
     A candidate is an implementation of a PyTorch module, to be judged. `library` is the descriptor of a file
     with its compiled library, and `results` that of the file to which the results of torch's compute
-    operators are written (constructor_mode.py). `header` names the device and has the candidate's sources.
+    operators are written (operator_modes.py). `header` names the device and has the candidate's sources.
     Any error of the candidate's code is raised.
     """
-    mode = constructor_mode.ConstructorMode(compute_names(header["device"]), None)
+    mode = ConstructorMode(compute_names(header["device"]), None)
     with mode:
         construct_candidate(header, os.pread(library, header["library_bytes"], 0))
     with os.fdopen(os.dup(results), "wb") as file:

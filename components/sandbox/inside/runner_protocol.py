@@ -11,7 +11,7 @@ project.
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
 # Roles of a runner. `describe` describes the task, `record` finds the extensions that a candidate's file
-# requests, `construct` records what torch computes in a candidate's constructor (constructor_mode.py),
+# requests, `construct` records what torch computes in a candidate's constructor (operator_modes.py),
 # `compile_triton` compiles a candidate's kernels of Triton (triton_cache.py), and `reference` makes inputs
 # and expected outputs. The other roles are measured: a candidate, the baselines `eager` and `compile`, and
 # the no-op.
@@ -77,7 +77,7 @@ class RoleHeader(TypedDict, total=False):
     code: str  # the task's source; a candidate that is measured does not get it
     files: dict[str, str]  # a candidate's Python sources by workspace path
     library_bytes: int  # size of the library in the first file
-    # Size of the archive of triton_cache.py that follows the library. Recorded results of constructor_mode.py
+    # Size of the archive of triton_cache.py that follows the library. Recorded results of operator_modes.py
     # may follow the archive.
     triton_bytes: int
     suffix: str  # file suffix of a candidate's library

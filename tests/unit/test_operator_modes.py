@@ -11,7 +11,7 @@ import torch
 from components.sandbox import inside
 
 sys.path.insert(0, str(Path(inside.__file__).parent))
-from constructor_mode import ConstructorMode, UnknownResult
+from operator_modes import ConstructorMode, UnknownResult
 
 NAMES = (
     "aten::mul.Tensor",
