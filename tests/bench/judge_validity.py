@@ -73,6 +73,7 @@ def pair(judge: Judge, first: dict[str, str], second: dict[str, str]) -> Iterato
                     "rules": "kernel-only",
                     "extensions": None,
                     "library_bytes": len(library),
+                    "triton_bytes": 0,
                 }
                 with open(sealed_file(library), "rb") as file:
                     arms.append(TimedRunner(bench.reference, header, file.fileno(), seconds=RUNNER_SECONDS))

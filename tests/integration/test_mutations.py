@@ -161,6 +161,7 @@ def seconds_between_rounds(judge: Judge) -> float:
                 "rules": "kernel-only",
                 "extensions": None,
                 "library_bytes": len(library),
+                "triton_bytes": 0,
             },
             file.fileno(),
             seconds=30,
