@@ -26,7 +26,7 @@ LONGEST = (
     "test_stages.py",
     "test_storage.py",
     "test_data.py",
-    "test_train_command.py",
+    "test_compile_cache.py",
 )
 """Files that take longest: they begin first, so that the workers of pytest-xdist end together."""
 DIVISIBLE = (
