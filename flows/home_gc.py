@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.core.files import atomic_write, read_json
+from components.core.files import atomic_write
 from components.storage.gc import reason_to_keep
 from components.training.stage import RESULT
-from flows.run_context import RUN_FILE, newest_runs
+from flows.run_context import newest_runs, record_of
 
 # Pattern of the folder of a stage in a text, such as stages/warmup-0123456789ab.
 STAGE = re.compile(r"stages/([a-z]+-[0-9a-f]{12})")
@@ -99,7 +99,7 @@ def _used_stages(home: Path, references: Mapping[str, str], younger_than: float)
     `references` has a reason to keep it, if it is the newest one, or if it left a stage unfinished that no
     run continued.
     """
-    nights = {run.name: read_json(run / RUN_FILE).get("night", {}) for run in newest_runs(home)}
+    nights = {run.name: record_of(run).get("night", {}) for run in newest_runs(home)}
     continued = {(night.get("continues") or {}).get("run_id") for night in nights.values()}
     left = {run for run, night in nights.items() if night.get("unfinished")} - continued
     ages: dict[Path, float] = {}

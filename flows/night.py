@@ -24,7 +24,7 @@ from components.registry import models
 from components.registry.promotion import Promotion
 from components.registry.tracking import RUN_KEY
 from components.training.stage import StageName
-from flows.run_context import RUN_FILE, PipelineRun, left_unfinished, newest_runs
+from flows.run_context import PipelineRun, left_unfinished, newest_runs, record_of
 from flows.steps import Context, EvaluationRecord
 
 # File in a run's folder with its Night.
@@ -151,7 +151,7 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
     hours = run.params.night.hours
     if not hours:
         return None
-    measured = [read_json(folder / RUN_FILE) for folder in newest_runs(run.home)]
+    measured = map(record_of, newest_runs(run.home))
     earlier = [
         record["tail_seconds"]
         for record in measured

@@ -240,21 +240,25 @@ def open_context(run: PipelineRun, progress: PageProgress, data: DatasetRecord) 
     tracking = MlflowRun(
         connect(registry, run.home), registry, run.home, run.key, f"{run.profile or 'base'}-{run.run_id}"
     )
-    tracking.describe(
-        run.params.model_dump(mode="json"),
-        {
-            "run_id": run.run_id,
-            "profile": run.profile,
-            "code.revision": run.code,
-            "home": str(run.home),
-            "mlflow.source.name": f"cuda-agent run --profile {run.profile or 'base'}",
-            "mlflow.source.type": "PROJECT",
-            "mlflow.source.git.commit": source_commit(),
-        },
-    )
-    tracking.dataset(data.version, run.home / data.folder, data.figures)
-    tracking.watch()
-    pool = open_pool(with_any_duration(run.params), run.home / "verdicts")
+    try:
+        tracking.describe(
+            run.params.model_dump(mode="json"),
+            {
+                "run_id": run.run_id,
+                "profile": run.profile,
+                "code.revision": run.code,
+                "home": str(run.home),
+                "mlflow.source.name": f"cuda-agent run --profile {run.profile or 'base'}",
+                "mlflow.source.type": "PROJECT",
+                "mlflow.source.git.commit": source_commit(),
+            },
+        )
+        tracking.dataset(data.version, run.home / data.folder, data.figures)
+        tracking.watch()
+        pool = open_pool(with_any_duration(run.params), run.home / "verdicts")
+    except BaseException:
+        tracking.end("FAILED")
+        raise
     return Context(run, progress, pool, tracking, data)
 
 

@@ -179,13 +179,19 @@ def left_unfinished(folder: Path) -> dict[str, Any] | None:
     updates in all, or None if the stage was not begun). The result is None if all stages were finished, if
     the run is not finished, or if its run.json cannot be read.
     """
-    try:
-        record = read_json(folder / RUN_FILE)
-    except (OSError, ValueError):  # The function `finished` reports a damaged record.
-        return None
-    night = record.get("night", {}) if isinstance(record, dict) else {}
-    found: dict[str, Any] | None = night.get("unfinished")
+    found: dict[str, Any] | None = record_of(folder).get("night", {}).get("unfinished")
     return found
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    """Return the content of run.json in the folder of a run.
+
+    The result is empty if the run is not finished or the file is damaged, which the function `finished`
+    reports when that run is continued.
+    """
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(read_json(folder / RUN_FILE))
+    return {}
 
 
 def newest_runs(home: Path) -> list[Path]:

@@ -44,7 +44,8 @@ class ChatEpisode(Episode):
         If the server fails, the episode ends with the `finish_reason` server, and `error` says why.
         """
         try:
-            reply = await asyncio.to_thread(self._ask, self._history())
+            with self.request.sampling.busy():
+                reply = await asyncio.to_thread(self._ask, self._history())
         except ServerFailed as error:
             self.finish_reason, self.error = "server", str(error)
             return

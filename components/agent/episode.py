@@ -82,7 +82,7 @@ class RolloutRequest:
     `on_progress` is called with the numbers of finished and of all trajectories, and `on_verdict`, in the
     episode's thread, with each candidate that was judged and its verdict. `stopped` is set when the rollout
     ends early; no further candidate is judged then. `sampling` and `judging` meter the time during which at
-    least one episode waits for the policy, and for a verdict; a chat rollout does not use `sampling`.
+    least one episode waits for the policy, and for a verdict.
     """
 
     tasks: Sequence[KernelTask]

@@ -284,7 +284,8 @@ class Shell:
                     "a new shell starts with the next command"
                 )
         words = reply.decode(errors="replace").split("\n")[-2].split()
-        return words[1] if len(words) == 2 and words[0] == number else "0"
+        is_reply = len(words) == 2 and words[0] == number
+        return words[1] if is_reply else "the exit code is unknown, because the shell's reply was overwritten"
 
     def _died(self, process: subprocess.Popen[bytes]) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -6,6 +6,7 @@ made to model_new.py and kernels/ are copied back. A command that consists only 
 verification, profiling) needs no shell.
 """
 
+import io
 import shlex
 import threading
 from collections.abc import Callable, Sequence
@@ -206,7 +207,7 @@ class Tools:
             return f"{plain}: a binary file; only text is read."
         if plain in self.workspace.files:
             self.last_seen[plain] = text
-        lines = text.splitlines()
+        lines = [line.rstrip("\r\n") for line in io.StringIO(text)]  # as compilers count them
         shown = lines[first - 1 : first - 1 + count]
         if not shown:
             return f"{plain}: it has {len(lines)} lines."

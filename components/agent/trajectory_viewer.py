@@ -103,7 +103,7 @@ def _change(call: ToolCall, files: dict[str, str]) -> Iterator[str]:
     path = call.observation.removeprefix("Written ").removeprefix("Edited ").removesuffix(".")
     if call.observation == f"Written {path}.":
         before, after = files.get(path, ""), str(call.arguments.get("content", ""))
-        files[path] = after
+        files[path] = after if after.endswith("\n") else f"{after}\n"  # as the tool does
         yield from _diff(before, after)
     elif call.observation == f"Edited {path}.":
         edits = call.arguments.get("edits", [call.arguments])

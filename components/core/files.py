@@ -244,7 +244,7 @@ def remove_tree(folder: Path) -> None:
     and the removal is tried again. What still cannot be removed stays, and no error is raised.
     """
     for program in (("rm", "-rf"), ("chmod", "-R", "u+rwx"), ("rm", "-rf")):
-        if folder.exists():
+        if os.path.lexists(folder):
             subprocess.run(
                 [*program, "--", str(folder)],
                 stdin=subprocess.DEVNULL,

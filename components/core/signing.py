@@ -127,7 +127,7 @@ class Signer:
 
         If the file of trusted keys does not exist, a private key is made unless there is one, and its public
         key is written as the only line of the file of trusted keys. Raises UserError if the private key is
-        not a readable Ed25519 key without a passphrase.
+        not a readable Ed25519 key without a passphrase, or if a file cannot be written.
         """
         try:
             if not self.trusted.exists():
@@ -143,7 +143,12 @@ class Signer:
                 f"registry.key: {self.key} is no Ed25519 key; make one with ssh-keygen -t ed25519."
             )
         if not self.trusted.exists():
-            atomic_write(self.trusted, f"{_line(private.public_key())}\n")
+            try:
+                atomic_write(self.trusted, f"{_line(private.public_key())}\n")
+            except OSError as error:
+                raise UserError(
+                    f"registry.trusted_keys: {self.trusted} cannot be written ({error}); name another file."
+                ) from error
         return private
 
     def _make(self) -> None:

@@ -166,7 +166,12 @@ def _evaluation_side(name: str, folder: Path) -> Side:
 
 
 def _read_if_there(file: Path) -> dict[str, Any]:
-    return dict(read_json(file)) if file.is_file() else {}
+    try:
+        return dict(read_json(file)) if file.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise UserError(
+            f"{file}: damaged ({error}); without this file, the parameters are not compared."
+        ) from error
 
 
 def compare(first: Side, second: Side) -> Comparison:
@@ -225,7 +230,7 @@ def paired_tests(pairs: Sequence[tuple[TaskResult, TaskResult]]) -> tuple[Paired
     tests = [_mcnemar("solved", [(a.correct, b.correct) for a, b in pairs])]
     for baseline in BASELINES:
         ratios = [(a.ratio(baseline), b.ratio(baseline)) for a, b in pairs]
-        faster = [((x or 0) > 1, (y or 0) > 1) for x, y in ratios]
+        faster = [(a.ratio_everywhere(baseline) > 1, b.ratio_everywhere(baseline) > 1) for a, b in pairs]
         differences = [math.log(y / x) for x, y in ratios if x is not None and y is not None]
         tests.append(_mcnemar(f"faster than {baseline}", faster))
         tests.append(_sign_flip(f"speed-up against {baseline}", differences))

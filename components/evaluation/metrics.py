@@ -25,7 +25,7 @@ from components.evaluation.intervals import (
     quotients,
 )
 from components.evaluation.results import BASELINES, Counts, FastP, Pair, Summary, TaskResult
-from components.judge.verdict import MARGIN, holds_everywhere
+from components.judge.verdict import MARGIN
 
 FAST_P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
 # Prefixes of the names of the figures that are shares of tasks.
@@ -131,9 +131,7 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
     for baseline in BASELINES:
         ratios = np.array([row.ratio(baseline) or math.nan for row in rows], dtype=float)
         measured = (~np.isnan(ratios)).astype(float)
-        # Of a solution that is slower on a workload of its task, only the mean ratio counts.
-        faster = np.where([holds_everywhere(row.workloads, baseline) for row in rows], ratios, 0.0)
-        # A comparison with NaN is False, so a correct solution whose ratio was not measured is not faster.
+        faster = np.array([row.ratio_everywhere(baseline) for row in rows], dtype=float)
         figures[f"faster_rate.{baseline}"] = ((faster > 1).astype(float), every)
         figures[f"beyond_margin.{baseline}"] = ((faster > MARGIN).astype(float), every)
         figures[f"geomean.{baseline}"] = (

@@ -18,6 +18,7 @@ from components.judge.verdict import (
     Status,
     Verdict,
     WorkloadFigures,
+    holds_everywhere,
     milestone,
 )
 
@@ -120,6 +121,13 @@ class TaskResult(FrozenModel):
         if not self.correct or ratio is None or not math.isfinite(ratio.estimate) or ratio.estimate <= 0:
             return None
         return ratio.estimate
+
+    def ratio_everywhere(self, baseline: Baseline) -> float:
+        """Return the speed-up by which a solution counts as faster than `baseline`.
+
+        It is `ratio`, or 0 if there is none or if the solution is slower on one workload (shape) of its task.
+        """
+        return (self.ratio(baseline) or 0.0) if holds_everywhere(self.workloads, baseline) else 0.0
 
     @property
     def attained(self) -> float | None:

@@ -248,12 +248,12 @@ def figure(value: float | None, name: str) -> str:
     """Return the text of a value of the figure `name`, such as `pass_rate` or `geomean.eager`.
 
     Shares of tasks and `attained` are written as per cent, geometric means with a times sign, and other
-    figures as plain numbers. The prefix `change.` of a name has no effect. None and a value that is not
-    finite become a dash.
+    figures as plain numbers. The prefixes `change.`, `start.` and `attempts_` of a name have no effect. None
+    and a value that is not finite become a dash.
     """
     if value is None or not math.isfinite(value):
         return "–"
-    name = name.removeprefix("change.")
+    name = name.removeprefix("change.").removeprefix("start.").removeprefix("attempts_")
     if name.startswith("geomean"):
         return f"{value:.2f}×"
     if name.startswith((*SHARES, "attained")):

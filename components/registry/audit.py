@@ -121,7 +121,13 @@ class AuditChain:
         the runs keep everything. Raises UserError if a path of a key begins with ~ and this account has no
         home folder.
         """
-        folder = Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit"
+        try:
+            folder = Path(registry.audit).expanduser().resolve() if registry.audit else home / "audit"
+        except RuntimeError as error:
+            raise UserError(
+                f"registry.audit: {registry.audit} has no place, because this account has no home folder; "
+                "give a path."
+            ) from error
         return cls(folder, registry.model, Signer(registry))
 
     @contextlib.contextmanager

@@ -126,6 +126,6 @@ class Evidence:
                 record = read_json(file)
                 signature = record.pop("signature", "")
                 signer.check(record, signature)
-            except (ValueError, AttributeError) as error:
+            except (ValueError, AttributeError, TypeError) as error:
                 found.append(f"{file}: this record of a run is not to be trusted, because {error}.")
         return found

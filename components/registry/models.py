@@ -140,12 +140,14 @@ def _registered(client: MlflowClient, model: str) -> Any:
 def find(client: MlflowClient, model: str, version: str) -> Any:
     """Return MLflow's record of the version of `model` with this number or alias.
 
-    Raises UserError if there is no such version.
+    Raises UserError if there is no such version, and MlflowException if MLflow fails.
     """
     number = aliases(client, model).get(version, version)
     try:
         return client.get_model_version(model, number)
     except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise
         raise UserError(
             f"models: {model} has no version {version}; cuda-agent models list shows what there is."
         ) from error

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter
 
 from components.core.config import PROJECT
-from components.core.files import atomic_folder, atomic_write, digest_file, digest_json
+from components.core.files import atomic_folder, atomic_write, digest_json
 from components.core.progress import Progress
+from components.core.sources import source_digest
 
 if TYPE_CHECKING:
     from components.synthesis.mined_operators import OperatorTable
@@ -44,7 +45,7 @@ def load_operator_table(folder: Path, progress: Progress) -> "OperatorTable":
     """
     from components.synthesis.mined_operators import OperatorTable
 
-    rules = [digest_file(PROJECT / "components" / name) for name in RULES]
+    rules = [source_digest(PROJECT / "components" / name) for name in RULES]
     table = folder / digest_json([library_versions(), rules])[:16]
     if not (table / "operators.json").is_file():
         from components.synthesis import mine_torch, mine_transformers

@@ -175,6 +175,11 @@ def test_a_long_file_is_read_in_parts(use: Use) -> None:
     assert use("Read", file_path="kernels/a.h", offset=200) == "kernels/a.h: it has 100 lines."
 
 
+def test_lines_are_numbered_as_a_compiler_numbers_them(use: Use) -> None:
+    use("Write", file_path="kernels/a.h", content="// a\f b\u2028 c\nint d;\n")
+    assert use("Read", file_path="kernels/a.h").splitlines()[-1] == "    2\tint d;"
+
+
 def test_a_binary_file_is_not_shown(use: Use) -> None:
     use("Bash", command="head -c 1000 /dev/urandom > kernels/a.bin; printf 'a\\0b' > kernels/b.bin")
     assert use("Read", file_path="kernels/a.bin") == "kernels/a.bin: a binary file; only text is read."

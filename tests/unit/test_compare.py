@@ -12,7 +12,7 @@ from components.core.files import write_json
 from components.evaluation.compare import Side, compare, open_side, paired_tests
 from components.evaluation.metrics import summarise
 from components.evaluation.results import Evaluation, TaskResult
-from components.judge.verdict import Labels, Ratio, Speedup
+from components.judge.verdict import Labels, Ratio, Speedup, WorkloadFigures
 
 
 def result(index: int, speed: float = 2.0, status: str = "correct") -> TaskResult:
@@ -163,6 +163,10 @@ def test_runs_are_found_by_the_beginning_of_their_id(tmp_path: Path) -> None:
         (tmp_path / "runs" / f"bad{number}" / "run.json").write_text(damage)
         with pytest.raises(UserError, match=r"run\.json: not the record of a run; delete it"):
             open_side(tmp_path, f"bad{number}")
+    for damage in ("{", "[1]"):
+        (tmp_path / "runs" / "abc1" / "settings.json").write_text(damage)
+        with pytest.raises(UserError, match=r"abc1/settings\.json: damaged"):
+            open_side(tmp_path, "abc1")
     for name, says in {
         "abc": "2 begin with it",
         "z": "no such finished run",
@@ -184,3 +188,11 @@ def test_tasks_in_another_dtype_are_not_compared() -> None:
     cast = other.evaluation.model_copy(update={"dtype": "bfloat16"})
     with pytest.raises(UserError, match=r"b: its tasks were cast to bfloat16.*evaluation\.dtype"):
         compare(one, other.model_copy(update={"evaluation": cast}))
+
+
+def test_a_solution_that_is_slower_on_one_workload_is_not_called_faster() -> None:
+    slow = WorkloadFigures(call="get_inputs(1)", speedup=result(0, 0.5).speedup)
+    before = [result(index, 0.9) for index in range(8)]
+    after = [result(index).model_copy(update={"workloads": (slow,)}) for index in range(8)]
+    assert p_values(before, [result(index) for index in range(8)])["faster than eager"] < 0.05
+    assert p_values(before, after)["faster than eager"] == 1

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from components.core import files
-from components.core.files import atomic_folder
+from components.core.files import atomic_folder, remove_tree
 
 
 def replace(path: Path) -> None:
@@ -37,3 +37,9 @@ def test_a_folder_is_replaced_on_a_file_system_that_cannot_exchange(
 ) -> None:
     monkeypatch.setattr(files, "libc", SimpleNamespace(renameat2=lambda *_: -1))
     replace(tmp_path / "folder")
+
+
+def test_a_link_that_leads_nowhere_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    remove_tree(tmp_path / "link")
+    assert not os.path.lexists(tmp_path / "link")

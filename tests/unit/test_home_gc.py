@@ -61,6 +61,11 @@ def test_an_old_night_keeps_the_stage_that_it_left_unfinished_until_a_night_cont
     aged(tmp_path, 41)
     write_json(tmp_path / "runs" / KEYS["young"] / "run.json", {"night": {"continues": None}})
     assert f"stages/{left.name}" not in found(tmp_path)
+    (tmp_path / "runs" / KEYS["champion"]).mkdir(exist_ok=True)
+    (tmp_path / "runs" / KEYS["champion"] / "run.json").write_text(
+        "{"
+    )  # a damaged record is another's affair
+    assert f"stages/{left.name}" not in found(tmp_path)
     record = {"night": {"continues": {"run_id": KEYS["old"]}}}
     write_json(tmp_path / "runs" / KEYS["young"] / "run.json", record)
     assert found(tmp_path)[f"stages/{left.name}"] == "no kept run uses it"

@@ -14,6 +14,7 @@ from components.core.files import write_json
 from components.evaluation.metrics import by_level, summarise
 from components.evaluation.report import load_report_data, write_report
 from components.evaluation.results import Attempt, Evaluation, Measurement, TaskResult
+from components.evaluation.tables import figure
 from components.judge.verdict import Ratio, Seconds, Speedup, Status, Verdict, milestone
 
 EVIL = (
@@ -256,3 +257,9 @@ def test_a_run_without_figures_leaves_pictures_out_but_a_missing_evaluation_is_r
     (tmp_path / "metrics.json").write_text('{"admitted": 3')
     with pytest.raises(UserError, match=r"metrics\.json: damaged .* build the data set again"):
         load_report_data(tmp_path, {}, None, tmp_path, [], {})
+
+
+def test_the_figures_of_gates_have_the_units_of_their_figure() -> None:
+    names = ("start.faster_rate.eager", "change.pass_rate", "attempts_pass_rate", "start.geomean.compile")
+    assert [figure(0.25, name) for name in names] == ["25.0%", "25.0%", "25.0%", "0.25×"]
+    assert figure(0.25, "start.attempts_mean_reward") == "0.25"

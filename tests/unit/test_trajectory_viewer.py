@@ -9,7 +9,7 @@ from agent_fixtures import MEASURE, TASK, ScriptedPool, ScriptedSampler, call, p
 
 from components.agent import trajectory_viewer
 from components.agent.episode import RolloutRequest, run_episodes
-from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories, updates_of
+from components.agent.trajectory import ToolCall, Trajectory, load_trajectories, save_trajectories, updates_of
 from components.core.errors import UserError
 
 TOKENIZER = tokenizer()
@@ -102,3 +102,16 @@ def test_a_stages_folder_is_all_of_its_steps_in_order(trajectory: Trajectory, tm
 @pytest.mark.parametrize(("version", "updates"), [("0123+3", 3), ("a+b+12", 12), ("0123", 0), ("0123+", 0)])
 def test_a_version_names_its_updates_after_the_plus_sign(version: str, updates: int) -> None:
     assert updates_of(version) == updates
+
+
+def test_an_edit_after_a_write_without_a_final_newline_is_followed() -> None:
+    written = ToolCall(name="Write", arguments={"content": "int a;"}, observation="Written model_new.py.")
+    edited = ToolCall(
+        name="Edit",
+        arguments={"old_string": "a;\n", "new_string": "b;\n"},
+        observation="Edited model_new.py.",
+    )
+    files: dict[str, str] = {}
+    for made in (written, edited):
+        list(trajectory_viewer._change(made, files))
+    assert files == {"model_new.py": "int b;\n"}
