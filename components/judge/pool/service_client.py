@@ -34,7 +34,8 @@ CONNECT_SECONDS = 5.0
 MOST_MEASUREMENTS = 1_000_000
 # HTTP statuses of jobs that failed because of the task's own source, and because of the judge.
 TASK_FAILED, JUDGE_FAILED = 422, 503
-# HTTP statuses of a service that is busy or restarts, after which a request is repeated.
+# HTTP statuses of a service that is busy or restarts, after which a request is repeated. It is also repeated
+# after 503 with Retry-After; without this header, the judge has failed.
 UNAVAILABLE = (429, 502, 504)
 
 
@@ -189,8 +190,9 @@ class ServiceClient:
                 time.sleep(RETRY_SECONDS)
                 continue
             silent_since = None
-            if answer.status_code in UNAVAILABLE:
-                time.sleep(float(answer.headers.get("Retry-After", RETRY_SECONDS)))
+            after = answer.headers.get("Retry-After", "")
+            if answer.status_code in UNAVAILABLE or (answer.status_code == JUDGE_FAILED and after):
+                time.sleep(float(after) if after.isdecimal() else RETRY_SECONDS)  # it may be a date
                 continue
             # The answer to a refused request has no state.
             job = _json(answer)
