@@ -1,5 +1,6 @@
 """Clients of the judge's service wait for a busy one, and name a server that is no judge."""
 
+import asyncio
 import contextlib
 import json
 import threading
@@ -122,3 +123,26 @@ def test_the_socket_of_another_server_is_not_taken_for_a_judges(
     with pytest.raises(UserError, match=r"other sources \(None\)"):
         connect(PARAMS, tmp_path)
     assert client.is_closed
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx.Response(200, text="<html>"),
+        httpx.Response(502, content=b"\xff"),
+        httpx.Response(404, json={"detail": "Not Found"}),
+        httpx.Response(500, json=["error"]),
+    ],
+)
+def test_a_coding_agent_is_told_that_no_judge_answers(answer: httpx.Response) -> None:
+    pytest.importorskip("mcp", reason="the extra serve is not installed")
+    from mcp.server.mcpserver.exceptions import ToolError
+
+    from components.service.mcp_server import make_mcp_server
+
+    other = httpx.MockTransport(lambda request: answer)
+    tools = make_mcp_server(httpx.AsyncClient(transport=other, base_url="http://other"))
+    with pytest.raises(
+        ToolError, match=r"no judge answers at http://other \(.+\); start one: cuda-agent serve"
+    ):
+        asyncio.run(tools.call_tool("tasks", {}))
