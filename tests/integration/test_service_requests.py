@@ -134,7 +134,11 @@ def test_paths_of_requests_do_not_climb(client: TestClient) -> None:
 
 
 def test_a_redirected_web_page_cannot_use_a_service_without_tokens(client: TestClient) -> None:
-    assert client.get("/health", headers={"Host": "evil.example"}).status_code == 400
+    for path in ("/health", "/openapi.json", "/nope"):
+        for host in ("evil.example", "evil.example:8470", "127.0.0.1.evil.example", "", "a, 127.0.0.1"):
+            answer = client.get(path, headers={"Host": host})
+            assert answer.status_code == 400 and answer.json()["error"].startswith("Host: "), host
+    assert client.get("/health", headers={"Host": "LOCALHOST:8470"}).status_code == 200
     for kind in ({}, {"Content-Type": "text/plain"}):  # what a page may send to another address unasked
         answer = client.post("/v1/judgements", content=json.dumps(body("a")).encode(), headers=kind)
         assert answer.status_code == 422
