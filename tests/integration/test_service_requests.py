@@ -361,7 +361,7 @@ def test_no_wording_of_a_request_measures_an_equal_candidate_more_often(
 
 
 def test_only_the_account_of_the_service_chooses_all_parameters(tmp_path: Path, judges: TextJudges) -> None:
-    sandbox = PARAMS.sandbox.model_copy(update={"rounds": 7})
+    sandbox = PARAMS.sandbox.model_copy(update={"rounds": 7, "attempts": PARAMS.sandbox.attempts + 1})
     params = PARAMS.model_copy(update={"sandbox": sandbox}).model_dump(mode="json")
     named_alike = OWNER.model_copy()
     with service(tmp_path, judges) as jobs:
@@ -373,6 +373,10 @@ def test_only_the_account_of_the_service_chooses_all_parameters(tmp_path: Path, 
         assert usual.id != other.id and other.measurements == 1
         wait_until_idle(jobs)
         assert judges.settings == {5, 7}
+        judges.measured.clear()
+        jobs.submit(OWNER, request("fail", params=params))
+        wait_until_idle(jobs)
+        assert len(judges.measured) == sandbox.attempts
 
 
 def test_the_account_of_the_service_may_use_all_workers(tmp_path: Path, judges: TextJudges) -> None:
