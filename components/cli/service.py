@@ -154,11 +154,7 @@ def list_tokens(file: File = DEFAULT) -> Output:
 @with_common_options()
 def revoke(name: Name, file: File = DEFAULT) -> Output:
     """Remove the token of a caller; a running service refuses it from then on."""
-    from components.service.tokens import read_tokens, write_tokens
+    from components.service.tokens import revoke_token
 
-    tokens = read_tokens(file)
-    kept = [token for token in tokens if token.name != name]
-    if len(kept) == len(tokens):
-        raise UserError(f"{file}: no token named {name}; cuda-agent token list shows all.")
-    write_tokens(file, kept)
+    revoke_token(file, name)
     return Output({"revoked": name})

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -188,6 +189,19 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         sync(path.parent)
     finally:
         remove_tree(temporary)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait until the lock of the file `path` is free, and hold it exclusively while the `with` block runs.
+
+    The file is made if it does not exist, with its folder. If a process is killed, the operating system
+    releases its lock at once.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def write_json(path: Path, value: Any) -> None:

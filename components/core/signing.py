@@ -7,7 +7,6 @@ there is none.
 """
 
 import base64
-import fcntl
 import getpass
 import hashlib
 import os
@@ -21,7 +20,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from components.core.errors import UserError
-from components.core.files import atomic_write, digest_json
+from components.core.files import atomic_write, digest_json, locked
 from components.core.params import Registry
 
 KEY, TRUSTED = "signing_key", "trusted_keys"
@@ -158,8 +157,7 @@ class Signer:
         keys.
         """
         self.key.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with (self.key.parent / "lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self.key.parent / "lock"):
             if not self.key.exists():
                 text = Ed25519PrivateKey.generate().private_bytes(
                     serialization.Encoding.PEM,

@@ -111,23 +111,26 @@ class BaselineCache:
         Raises TaskError if the baseline fails or one of its outputs is wrong.
         """
         with self.lock:
-            if baseline not in self.runners:
+            if (runner := self.runners.get(baseline)) is None:
                 limit = BASELINE_LIMITS * self.reference.params.sandbox.run_seconds
-                self.runners[baseline] = start_baseline(self.reference, baseline, warm_up_seconds=limit)
-            return self.runners[baseline]
+                runner = start_baseline(self.reference, baseline, warm_up_seconds=limit)
+                self.runners[baseline] = runner
+            return runner
 
     def drop(self, baseline: Baseline) -> None:
         """End the runner (sandboxed process) of `baseline`, if there is one.
 
-        The next call of `get` for this baseline starts another runner.
+        The next call of `get` for this baseline starts another runner. The lock is not taken, because the
+        thread that holds it may be starting a runner, which on cuda is paused while the caller measures.
         """
-        if baseline in self.runners:
-            self.runners.pop(baseline).close()
+        if (runner := self.runners.pop(baseline, None)) is not None:
+            runner.close()
 
     def drop_runner(self, runner: TimedRunner) -> None:
         """End `runner`, the sandboxed process of a baseline, and remove it from the cache."""
-        for baseline in [baseline for baseline, known in self.runners.items() if known is runner]:
-            self.drop(baseline)
+        for baseline, known in list(self.runners.items()):
+            if known is runner:
+                self.drop(baseline)
 
     def close(self) -> None:
         for baseline in list(self.runners):

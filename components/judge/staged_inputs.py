@@ -53,18 +53,22 @@ class StagedInputs:
         """Write inputs that no earlier call had for the calls of round `number`, and return this object.
 
         A round is a series of timed calls, here of `calls` calls. Its number, which begins at 0, determines
-        the input distribution of one of them (`InputBank.fresh`). Raises TaskError if the task's `get_inputs`
-        fails, or if it draws inputs of earlier calls `MAX_DRAWS` times in a row.
+        the input distribution of one of them (`InputBank.fresh`). If this call's inputs are those of an
+        earlier call, they are drawn again, at first from the same distribution and then from `given`. Raises
+        TaskError if the task's `get_inputs` fails, or if it draws inputs of earlier calls `MAX_DRAWS` times
+        in a row.
         """
         self.hold(self.reference.inputs.fresh(calls, number))
         for index, views in enumerate(self.views[:calls]):
-            for _ in range(MAX_DRAWS):
+            for attempt in range(MAX_DRAWS):
                 memory = self.memory[index * self.stride :][: self.stride]
                 drawn = self.mixes[index].seed is not None
                 found = fingerprint(memory, None if drawn else SAMPLED_WORDS)
                 if found not in self.fingerprints:
                     break
-                self.mixes[index] = self.reference.inputs.fresh(1)[0]
+                # A distribution that rounds may have no other value of a small input, and is then given up.
+                kept = self.mixes[index].distribution if attempt < MAX_DRAWS // 2 else "given"
+                self.mixes[index] = self.reference.inputs.fresh(1)[0]._replace(distribution=kept)
                 self.reference.write_inputs(self.mixes[index], views)
             else:
                 raise TaskError(

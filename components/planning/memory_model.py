@@ -117,6 +117,11 @@ def roles_of(params: Params, shapes: ModelShapes) -> Roles:
     )
 
 
+def value_bytes(engine: Engine) -> float:
+    """Return the bytes of one value in the precision `engine.dtype` of trainers and vLLM servers."""
+    return 2.0 if engine.dtype == "bfloat16" else 4.0
+
+
 def rank_memory(
     shapes: ModelShapes, engine: Engine, roles: Roles, *, ranks: float, tokens: float, row: float
 ) -> RankMemory:
@@ -125,7 +130,7 @@ def rank_memory(
     `tokens` is the number of tokens of the longest forward pass, which `engine.sequence_parallel` ranks
     share, and `row` that of the longest trajectory. `roles` says which networks there are besides the actor.
     """
-    size = 2.0 if engine.dtype == "bfloat16" else 4.0
+    size = value_bytes(engine)
     # Under ZeRO 0 in float32, the weights themselves are updated and there is no master copy.
     master = 0.0 if engine.zero_stage == 0 and engine.dtype == "float32" else MASTER_BYTES
     weights_ranks = ranks if engine.zero_stage >= 3 else 1.0

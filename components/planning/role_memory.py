@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from components.core.errors import UserError
 from components.core.params import Params
-from components.planning.memory_model import rank_memory, roles_of
+from components.planning.memory_model import rank_memory, roles_of, value_bytes
 from components.planning.model_shapes import ModelShapes, policy_shapes
 
 # Memory in bytes of the GPUs that `pool.gpu` names, from their datasheets: H20, H100 SXM, H200.
@@ -77,7 +77,7 @@ def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
     tokens = max(engine.tokens_per_microbatch, policy.context)
     roles = roles_of(params, shapes)
     memory = rank_memory(shapes, engine, roles, ranks=ranks, tokens=tokens, row=policy.context)
-    weights = (2.0 if engine.dtype == "bfloat16" else 4.0) * shapes.parameters
+    weights = value_bytes(engine) * shapes.parameters
     awake, asleep, host = 0.0, 0.0, 0.0
     if policy.backend == "transformers" and engine.zero_stage == 3:
         awake = asleep = weights
@@ -101,8 +101,9 @@ def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
 
 
 def _context_bytes(params: Params, shapes: ModelShapes) -> float:
-    """Return the bytes of keys and values, in bfloat16, of one sequence that fills the context window."""
-    return 4.0 * shapes.layers * shapes.kv_heads * shapes.head_dim * params.policy.context
+    """Return the bytes of the keys and values of one sequence that fills the context window."""
+    values = 2 * shapes.layers * shapes.kv_heads * shapes.head_dim * params.policy.context
+    return value_bytes(params.engine) * values
 
 
 def _sampler_bytes(params: Params) -> float:
@@ -113,11 +114,11 @@ def _sampler_bytes(params: Params) -> float:
 def tensor_parallel(params: Params, shapes: ModelShapes) -> int | None:
     """Return the least power of 2 of GPUs on which one vLLM server holds the weights and one full context.
 
-    The weights are in bfloat16, and a full context is the keys and values of a sequence that fills the
-    context window. Returns None if MOST_TENSOR_PARALLEL GPUs are too few.
+    A full context is the keys and values of a sequence that fills the context window. They and the weights
+    have the precision `engine.dtype`. Returns None if MOST_TENSOR_PARALLEL GPUs are too few.
     """
     each = _sampler_bytes(params) - VLLM_WORKING_BYTES
-    needed = 2.0 * shapes.parameters + _context_bytes(params, shapes)
+    needed = value_bytes(params.engine) * shapes.parameters + _context_bytes(params, shapes)
     gpus = 1
     while gpus * each < needed:
         gpus *= 2
@@ -129,7 +130,7 @@ def tensor_parallel(params: Params, shapes: ModelShapes) -> int | None:
 def _sampler(params: Params, shapes: ModelShapes) -> RoleMemory:
     gpus = max(1, params.pool.samplers)
     group = min(tensor_parallel(params, shapes) or gpus, gpus)
-    weights = 2.0 * shapes.parameters / group
+    weights = value_bytes(params.engine) * shapes.parameters / group
     cache = max(0.0, _sampler_bytes(params) - weights - VLLM_WORKING_BYTES)
     contexts = gpus // group * int(group * cache // _context_bytes(params, shapes))
     return RoleMemory(
@@ -173,8 +174,8 @@ def refusal(params: Params, shapes: ModelShapes) -> str:
     return (
         f"{'pool.samplers' if pool.samplers else 'policy.gpu_memory_share'}: vLLM on {gpus} GPUs of "
         f"{size / 1e9:,.0f} GB does not hold the weights of {shapes.name} "
-        f"({2 * shapes.parameters / 1e9:,.0f} GB) and one context of {params.policy.context:,} tokens "
-        f"({_context_bytes(params, shapes) / 1e9:,.0f} GB); {mend}."
+        f"({value_bytes(engine) * shapes.parameters / 1e9:,.0f} GB) and one context of "
+        f"{params.policy.context:,} tokens ({_context_bytes(params, shapes) / 1e9:,.0f} GB); {mend}."
     )
 
 

@@ -5,7 +5,6 @@ manifest.json, which has the digests of all other files.
 """
 
 import contextlib
-import fcntl
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from components.core.files import (
     digest_file,
     digest_json,
     digest_tree,
+    locked,
     read_json,
     write_json,
 )
@@ -125,9 +125,7 @@ def adopted(source: Path, parent: Path) -> Path:
     no chat template.
     """
     folder = parent / source_digest(source)[:12]
-    parent.mkdir(parents=True, exist_ok=True)
-    with (parent / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(parent / "lock"):
         if not (folder / MANIFEST).is_file():
             adopt(source, folder)
     return folder

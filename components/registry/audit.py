@@ -12,9 +12,8 @@ process is killed in between, the next process that takes the lock completes the
 """
 
 import contextlib
-import fcntl
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from components.core.errors import UserError
-from components.core.files import digest_json, read_json, write_json
+from components.core.files import digest_json, locked, read_json, write_json
 from components.core.params import Registry
 from components.core.records import FrozenModel
 from components.core.signing import Signer
@@ -130,16 +129,9 @@ class AuditChain:
             ) from error
         return cls(folder, registry.model, Signer(registry))
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Wait until the lock of the chain is free, and hold it exclusively while the `with` block runs.
-
-        If a process is killed, the operating system releases its lock at once.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that holds the lock of the chain exclusively, after waiting until it is free."""
+        return locked(self.folder / "lock")
 
     def append(
         self, action: Action, version: str, aliases: dict[str, str], who: str, **rest: Any

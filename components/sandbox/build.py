@@ -390,7 +390,7 @@ class Builder:
                 stderr=files[1],
                 env=environment,
                 pass_fds=pass_fds,
-                start_new_session=True,  # a signal to this process's group is not for the compiler
+                start_new_session=True,  # the compiler's programs are killed with it, and not by a Ctrl-C
             )
             code = wait_for_exit(process, self.sandbox.build_seconds)
             out, errors = (

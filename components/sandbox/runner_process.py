@@ -98,8 +98,8 @@ def charged_seconds(elapsed: float, requested: float) -> float:
 def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
     """Wait for `process` and return its exit status.
 
-    After `seconds`, in which time of a suspended machine does not count, the process is killed and
-    subprocess.TimeoutExpired is raised.
+    The process must lead a process group of its own. After `seconds`, in which time of a suspended machine
+    does not count, all processes of the group are killed and subprocess.TimeoutExpired is raised.
     """
     remaining = seconds
     while True:
@@ -109,7 +109,7 @@ def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
         except subprocess.TimeoutExpired:
             remaining -= charged_seconds(time.monotonic() - start, timeout)
             if remaining <= 0:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 raise subprocess.TimeoutExpired(process.args, seconds) from None
 

@@ -16,8 +16,8 @@ from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from components.core import telemetry
@@ -62,7 +62,7 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
     )
     app.add_middleware(BodyLimit)
     if isinstance(callers, Token):
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=LOOPBACK_HOSTS)
+        app.add_middleware(for_own_hosts)
     _add_error_handlers(app)
     bearer = HTTPBearer(auto_error=False, description="made by cuda-agent token create")
 
@@ -204,6 +204,20 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
         return answer(500, "the service failed; its log says why.")
+
+
+def for_own_hosts(app: ASGIApp) -> ASGIApp:
+    """Return ASGI middleware around `app` that answers 400 if the Host is none of LOOPBACK_HOSTS."""
+    text = "Host: without tokens only 127.0.0.1 and localhost are served; use one of these as the address."
+    refusal = JSONResponse({"error": text}, 400)
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        is_own = scope["type"] == "lifespan" or (
+            Headers(scope=scope).get("host", "").lower().partition(":")[0] in LOOPBACK_HOSTS
+        )
+        await (app if is_own else refusal)(scope, receive, send)
+
+    return answer
 
 
 class BodyLimit:

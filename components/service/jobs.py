@@ -380,9 +380,10 @@ class JobService:
                 write_json(path, asdict(admission))
             else:
                 body = JudgementBody.model_validate_json(job.body)
-                with self.judges.using(body.settings(self.params)) as judge:
+                params = body.settings(self.params)
+                with self.judges.using(params) as judge:
                     verdict = judge_with_retries(
-                        self.params,
+                        params,
                         lambda: judge.verdict(
                             KernelTask(code=body.code),
                             body.files,

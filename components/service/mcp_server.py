@@ -63,14 +63,14 @@ def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
     async def ask(method: str, path: str, **options: Any) -> Any:
         try:
             answer = await client.request(method, path, timeout=CALL_SECONDS, **options)
-        except httpx.HTTPError as error:
+            record = answer.json()
+            if answer.is_error:
+                raise ToolError(record["error"])
+            return record
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ToolError(
-                f"no judge answers at {client.base_url} ({error}); start one: cuda-agent serve --http 8470"
+                f"no judge answers at {client.base_url} ({error!r}); start one: cuda-agent serve --http 8470"
             ) from error
-        record = answer.json()
-        if answer.is_error:
-            raise ToolError(record["error"])
-        return record
 
     async def ended(job: dict[str, Any], context: Context[Any, Any]) -> Answer:
         began = time.monotonic()

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
 from components.core.errors import UserError
-from components.core.files import digest_bytes, write_json
+from components.core.files import digest_bytes, locked, write_json
 from components.core.records import Count, FrozenModel
 from components.judge.pool.service_client import MOST_MEASUREMENTS
 from components.service.requests import ServiceError
@@ -79,14 +79,29 @@ def create_token(path: Path, token: Token, days: float | None) -> str:
     """
     if token.name in RESERVED:
         raise UserError(f"{path}: {token.name} names callers without a token; choose another name.")
-    tokens = read_tokens(path) if path.exists() else []
-    if token.name in {other.name for other in tokens}:
-        raise UserError(f"{path}: a token named {token.name} exists; revoke it or choose another name.")
     secret = secrets.token_urlsafe(32)
     expires = datetime.now(UTC) + timedelta(days=days) if days is not None else None
     added = token.model_copy(update={"digest": digest_bytes(secret.encode()), "expires": expires})
-    write_tokens(path, [*tokens, added])
+    with locked(path.with_suffix(".lock")):
+        tokens = read_tokens(path) if path.exists() else []
+        if token.name in {other.name for other in tokens}:
+            raise UserError(f"{path}: a token named {token.name} exists; revoke it or choose another name.")
+        write_tokens(path, [*tokens, added])
     return secret
+
+
+def revoke_token(path: Path, name: str) -> None:
+    """Remove the token of the caller `name` from the token file `path`.
+
+    Raises UserError if there is none, or if the file cannot be read or is damaged.
+    """
+    read_tokens(path)  # so that no lock is made where no token file is
+    with locked(path.with_suffix(".lock")):
+        tokens = read_tokens(path)
+        kept = [token for token in tokens if token.name != name]
+        if len(kept) == len(tokens):
+            raise UserError(f"{path}: no token named {name}; cuda-agent token list shows all.")
+        write_tokens(path, kept)
 
 
 class TokenFile:

@@ -134,7 +134,11 @@ def test_paths_of_requests_do_not_climb(client: TestClient) -> None:
 
 
 def test_a_redirected_web_page_cannot_use_a_service_without_tokens(client: TestClient) -> None:
-    assert client.get("/health", headers={"Host": "evil.example"}).status_code == 400
+    for path in ("/health", "/openapi.json", "/nope"):
+        for host in ("evil.example", "evil.example:8470", "127.0.0.1.evil.example", "", "a, 127.0.0.1"):
+            answer = client.get(path, headers={"Host": host})
+            assert answer.status_code == 400 and answer.json()["error"].startswith("Host: "), host
+    assert client.get("/health", headers={"Host": "LOCALHOST:8470"}).status_code == 200
     for kind in ({}, {"Content-Type": "text/plain"}):  # what a page may send to another address unasked
         answer = client.post("/v1/judgements", content=json.dumps(body("a")).encode(), headers=kind)
         assert answer.status_code == 422
@@ -357,7 +361,7 @@ def test_no_wording_of_a_request_measures_an_equal_candidate_more_often(
 
 
 def test_only_the_account_of_the_service_chooses_all_parameters(tmp_path: Path, judges: TextJudges) -> None:
-    sandbox = PARAMS.sandbox.model_copy(update={"rounds": 7})
+    sandbox = PARAMS.sandbox.model_copy(update={"rounds": 7, "attempts": PARAMS.sandbox.attempts + 1})
     params = PARAMS.model_copy(update={"sandbox": sandbox}).model_dump(mode="json")
     named_alike = OWNER.model_copy()
     with service(tmp_path, judges) as jobs:
@@ -369,6 +373,10 @@ def test_only_the_account_of_the_service_chooses_all_parameters(tmp_path: Path, 
         assert usual.id != other.id and other.measurements == 1
         wait_until_idle(jobs)
         assert judges.settings == {5, 7}
+        judges.measured.clear()
+        jobs.submit(OWNER, request("fail", params=params))
+        wait_until_idle(jobs)
+        assert len(judges.measured) == sandbox.attempts
 
 
 def test_the_account_of_the_service_may_use_all_workers(tmp_path: Path, judges: TextJudges) -> None:

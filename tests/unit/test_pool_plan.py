@@ -113,6 +113,15 @@ def test_planned_memory_is_that_counted_from_the_modules_within_a_tenth(
     assert sampler.total == pytest.approx(0.9 * 96e9)
 
 
+def test_a_server_in_float32_holds_half_as_many_values() -> None:
+    params, shapes = resolve("hf", ("engine.dtype=float32",)).params, public_shapes("Qwen3-8B")
+    sampler = memory_of_roles(params, shapes)["samplers"]
+    assert sampler.parts["weights"] == pytest.approx(4 * shapes.parameters)
+    token_bytes = 2 * 4 * shapes.layers * shapes.kv_heads * shapes.head_dim
+    contexts = int(sampler.parts["cache"] // (token_bytes * params.policy.context))
+    assert sampler.holds == f"{contexts * sampler.gpus} full contexts in servers of 1 GPUs"
+
+
 @pytest.mark.parametrize(
     ("model", "sets", "sentence"),
     [
@@ -131,6 +140,11 @@ def test_planned_memory_is_that_counted_from_the_modules_within_a_tenth(
             "Qwen3-32B",
             ("pool.trainers=64", "pool.samplers=1"),
             r"^pool\.samplers: vLLM on 1 GPUs .* \(66 GB\) .*; set pool\.samplers to 2\.$",
+        ),
+        (
+            "Qwen3-32B",
+            ("pool.trainers=128", "engine.sequence_parallel=2", "pool.samplers=2", "engine.dtype=float32"),
+            r"^pool\.samplers: .* \(131 GB\) .* of 32,768 tokens \(17 GB\); set pool\.samplers to 4\.$",
         ),
         (
             "Qwen3-8B",

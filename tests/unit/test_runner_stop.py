@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from components.sandbox.runner_process import Runner
+from components.sandbox.runner_process import Runner, wait_for_exit
 
 # Threads that compute in parallel, since hashing does not hold the interpreter's lock.
 BUSY = """
@@ -90,3 +92,16 @@ def test_processes_that_a_runner_started_go_on_with_it() -> None:
         assert orphan.status() == psutil.STATUS_STOPPED
         runner.resume()
         assert orphan.status() != psutil.STATUS_STOPPED
+
+
+def test_a_process_that_takes_too_long_leaves_none_that_it_started() -> None:
+    command = ["/bin/sh", "-c", "sleep 600 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        with pytest.raises(subprocess.TimeoutExpired):
+            wait_for_exit(process, 0.1)
+        has_ended = select.select([process.stdout], [], [], 10)[0]  # nobody can write to it
+        if not has_ended:
+            os.kill(child, signal.SIGKILL)
+    assert has_ended

@@ -34,7 +34,8 @@ CONNECT_SECONDS = 5.0
 MOST_MEASUREMENTS = 1_000_000
 # HTTP statuses of jobs that failed because of the task's own source, and because of the judge.
 TASK_FAILED, JUDGE_FAILED = 422, 503
-# HTTP statuses of a service that is busy or restarts, after which a request is repeated.
+# HTTP statuses of a service that is busy or restarts, after which a request is repeated. It is also repeated
+# after 503 with Retry-After; without this header, the judge has failed.
 UNAVAILABLE = (429, 502, 504)
 
 
@@ -50,24 +51,25 @@ class ServiceClient:
 
     def __init__(self, params: Params, *, socket: Path | None = None):
         self.params = params
-        self.resources = contextlib.ExitStack()
         self.is_local = socket is not None
         self.address = params.pool.service if socket is None else "http://localhost"
         headers, transport = dict[str, str](), None
-        if socket is not None:
-            transport = httpx.HTTPTransport(uds=socket_address(socket, self.resources))
-        elif params.pool.service_token:
-            headers = token_headers(params.pool.service_token, "pool.service_token")
-        self.client = self.resources.enter_context(
-            httpx.Client(
-                transport=transport,
-                base_url=self.address,
-                headers=headers,
-                timeout=WAIT_SECONDS + TRANSFER_SECONDS,
+        with contextlib.ExitStack() as resources:
+            if socket is not None:
+                transport = httpx.HTTPTransport(uds=socket_address(socket, resources))
+            elif params.pool.service_token:
+                headers = token_headers(params.pool.service_token, "pool.service_token")
+            self.client = resources.enter_context(
+                httpx.Client(
+                    transport=transport,
+                    base_url=self.address,
+                    headers=headers,
+                    timeout=WAIT_SECONDS + TRANSFER_SECONDS,
+                )
             )
-        )
-        if not self.is_local:
-            self._check_settings()
+            if not self.is_local:
+                self._check_settings()
+            self.resources = resources.pop_all()
 
     def _check_settings(self) -> None:
         try:
@@ -79,11 +81,13 @@ class ServiceClient:
             ) from error
         if answer.status_code != 200:
             raise UserError(f"pool.service: {self.address} refused: {_error(answer)}")
-        if answer.json()["protocol"] != protocol_digest(self.params):
-            own, there = (
-                result_values(self.params, ("device", "precision", "sandbox")),
-                answer.json()["settings"],
+        settings = _json(answer)
+        if not {"protocol", "settings"} <= settings.keys():
+            raise UserError(
+                f"pool.service: {self.address} is no judge; give the address of a cuda-agent serve --http."
             )
+        if settings["protocol"] != protocol_digest(self.params):
+            own, there = result_values(self.params, ("device", "precision", "sandbox")), settings["settings"]
             names = [name for name in sorted(own) if own[name] != there.get(name)]
             values = ", ".join(f"{name} is {there.get(name)} there and {own[name]} here" for name in names)
             raise UserError(
@@ -180,8 +184,8 @@ class ServiceClient:
         while True:
             try:
                 answer = self.client.post(path, params={"wait": wait}, json=request)
-                if answer.status_code == 202 and report is not ignore:
-                    answer = self._follow(answer.json()["id"], report)
+                if answer.status_code == 202 and report is not ignore and (job_id := _json(answer).get("id")):
+                    answer = self._follow(job_id, report)
             except httpx.HTTPError as error:
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > RESTART_SECONDS:
@@ -189,8 +193,9 @@ class ServiceClient:
                 time.sleep(RETRY_SECONDS)
                 continue
             silent_since = None
-            if answer.status_code in UNAVAILABLE:
-                time.sleep(float(answer.headers.get("Retry-After", RETRY_SECONDS)))
+            after = answer.headers.get("Retry-After", "")
+            if answer.status_code in UNAVAILABLE or (answer.status_code == JUDGE_FAILED and after):
+                time.sleep(float(after) if after.isdecimal() else RETRY_SECONDS)  # it may be a date
                 continue
             # The answer to a refused request has no state.
             job = _json(answer)
@@ -198,7 +203,7 @@ class ServiceClient:
                 job.get("state") == "failed" and answer.status_code in (TASK_FAILED, JUDGE_FAILED)
             ):
                 return job | {"status": answer.status_code}
-            if answer.status_code not in (200, 202):
+            if answer.status_code not in (200, 202) or "state" not in job:
                 text = _error(answer) if self.is_local else f"pool.service: {self.address}: {_error(answer)}"
                 raise InfrastructureError(text) if answer.status_code == JUDGE_FAILED else UserError(text)
 
@@ -269,11 +274,11 @@ def connect(params: Params, folder: Path) -> ServiceClient | None:
     try:
         # A busy server may answer late, and a second judge would disturb its measurements.
         limits = httpx.Timeout(WAIT_SECONDS + TRANSFER_SECONDS, connect=CONNECT_SECONDS)
-        version = client.client.get("/health", timeout=limits).raise_for_status().json()["version"]
+        answer = client.client.get("/health", timeout=limits).raise_for_status()
     except httpx.HTTPError:
         client.close()
         return None
-    if version != VERSION:
+    if (version := _json(answer).get("version")) != VERSION:
         client.close()
         raise UserError(
             f"{path}: the running judge has other sources ({version}) than this command ({VERSION}); end it "
@@ -291,4 +296,4 @@ def _json(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _error(answer: httpx.Response) -> str:
-    return str(_json(answer).get("error", f"HTTP status {answer.status_code}"))
+    return str(_json(answer).get("error", f"HTTP status {answer.status_code}, which no judge has sent"))

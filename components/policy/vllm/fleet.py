@@ -64,7 +64,9 @@ class Fleet:
         that is too old.
         """
         self.context, self.patience, self.loyal = context, patience, loyal
-        self.retries = self.moves = 0
+        # Since the last call of `figures`: repeated requests, moves of sessions to another server, and tokens
+        # that were looked up (`Load.prefix_queries`) and found in the caches of all servers.
+        self.retries = self.moves = self.queries = self.hits = 0
         # Sessions that have been assigned to a server.
         self.seen: set[str] = set()
         self.loop = asyncio.new_event_loop()
@@ -86,8 +88,6 @@ class Fleet:
                 "; ".join(map(str, faults)),
             )
         self.reading: asyncio.Task[None] | None = None
-        # Sums of `Load.prefix_queries` and `Load.prefix_hits` of all servers at the last call of `figures`.
-        self.queries = self.hits = 0
 
     def all(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]]) -> list[T]:
         """Return the results of `call` for all of `replicas`, in their order; the calls run concurrently.
@@ -147,19 +147,16 @@ class Fleet:
         that moved to another server (`sampler_moves`).
         """
         loads = [replica.load for replica in self.replicas if replica.load is not None]
-        queries = sum(load.prefix_queries for load in loads)
-        hits = sum(load.prefix_hits for load in loads)
         found = {
             "samplers_up": float(sum(replica.is_usable() for replica in self.replicas)),
             "sampler_running": float(sum(load.running for load in loads)),
             "sampler_waiting": float(sum(load.waiting for load in loads)),
             "sampler_cache_usage": sum(load.cache_usage for load in loads) / max(1, len(loads)),
-            "sampler_prefix_hits": (hits - self.hits) / max(1, queries - self.queries),
+            "sampler_prefix_hits": self.hits / max(1, self.queries),
             "sampler_retries": float(self.retries),
             "sampler_moves": float(self.moves),
         }
-        self.queries, self.hits = queries, hits
-        self.retries = self.moves = 0
+        self.retries = self.moves = self.queries = self.hits = 0
         return found
 
     async def _open(self, replica: Replica) -> ServerUnavailable | None:
@@ -170,7 +167,7 @@ class Fleet:
         """
         try:
             await replica.server.open()
-            replica.read(await replica.server.load(), self.context)
+            await self._read(replica)
         except ServerUnavailable as error:
             replica.outdated = True  # Its weights are unknown until a push.
             replica.doubt(True)
@@ -325,7 +322,20 @@ class Fleet:
             await self._examine(replica, time.monotonic())
         elif not replica.outdated:
             try:
-                replica.read(await replica.server.load(), self.context)
+                await self._read(replica)
             except ServerUnavailable as error:
                 if error.status == 0:
                     await self._examine(replica, time.monotonic())
+
+    async def _read(self, replica: Replica) -> None:
+        """Read the load of a server. Raises ServerUnavailable if it does not answer."""
+        before, load = replica.load, await replica.server.load()
+        # The counts of a server that was restarted begin at 0.
+        if (
+            before is not None
+            and load.prefix_queries >= before.prefix_queries
+            and load.prefix_hits >= before.prefix_hits
+        ):
+            self.queries += load.prefix_queries - before.prefix_queries
+            self.hits += load.prefix_hits - before.prefix_hits
+        replica.read(load, self.context)

@@ -32,7 +32,8 @@ BLOCK = re.compile(rf"^```[^\n`]*\n(?:(?:#|//)[ \t]*({PATH})[ \t]*\n)?(.*?)^```"
 WAIT_SECONDS, RESTART_SECONDS, RETRY_SECONDS = 50, 60.0, 1.0
 # Requests to the service at a time.
 CONCURRENT = 64
-# HTTP statuses of a service that is busy or restarts, after which a request is repeated.
+# HTTP statuses of a service that is busy or restarts, after which a request is repeated. It is also repeated
+# after 503 with Retry-After; without this header, the judge has failed.
 UNAVAILABLE = (429, 502, 504)
 
 
@@ -70,9 +71,10 @@ def ask(path: str, request: dict[str, Any] | None = None) -> Any:
                 if reply.status == 200:
                     return json.load(reply)
         except urllib.error.HTTPError as error:
-            if error.code not in UNAVAILABLE:
+            after = error.headers.get("Retry-After", "")
+            if error.code not in UNAVAILABLE and not (error.code == 503 and after):
                 raise JudgeFailed(f"{address}: {error.read(2000).decode(errors='replace')}") from error
-            time.sleep(float(error.headers.get("Retry-After", RETRY_SECONDS)))
+            time.sleep(float(after) if after.isdecimal() else RETRY_SECONDS)  # it may be a date
         except OSError as error:
             if time.monotonic() - silent_since > RESTART_SECONDS:
                 raise JudgeFailed(f"{address} does not answer: {error}") from error
