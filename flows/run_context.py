@@ -136,9 +136,9 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     The home is the folder of all runs. If `rerun_from` names a stage, a new request is made that this stage
     and all later stages run again. It is stored in redo.json in the home, so if the rerun is killed, the same
     command continues it, with or without `--from`. As long as a rerun from this stage is unfinished, no new
-    request is made. If `rerun_from` is "" and the time budget ended the training of the run, the run that
-    continues its stages is returned. Raises UserError if `rerun_from` is not a stage of the run, or if
-    nothing was run in the home yet.
+    request is made. If `rerun_from` is "" and the time budget ended the training of the run, another run
+    with the same parameters, which continues the unfinished stage, is returned. If `rerun_from` is not "",
+    UserError is raised if it is not a stage of the run, or if nothing was run in the home yet.
     """
     first = PipelineRun(resolved)
     file = first.home / "redo.json"

@@ -214,10 +214,10 @@ def _balanced(kernel: str) -> bool:
 def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) -> tuple[str, bool]:
     """Return a kernel with a random schedule for a composed task, and whether it is right.
 
-    A composed task is a chain of operators in a fixed layout, and a schedule is a choice of how the kernel
-    computes. `write_kernel` writes the kernel of a chain of core operators (operator_chain.py) if its inputs
-    have two dimensions, the second of which is one of COLS, or if `read_program` cannot read it.
-    `write_program` writes the kernel of another task. The kernel is made wrong with the probability
+    `code` is the source text of the composed task, a chain of operators that is written in the project's fixed
+    form. A schedule is a choice of how the kernel computes. `write_kernel` writes the kernel of a chain of
+    core operators (operator_chain.py) on inputs of two dimensions with one of the usual row lengths, and
+    `write_program` the kernel of any other task that can be read as loop nests. The kernel is made wrong with the probability
     `wrong_share`. Raises ValueError if `code` is no composed task.
     """
     chain, program = read_chain(code), read_program(code)

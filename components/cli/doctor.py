@@ -219,9 +219,9 @@ def pool(params: Params) -> str:
 def samplers(params: Params) -> str:
     """Return a sentence on the vLLM servers that sample trajectories.
 
-    If policy.servers names servers, it says how many answer a request within two seconds, and otherwise which
-    vLLM a run starts. Raises UserError if a named server does not answer, or if a run cannot start one of its
-    own.
+    If policy.servers names servers, it says that all of them answer a request within two seconds, and
+    otherwise which vLLM a run starts. Raises UserError, which says how many answer, if one of the named
+    servers does not answer, or if a run cannot start one of its own.
     """
     import httpx
 

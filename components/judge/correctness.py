@@ -333,10 +333,11 @@ class _Part:
     not exist. Errors are then computed in float64, with `rounded`, which has the values of `expected` rounded
     to the dtype of `single`.
 
-    `scale` is the largest absolute value of the elements; in half precision, a value that overflows counts as
-    the largest finite number. `reach` is 0 except in half precision, where it is the largest absolute float64
-    value, also if this value overflows in half precision. Terms of this size that cancel leave an error of
-    float32, in which they are summed.
+    From `scale` and `reach` follow the errors that are allowed. `scale` is the largest absolute value of the
+    elements; in half precision, a value that overflows counts as the largest finite number. `reach` is 0
+    except in half precision, where it is the largest absolute float64 value, also if this value overflows in
+    half precision: an honest kernel that sums in float32 may be wrong by float32's rounding of terms of this
+    size, even where they cancel.
     """
 
     def __init__(self, single: torch.Tensor, expected: torch.Tensor):

@@ -1,4 +1,4 @@
-"""Statistics of timed rounds: speed-up ratios with a 95 % interval, and the number of rounds needed.
+"""Statistics of timed rounds: speed-up ratios with a 95 % interval, and the rounds that it needs.
 
 A round is a series of calls that are timed together.
 """

@@ -90,9 +90,8 @@ def name_in_run(name: str) -> str:
 def bundle(params: Params) -> dict[str, float]:
     """Return the amount of each Ray resource that one trainer or judge takes, such as {"CPU": 1.0}.
 
-    A judge measures kernels. The other names are "GPU", on the device cuda, and the value of `pool.resource`,
-    if that is not empty. A judge on cpu measures on one core. With a GPU it needs cores only for its builds,
-    which are rare.
+    A judge measures kernels. Every amount is 1. The names are "CPU", "GPU" if `device` is cuda, and the value
+    of `pool.resource` if that is not empty.
     """
     resources = {"CPU": 1.0}
     if params.device == "cuda":

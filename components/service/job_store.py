@@ -55,11 +55,12 @@ class StoredJob:
     `id` is the key of the job's result in the journal, the folder of results. `token` is the name of the
     caller's token. `subject` is a digest of the token, the settings, the task and the candidate (the
     implementation of a PyTorch module, to be judged), so all measurements of a candidate for one token have
-    the same subject. The subject of an admission (the check whether a task can be judged) is its id.
+    the same subject. The subject of an admission (the check whether a task can be judged) equals `id`.
     `measurement` is the number of the measurement, from 1 on. `changed` is the time (seconds of Unix time) of
     the submission or of the last change of the state, and `body` the request as JSON. Of a job that failed,
     `error` is the text, `status` the HTTP status, and `reason` a word for the cause, such as `judge`, or "".
-    `size` is the number of bytes of the request. `seq` is the place of the job in the order of submissions.
+    `size` is the number of bytes of the request. `seq` is the place of the job in the order of submissions,
+    and `attempts` the number of times that a process has begun the job.
     """
 
     id: str
@@ -76,7 +77,6 @@ class StoredJob:
     reason: str = ""
     size: int = 0
     seq: int = 0
-    # Number of times that a process has begun the job.
     attempts: int = 0
 
 

@@ -237,7 +237,7 @@ class TrainedPolicy:
     def _help_to_gather(self) -> None:
         """Take part in gathering the sharded weights that rank 0 sends or writes.
 
-        Every other rank must call this when rank 0 does so.
+        Every rank but rank 0 must call this while rank 0 sends or writes the weights; otherwise rank 0 waits.
         """
         for _ in weight_buckets(self.model, BUCKET_BYTES):
             pass

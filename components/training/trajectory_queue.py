@@ -180,9 +180,9 @@ class TrajectoryQueue:
     def _check(self, chosen: Sequence[_Finished], count: int) -> None:
         """Raise UserError if a step of `count` trajectories, of which `chosen` are complete, cannot be used.
 
-        That is so if the judge, which measures kernels, failed on more than MAX_LOST_SHARE of them, or if all
-        are complete and none can be trained on. If it may help to run the stage again unchanged, the error
-        has an InfrastructureError as its cause.
+        That is so if the judge, which measures kernels, failed on more than the share MAX_LOST_SHARE of the
+        `count` trajectories, or if all are complete and none can be trained on. If it may help to run the
+        stage again unchanged, the error has an InfrastructureError as its cause.
         """
         lost = [one.failure for one in chosen if one.failure is not None]
         if len(lost) > MAX_LOST_SHARE * count:

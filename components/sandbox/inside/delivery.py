@@ -89,7 +89,10 @@ class HostDelivery:
         self.descriptor = descriptor
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
-        """Make one call of `call` for each tuple of arguments and deliver its result."""
+        """Make one call of `call`, the module, for each tuple of arguments, and hand each result to the judge.
+
+        The addresses of the result's tensors are sent, and the judge reads them before the next call.
+        """
         result_channel.calls(self.descriptor, call, arguments, torch.Tensor, self.deliver)
 
     def checked_calls(self, call: Call, arguments: list[tuple[Any, ...]], check: Check) -> None:

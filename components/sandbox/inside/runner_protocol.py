@@ -1,11 +1,14 @@
 """The types of the JSON messages that the judge sends to its runners, which are sandboxed processes.
 
 A role begins with a RoleHeader. A runner in the role `describe`, `record`, `construct` or `compile_triton`
-answers once, with `R` and the result. In every other role it sends `R` when it is ready and then executes
-orders `{"op": …}` until the order `leave`. The orders are `parameters`, `fill` and `exact` for the role
-`reference`, `warm`, `time`, `check` and `release` (return free memory to the device) for the measured roles,
-and `save` for the role `compile`. After each order the runner sends `D`. This file imports nothing of the
-project.
+answers once, with the letter R and the result as JSON. In every other role it sends R when it is ready, then
+executes orders, JSON objects such as {"op": "warm"}, until the order `leave`, and sends the letter D after
+each. In the role `reference` the orders are `parameters` (draw the model's parameters), `fill` (make the
+inputs and, if asked, the outputs of a call) and `exact` (compute outputs in float64). In the roles that are
+measured, they are `warm` (make a call that is not timed), `time` (make the calls of a round, which the judge
+times), `check` (make calls and check the form of their outputs) and `release` (return free memory to the
+device). The role `compile` also has `save` (archive what torch.compile made). This file imports nothing of
+the project.
 """
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
