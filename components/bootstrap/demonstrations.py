@@ -214,11 +214,11 @@ def _balanced(kernel: str) -> bool:
 def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) -> tuple[str, bool]:
     """Return a kernel with a random schedule for a composed task, and whether it is right.
 
-    `code` is the source text of the composed task, a chain of operators that is written in the project's fixed
-    form. A schedule is a choice of how the kernel computes. `write_kernel` writes the kernel of a chain of
-    core operators (operator_chain.py) on inputs of two dimensions with one of the usual row lengths, and
-    `write_program` the kernel of any other task that can be read as loop nests. The kernel is made wrong with the probability
-    `wrong_share`. Raises ValueError if `code` is no composed task.
+    `code` is the source text of the composed task, a chain of operators that is written in the project's
+    fixed form. A schedule is a choice of how the kernel computes. `write_kernel` writes the kernel of a chain
+    of core operators (operator_chain.py) on inputs of two dimensions with one of the usual row lengths, and
+    `write_program` the kernel of any other task that can be read as loop nests. The kernel is made wrong with
+    the probability `wrong_share`. Raises ValueError if `code` is no composed task.
     """
     chain, program = read_chain(code), read_program(code)
     if chain is not None and (program is None or program.shape[1:] in [(cols,) for cols in COLS]):

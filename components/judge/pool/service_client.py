@@ -174,8 +174,9 @@ class ServiceClient:
 
         If `report` is not `ignore`, it is called with the job's progress. The request may be sent several
         times, also to a service that was restarted, because equal requests have the same job. On a Unix
-        socket the run's parameters are added to `request` under the key `params`. Raises InfrastructureError if the service does not
-        answer for `RESTART_SECONDS` or cannot serve, and UserError if it refuses the request.
+        socket the run's parameters are added to `request` under the key `params`. Raises InfrastructureError
+        if the service does not answer for `RESTART_SECONDS` or cannot serve, and UserError if it refuses the
+        request.
         """
         if self.is_local:
             request["params"] = self.params.model_dump(mode="json")

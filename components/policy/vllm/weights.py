@@ -94,12 +94,11 @@ class FleetWeights:
         """Pause the servers that take part in a push of new weights, and return facts about each worker.
 
         A worker is the process of vLLM that computes on one GPU. Its dictionary has the keys `dtype`, such as
-        "bfloat16", `device`, the UUID of the GPU or "cpu", `nccl`, the version of NCCL or "", and `group`, the
-        name of the process group in which it receives weights or "".
-        `pause` says what happens to running completions: "keep", "abort" or "wait". Servers that are known
-        not to answer do not take part unless this is so of all, and neither do servers that fail now. Raises
-        UserError if a server's workers lack the extension `worker.Fingerprint`, if a server has several
-        engines, or if no server answers.
+        "bfloat16", `device`, the UUID of the GPU or "cpu", `nccl`, the version of NCCL or "", and `group`,
+        the name of the process group in which it receives weights or "". `pause` says what happens to running
+        completions: "keep", "abort" or "wait". Servers that are known not to answer do not take part unless
+        this is so of all, and neither do servers that fail now. Raises UserError if a server's workers lack
+        the extension `worker.Fingerprint`, if a server has several engines, or if no server answers.
         """
         # The fleet asks doubted servers again and again, so they are left out here unless all are doubted.
         answering = [replica for replica in self.fleet.replicas if not replica.doubted]

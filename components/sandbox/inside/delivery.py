@@ -89,7 +89,7 @@ class HostDelivery:
         self.descriptor = descriptor
 
     def calls(self, call: Call, arguments: list[tuple[Any, ...]]) -> None:
-        """Make one call of `call`, the module, for each tuple of arguments, and hand each result to the judge.
+        """Make one call of the module `call` for each tuple of arguments, and hand each result to the judge.
 
         The addresses of the result's tensors are sent, and the judge reads them before the next call.
         """
