@@ -212,7 +212,8 @@ class ChatClient:
             except ValidationError as error:
                 fault = error.errors()[0]
                 problem = ": ".join([*filter(None, [".".join(map(str, fault["loc"]))]), fault["msg"]])
-                raise ServerFailed(f"the server's answer is no chat completion ({problem})") from error
+                wanted = "list of models" if form is _Models else "chat completion"
+                raise ServerFailed(f"the server's answer is no {wanted} ({problem})") from error
             except openai.APIStatusError as error:
                 status, text = error.status_code, " ".join(error.response.text.split())[:200]
                 failure = f"the server answers {status}: {text}"

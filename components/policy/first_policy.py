@@ -68,13 +68,10 @@ def adopt(
                 OSError, ValueError, KeyError
             ):  # most folders have no manifest of this project
                 origin = origin or Manifest.model_validate(read_json(source / MANIFEST)).params["origin"]
-            ignored = shutil.ignore_patterns(MANIFEST)
-            shutil.copytree(
-                source, temporary, ignore=ignored, copy_function=shutil.copyfile, dirs_exist_ok=True
-            )
+            shutil.copytree(source, temporary, copy_function=shutil.copyfile, dirs_exist_ok=True)
         for notice in notices:
             shutil.copyfile(notice, temporary / notice.name)
-        files = digest_tree(temporary)
+        files = digest_tree(temporary, exclude=(MANIFEST,))  # that of the source is replaced
         manifest = Manifest(
             stage="adopted",
             files=files,

@@ -13,7 +13,7 @@ from components.agent.chat_template import ChatTemplate
 from components.agent.policies import folder_policy
 from components.core.config import resolve
 from components.core.errors import UserError
-from components.core.files import read_json
+from components.core.files import digest_bytes, read_json
 from components.planning.model_shapes import policy_shapes
 from components.policy.checkpoint import verify_checkpoint
 from components.policy.first_policy import adopt, adopted
@@ -66,6 +66,18 @@ def test_a_source_is_adopted_once(tmp_path: Path) -> None:
     (tmp_path / "folder" / "manifest.json").unlink()
     again = adopted(tmp_path / "folder", tmp_path / "home")
     assert verify_checkpoint(again).digest == verify_checkpoint(first).digest
+
+
+def test_of_a_folder_only_its_own_manifest_is_replaced(tmp_path: Path) -> None:
+    folder = adopted(write_gguf(tmp_path / "model.gguf"), tmp_path / "home")
+    before = verify_checkpoint(folder)
+    (folder / "original").mkdir()
+    (folder / "original" / "manifest.json").write_text("{}")
+    again = adopted(folder, tmp_path / "home")
+    assert (again / "original" / "manifest.json").read_text() == "{}"
+    assert verify_checkpoint(again).files.items() - before.files.items() == {
+        ("original/manifest.json", digest_bytes(b"{}"))
+    }
 
 
 def test_an_evaluation_takes_a_gguf_file_with_the_prompt_of_a_foreign_model(tmp_path: Path) -> None:

@@ -129,5 +129,12 @@ def test_a_refusal_of_tools_is_told_apart() -> None:
 def test_a_server_that_is_not_there_is_bad_input() -> None:
     with pytest.raises(UserError, match="start the server or fix the address"):
         ChatClient("http://127.0.0.1:9", pause=lambda seconds: None).choose_model()
+    with (
+        server(lambda number, body: (0, b"", {}), models=b"<html>") as url,
+        pytest.raises(
+            UserError, match=r"is no list of models \(Invalid JSON.*\); start .* or fix the address"
+        ),
+    ):
+        ChatClient(url).choose_model()
     with pytest.raises(UserError, match="not an address"):
         ChatClient("http://")
