@@ -1,4 +1,7 @@
-"""The candidates for a GPU compile and pass the screening, on a machine that needs no GPU."""
+"""The candidates for a GPU compile and pass the screening, on a machine that needs no GPU.
+
+Of candidates with kernels of Triton, which are compiled when they are judged, the screening alone is checked.
+"""
 
 import shutil
 import subprocess
@@ -9,18 +12,32 @@ import judge_fixtures as corpus
 import pybind11
 import pytest
 
+from components.core.config import resolve
+from components.judge.candidate import screen_candidate
 from components.judge.screen import screen_files, screen_python, screen_symbols
+from components.judge.verdict import Rejected
 from components.sandbox.compilers import CUDA_FLAGS
 
 WORKDIR = corpus.HERE.parent / "agent_workdir"
 FLAGS = (*CUDA_FLAGS, "-arch=sm_90")
 INCLUDES = (f"-I{WORKDIR}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}")
 CANDIDATES = [(group, name) for group in ("honest_cuda", "exploits_cuda") for name in corpus.names(group)]
+TRITON = [candidate for candidate in CANDIDATES if list(corpus.files(*candidate)) == ["model_new.py"]]
+BUILT = [candidate for candidate in CANDIDATES if candidate not in TRITON]
 
 
 def symbols(library: Path) -> tuple[str, ...]:
     command = ["nm", "--undefined-only", "--format=posix", str(library)]
     return tuple(line.split()[0] for line in subprocess.check_output(command, text=True).splitlines())
+
+
+def check_reason(group: str, name: str, reason: str | None) -> None:
+    """Check the reason of the screening, which is None if it accepts the candidate."""
+    wanted = corpus.expected(name, group) if group == "exploits_cuda" else {"status": "correct"}
+    if wanted["status"] == "forbidden":
+        assert reason is not None and reason.startswith(wanted["reason"])
+    else:
+        assert reason is None
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +49,7 @@ def binding(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-@pytest.mark.parametrize(("group", "name"), CANDIDATES, ids=[f"{g}-{n}" for g, n in CANDIDATES])
+@pytest.mark.parametrize(("group", "name"), BUILT, ids=[f"{g}-{n}" for g, n in BUILT])
 def test_candidate_builds_and_gets_the_screening_that_it_expects(
     group: str, name: str, binding: Path, tmp_path: Path
 ) -> None:
@@ -51,8 +68,16 @@ def test_candidate_builds_and_gets_the_screening_that_it_expects(
         or screen_python(files["model_new.py"])
         or screen_symbols(symbols(library), frozenset(symbols(binding)))
     )
-    wanted = corpus.expected(name, group) if group == "exploits_cuda" else {"status": "correct"}
-    if wanted["status"] == "forbidden":
-        assert reason is not None and reason.startswith(wanted["reason"])
-    else:
-        assert reason is None
+    check_reason(group, name, reason)
+
+
+@pytest.mark.parametrize(("group", "name"), TRITON, ids=[f"{g}-{n}" for g, n in TRITON])
+def test_candidate_with_kernels_of_triton_gets_the_screening_that_it_expects(group: str, name: str) -> None:
+    reason = None
+    try:
+        screened = screen_candidate(corpus.files(group, name), resolve("ci").params.sandbox, "cuda")
+        assert screened.uses_triton and not screened.uses_extensions
+    except Rejected as error:
+        assert error.status == "forbidden", error.log
+        reason = error.reason
+    check_reason(group, name, reason)

@@ -1,0 +1,16 @@
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Model(nn.Module):
+    def forward(self, logits, targets):
+        return F.cross_entropy(logits, targets)
+
+
+def get_inputs():
+    return [torch.randn(4000, 2500), torch.randint(0, 2500, (4000,))]
+
+
+def get_init_inputs():
+    return []
