@@ -22,13 +22,13 @@ from components.core.params import Sandbox
 from components.core.records import Device, FrozenModel
 from components.core.text import parse_python
 from components.core.workloads import SYNTAX_ERRORS
+from components.judge import triton_screen
 from components.judge.screen import (
     IMPORTS,
     screen_files,
     screen_python,
     screen_symbols,
     uses_extensions,
-    uses_triton,
     without_unused_parts,
 )
 from components.judge.verdict import Rejected
@@ -190,7 +190,7 @@ def screen_candidate(files: dict[str, str], rules: Sandbox, device: Device) -> S
     model, reason = files["model_new.py"].removeprefix("\ufeff"), None
     try:
         tree = parse_python(model)
-        has_extensions, has_triton = uses_extensions(tree), uses_triton(tree)
+        has_extensions, has_triton = uses_extensions(tree), triton_screen.uses_triton(tree)
         if has_triton and device == "cpu":
             raise Rejected(
                 "load_failed",

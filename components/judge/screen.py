@@ -13,15 +13,17 @@ import re
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeGuard
 
 from components.core.text import parse_python
+from components.judge import triton_screen
 from components.sandbox.inside.inline_extension import CONSTANTS, FUNCTIONS
 
 FILE_NAME = re.compile(r"model_new\.py|kernels/[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")
 MAX_MODEL_CHARACTERS = 64 << 10
 MAX_CANDIDATE_CHARACTERS = 4 << 20
 EXTENSION_MODULE = "torch.utils.cpp_extension"
+# First parts of the names of modules that may not be used as values, as they are imported.
+PACKAGES = frozenset(["torch", "triton", "nn", "functional", "utils", "language", "libdevice"])
 # Condition of the block that runs only if the file is a program, as ast.unparse writes it.
 MAIN = "__name__ == '__main__'"
 IMPORTS = frozenset("torch torch.nn torch.nn.functional cuda_extension math typing __future__".split())
@@ -29,18 +31,6 @@ IMPORTS = frozenset("torch torch.nn torch.nn.functional cuda_extension math typi
 EXTENSION_IMPORTS = frozenset(
     ["torch.utils", EXTENSION_MODULE, *(f"{EXTENSION_MODULE}.{name}" for name in (*FUNCTIONS, *CONSTANTS))]
 )
-# Further imports that are allowed in a candidate with kernels of Triton.
-TRITON_IMPORTS = frozenset(
-    """triton triton.language triton.language.math triton.language.extra triton.language.extra.libdevice
-    triton.language.extra.cuda triton.language.extra.cuda.libdevice""".split()
-)
-# Decorators of a kernel of Triton, and further functions of Triton that may be called outside a kernel.
-KERNEL_DECORATORS = frozenset(["triton.jit", "triton.autotune", "triton.heuristics"])
-TRITON_CALLS = KERNEL_DECORATORS | {"triton.Config", "triton.cdiv", "triton.next_power_of_2", "tl.constexpr"}
-# Attributes of a kernel of Triton that are its Python function, which could compute with torch, and names of
-# Triton's functions, which a file may not replace.
-KERNEL_FUNCTIONS = frozenset(["fn", "base_fn"])
-TRITON_NAMES = frozenset(name.partition(".")[2] for name in TRITON_CALLS)
 TORCH_CALLS = frozenset(
     "empty empty_like empty_strided zeros zeros_like Size device dtype no_grad inference_mode".split()
 )
@@ -63,9 +53,9 @@ OUT_OF_TORCH = frozenset("numpy tolist apply_ map_ map2_ storage untyped_storage
 # parameters there, which are replaced when load_state_dict loads the task's parameters. The functions of
 # torch that lead past its operators, such as torch.library.get_kernel and torch.cuda.graph, are left out.
 CONSTRUCTION_CALLS = re.compile(
-    r"(?:torch\.)?nn\.(?:(?:functional|init|parameter|utils(?:\.parametrizations)?)\.)?(?:[A-Z]\w*\.)?\w+"
+    r"(?!(?:\w+\.)*(?:save|load|from_file|compile)$)(?:(?:torch\.)?nn\.(?:(?:functional|init|parameter|utils(?:\.parametrizations)?)\.)?(?:[A-Z]\w*\.)?\w+"
     r"|torch\.(?:linalg\.)?(?:[A-Z]\w*\.)?\w+"
-    r"|torch\.cuda\.(?:is_available|device_count|current_device|current_stream|synchronize|get_device_\w+)"
+    r"|torch\.cuda\.(?:is_available|device_count|current_device|current_stream|synchronize|get_device_\w+))"
 )
 
 
@@ -95,31 +85,6 @@ def screen_files(files: dict[str, str]) -> str | None:
     ):
         return "too_large"
     return None
-
-
-def _dotted_name(node: ast.expr) -> str:
-    """Return an expression's dotted name, such as `torch.nn.Linear`.
-
-    A root that is not a name is replaced by `?`: the result for `f(x).view` is `?.view`.
-    """
-    if isinstance(node, ast.Attribute):
-        return f"{_dotted_name(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else "?"
-
-
-def uses_triton(tree: ast.AST) -> bool:
-    """Return whether a file imports Triton."""
-    return any(
-        name.partition(".")[0] == "triton"
-        for node in ast.walk(tree)
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    )
 
 
 def uses_extensions(tree: ast.AST) -> bool:
@@ -182,23 +147,14 @@ class OwnKernels:
     `extensions` are the names that the file binds only to results of `load_inline` or `load`, or to
     cuda_extension (the module of the functions in kernels/), and the namespaces `torch.ops.NAME` of the
     operators that C++ sources in its string constants register. `kernels` are the names that it binds only to
-    kernels of Triton, and `modules` are those of `triton` and `tl` that it binds only by imports of Triton.
+    kernels of Triton, and `modules` are those of `triton_screen.MODULES` that it binds only by imports.
+    `packages` are all names of modules of torch and Triton.
     """
 
     extensions: frozenset[str]
     kernels: frozenset[str]
     modules: frozenset[str]
-
-
-def is_kernel(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
-    """Return whether a node is a function with `@triton.jit`, and no other decorators than Triton's.
-
-    Triton compiles such a function, and raises an error if it is called in Python.
-    """
-    if not isinstance(node, ast.FunctionDef):
-        return False
-    names = [_dotted_name(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list]
-    return "triton.jit" in names and KERNEL_DECORATORS.issuperset(names)
+    packages: frozenset[str]
 
 
 def _own_kernels(tree: ast.AST) -> OwnKernels:
@@ -207,7 +163,7 @@ def _own_kernels(tree: ast.AST) -> OwnKernels:
         f"torch.ops.{name}" for text in texts if isinstance(text, str) for name in OWN_OPERATORS.findall(text)
     }
     bound, extensions = Counter[str](), Counter[str]()
-    kernels, modules = Counter[str](), Counter[str]()
+    kernels, modules, packages = Counter[str](), Counter[str](), set[str]()
     for node in ast.walk(tree):
         match node:
             case ast.Assign(value=ast.Call() as call, targets=targets) if called_function(call):
@@ -219,11 +175,14 @@ def _own_kernels(tree: ast.AST) -> OwnKernels:
                 bound[name] += 1
             case ast.alias(name=name, asname=other):
                 bound[other or name.partition(".")[0]] += 1
-                if name in TRITON_IMPORTS or name == "language":
-                    modules[other or name.partition(".")[0]] += 1
+                bound_name = other or name.partition(".")[0]
+                if name in triton_screen.IMPORTS | {"language", "libdevice", "math"}:
+                    modules[bound_name] += 1
+                if name.partition(".")[0] in PACKAGES:
+                    packages.add(bound_name)
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 bound[name] += 1
-                kernels[name] += is_kernel(node)
+                kernels[name] += triton_screen.is_kernel(node)
             case (
                 ast.ExceptHandler(name=str(name))
                 | ast.MatchAs(name=str(name))
@@ -236,18 +195,20 @@ def _own_kernels(tree: ast.AST) -> OwnKernels:
         frozenset(name for name, count in counts.items() if 0 < count == bound[name])
         for counts in (extensions, kernels, modules)
     )
-    return OwnKernels(own | registered, own_kernels, own_modules & {"triton", "tl"})
+    return OwnKernels(own | registered, own_kernels, own_modules & triton_screen.MODULES, frozenset(packages))
 
 
 def _call_reason(call: ast.Call, in_init: bool, own: OwnKernels) -> str | None:
     if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Name):
         name = call.func.value.id  # the launch of a kernel, KERNEL[grid](…)
         return None if name in own.kernels and "triton" in own.modules else f"call:{name}[]"
-    name = _dotted_name(call.func)
+    name = triton_screen.dotted_name(call.func)
     head, _, last = name.rpartition(".")
     root = name.split(".")[0]
-    if root in own.modules and name in TRITON_CALLS:
-        return None
+    if root in own.modules and name in triton_screen.CALLS:
+        # Triton would load the compiled code in a file that this argument names.
+        is_foreign = any(keyword.arg in (None, "ir_override") for keyword in call.keywords)
+        return f"call:{name}(ir_override)" if name == "triton.Config" and is_foreign else None
     if root in ("cuda_extension", "math", "super", "self") or name in BUILTINS:
         return None
     if root in own.extensions or head in own.extensions:
@@ -263,15 +224,36 @@ def _call_reason(call: ast.Call, in_init: bool, own: OwnKernels) -> str | None:
     if in_init and CONSTRUCTION_CALLS.fullmatch(name):
         return None
     if root in ("torch", "nn", "F"):
-        return None if head == "torch" and last in TORCH_CALLS else f"call:{name}"
+        is_allowed = (head == "torch" and last in TORCH_CALLS) or name == "torch.cuda.device"
+        return None if is_allowed else f"call:{name}"
     # A function of the file is allowed, because its body is checked too. Other names fail when called.
     return None if not head or last in TENSOR_METHODS else f"call:{name}"
+
+
+def _value_reason(node: ast.Attribute | ast.Name, own: OwnKernels, has_triton: bool) -> str | None:
+    """Return the reason why a name that is not called is refused, such as `name:torch`, or None.
+
+    A module of torch or Triton may not be a value, because its functions could then be called under another
+    name. In a file with kernels of Triton, the same holds for functions of these modules: in the process that
+    compiles kernels, they could write files.
+    """
+    name = triton_screen.dotted_name(node)
+    root = name.partition(".")[0]
+    if root not in own.packages or not isinstance(node.ctx, ast.Load):
+        return f"attribute:{name}" if has_triton and root in own.packages and "." in name else None
+    if "." not in name:
+        return f"name:{name}"
+    if root in own.modules:
+        is_allowed = name in triton_screen.CALLS or triton_screen.DTYPE.fullmatch(name)
+    else:
+        is_allowed = not has_triton or triton_screen.VALUES.fullmatch(name)
+    return None if is_allowed else f"attribute:{name}"
 
 
 def _nodes(tree: ast.AST, own: OwnKernels) -> Iterator[tuple[ast.AST, bool]]:
     """Yield every node of a syntax tree, each with whether it is inside a function `__init__`.
 
-    The bodies of kernels of Triton are left out, because they are never executed in Python. The traversal is
+    The bodies of kernels of Triton are left out; `triton_screen.body_reason` screens them. The traversal is
     not recursive, so that deeply nested code cannot exhaust the stack.
     """
     left = deque([(tree, False)])
@@ -280,7 +262,7 @@ def _nodes(tree: ast.AST, own: OwnKernels) -> Iterator[tuple[ast.AST, bool]]:
         in_init = in_init or (isinstance(node, ast.FunctionDef) and node.name == "__init__")
         yield node, in_init
         children = ast.iter_child_nodes(node)
-        if is_kernel(node) and "triton" in own.modules:
+        if triton_screen.is_kernel(node) and "triton" in own.modules:
             children = iter([*node.decorator_list, node.args, *([node.returns] if node.returns else [])])
         left.extend((child, in_init) for child in children)
 
@@ -294,11 +276,18 @@ def screen_python(code: str) -> str | None:
     `code` cannot be parsed.
     """
     tree = parse_python(code)
-    has_triton = uses_triton(tree)
+    has_triton = triton_screen.uses_triton(tree)
     imports = IMPORTS | (EXTENSION_IMPORTS if uses_extensions(tree) else frozenset())
-    imports |= TRITON_IMPORTS if has_triton else frozenset()
+    imports |= triton_screen.IMPORTS if has_triton else frozenset()
     own = _own_kernels(tree)
+    forbidden_in_kernels = FORBIDDEN_NAMES | (own.packages - own.modules)
+    # Names that are called, or followed by an attribute, and are checked there. A parent precedes its parts.
+    checked = set[int]()
     for node, in_init in _nodes(tree, own):
+        if isinstance(node, ast.Attribute):
+            checked.add(id(node.value))
+        elif isinstance(node, ast.Call):
+            checked.add(id(node.func))
         if isinstance(node, ast.Import):
             for name in node.names:
                 if name.name not in imports:
@@ -315,14 +304,21 @@ def screen_python(code: str) -> str | None:
         elif isinstance(node, ast.Attribute) and (
             node.attr in OUT_OF_TORCH
             or (node.attr.startswith("__") and node.attr != "__init__")
-            or (has_triton and node.attr in KERNEL_FUNCTIONS)
-            or (has_triton and node.attr in TRITON_NAMES and not isinstance(node.ctx, ast.Load))
+            or (has_triton and node.attr in triton_screen.KERNEL_FUNCTIONS)
         ):
             return f"attribute:{node.attr}"
         elif isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
             return f"name:{node.id}"
         elif isinstance(node, ast.Call):
             reason = _call_reason(node, in_init, own)
+            if reason is not None:
+                return reason
+        elif isinstance(node, ast.Attribute | ast.Name) and id(node) not in checked:
+            reason = _value_reason(node, own, has_triton)
+            if reason is not None:
+                return reason
+        elif triton_screen.is_kernel(node) and "triton" in own.modules:
+            reason = triton_screen.body_reason(node, own.modules, own.kernels, forbidden_in_kernels)
             if reason is not None:
                 return reason
     return None

@@ -119,18 +119,60 @@ def test_a_file_with_kernels_of_triton_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        (
+            "        softplus_kernel[",
+            "        with torch.cuda.device(x.device):\n            softplus_kernel[",
+        ),
+        ("(x, y, n)\n", "(x, y, n, num_stages=2, OUT=tl.float32)\n"),
+        ("tl.exp(value)", "tl.math.exp(value) + tl.extra.cuda.libdevice.exp(value)"),
+        ("tl.exp(value)", "tl.where(value > math.pi, value.to(tl.float16), triton.cdiv(BLOCK, 2))"),
+        ("tl.exp(value)", "softplus_kernel(value)"),
+        ("y = torch.empty_like(x)", "y: torch.Tensor = torch.empty(x.shape, dtype=torch.float32)"),
+    ],
+)
+def test_what_files_with_kernels_of_triton_do_is_accepted(part: str, other: str) -> None:
+    assert part in TRITON
+    assert screen.screen_python(f"import math\n{TRITON.replace(part, other, 1)}") is None
+
+
+@pytest.mark.parametrize(
     ("honest", "cheat", "reason"),
     [
         # The function of a kernel in Python, and what could put another function in Triton's place.
         ("return y", "f = softplus_kernel.fn\n        return f(x)", "attribute:fn"),
         ("return y", "f = softplus_kernel.base_fn\n        return f(x)", "attribute:base_fn"),
         ("return y", "f = softplus_kernel.__wrapped__\n        return f(x)", "attribute:__wrapped__"),
-        ("@triton.jit", "@torch.compile\n@triton.jit", "call:"),
+        ("@triton.jit", "@torch.compile\n@triton.jit", "attribute:torch.compile"),
         ("@triton.jit\n", "", "call:"),
-        ("@triton.autotune", "triton.jit = lambda f: f\n@triton.autotune", "attribute:jit"),
+        ("@triton.autotune", "triton.jit = lambda f: f\n@triton.autotune", "attribute:triton.jit"),
         ("@triton.autotune", "class triton: jit = nn.Module\n@triton.autotune", "call:"),
-        ("y = torch.empty_like(x)", "tl = torch; y = tl.constexpr(x)", "call:"),
+        ("y = torch.empty_like(x)", "tl = torch; y = tl.constexpr(x)", "kernel:tl"),
         ("n = x.numel()", "softplus_kernel = {0: torch.exp}; n = 0", "call:softplus_kernel[]"),
+        # Modules under another name, and functions that write files where kernels are compiled.
+        ("return y", "self.b = triton.runtime.build", "attribute:triton.runtime.build"),
+        ("return y", "triton.knobs.build.impl = x", "attribute:triton.knobs.build.impl"),
+        ("return y", "self.t = torch", "name:torch"),
+        ("return y", "return (torch or x).view(1)", "name:torch"),
+        ("return y", "self.save = torch.save", "attribute:torch.save"),
+        (
+            "def forward",
+            "def __init__(self):\n        torch.save(1, 'a')\n\n    def forward",
+            "call:torch.save",
+        ),
+        ("num_warps=w", "num_warps=w, ir_override='a.ptx'", "call:triton.Config(ir_override)"),
+        ("num_warps=w", "**{'ir_override': 'a.ptx'}", "call:triton.Config(ir_override)"),
+        # Triton's compiler calls what the body of a kernel names.
+        ("tl.exp(value)", "torch.save(value, 'triton/a')", "kernel:torch.save"),
+        ("tl.exp(value)", "tl.core.inspect.os.system('a')", "kernel:tl.core.inspect.os.system"),
+        ("tl.exp(value)", "tl.extra.modules['os']", "kernel:tl.extra.modules"),
+        ("tl.exp(value)", "libdevice.core", "kernel:libdevice.core"),
+        ("tl.exp(value)", "getattr(value, 'a')", "kernel:getattr"),
+        ("tl.exp(value)", "(tl.math)", "kernel:tl.math"),
+        ("tl.exp(value)", "softplus_kernel.used_global_vals", "kernel:softplus_kernel.used_global_vals"),
+        ("tl.exp(value)", "value.__class__", "kernel:value.__class__"),
+        ("    value = tl.load", "    import os\n    value = tl.load", "kernel:import"),
         # Defaults, annotations and decorators of a kernel are executed in Python.
         (": tl.constexpr", "=torch.exp(torch.zeros(1))", "call:torch.exp"),
         ("BLOCK: tl.constexpr", "BLOCK: torch.exp(1)", "call:torch.exp"),
