@@ -212,6 +212,8 @@ def screen_candidate(files: dict[str, str], rules: Sandbox, device: Device) -> S
         text = "model_new.py may allocate tensors and call cuda_extension; computing with torch is forbidden."
         if reason.startswith("import:"):
             text = f"model_new.py may import {', '.join(sorted(IMPORTS))} only; --rules any allows others."
+        elif reason.startswith("kernel:"):
+            text = "the body of a kernel of Triton may name only functions of triton.language and variables."
         raise Rejected("forbidden", reason, text)
     return ScreenedCandidate(files, model, has_extensions, has_triton)
 
