@@ -8,7 +8,7 @@ class Model(nn.Module):
 
 
 def get_inputs():
-    return [torch.randn(1200, 9000)]
+    return [torch.randn(1700, 9000)]
 
 
 def get_init_inputs():
