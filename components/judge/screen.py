@@ -205,6 +205,8 @@ def _call_reason(call: ast.Call, in_init: bool, own: OwnKernels) -> str | None:
     name = triton_screen.dotted_name(call.func)
     head, _, last = name.rpartition(".")
     root = name.split(".")[0]
+    if root in own.kernels:
+        return f"call:{name}"
     if root in own.modules and name in triton_screen.CALLS:
         # Triton would load the compiled code in a file that this argument names.
         is_foreign = any(keyword.arg in (None, "ir_override") for keyword in call.keywords)
@@ -235,10 +237,13 @@ def _value_reason(node: ast.Attribute | ast.Name, own: OwnKernels, has_triton: b
 
     A module of torch or Triton may not be a value, because its functions could then be called under another
     name. In a file with kernels of Triton, the same holds for functions of these modules: in the process that
-    compiles kernels, they could write files.
+    compiles kernels, they could write files. A kernel may only be launched, because its attributes have the
+    names of all modules.
     """
     name = triton_screen.dotted_name(node)
     root = name.partition(".")[0]
+    if root in own.kernels:
+        return f"name:{name}"
     if root not in own.packages or not isinstance(node.ctx, ast.Load):
         return f"attribute:{name}" if has_triton and root in own.packages and "." in name else None
     if "." not in name:
@@ -287,7 +292,7 @@ def screen_python(code: str) -> str | None:
         if isinstance(node, ast.Attribute):
             checked.add(id(node.value))
         elif isinstance(node, ast.Call):
-            checked.add(id(node.func))
+            checked |= {id(node.func), id(getattr(node.func, "value", None))}
         if isinstance(node, ast.Import):
             for name in node.names:
                 if name.name not in imports:

@@ -141,7 +141,7 @@ def test_what_files_with_kernels_of_triton_do_is_accepted(part: str, other: str)
     ("honest", "cheat", "reason"),
     [
         # The function of a kernel in Python, and what could put another function in Triton's place.
-        ("return y", "f = softplus_kernel.fn\n        return f(x)", "attribute:fn"),
+        ("return y", "f = softplus_kernel.fn\n        return f(x)", ""),
         ("return y", "f = softplus_kernel.base_fn\n        return f(x)", "attribute:base_fn"),
         ("return y", "f = softplus_kernel.__wrapped__\n        return f(x)", "attribute:__wrapped__"),
         ("@triton.jit", "@torch.compile\n@triton.jit", "attribute:torch.compile"),
@@ -163,6 +163,11 @@ def test_what_files_with_kernels_of_triton_do_is_accepted(part: str, other: str)
         ),
         ("num_warps=w", "num_warps=w, ir_override='a.ptx'", "call:triton.Config(ir_override)"),
         ("num_warps=w", "**{'ir_override': 'a.ptx'}", "call:triton.Config(ir_override)"),
+        ("return y", "self.c = softplus_kernel.get_capture_scope", "name:softplus_kernel.get_capture_scope"),
+        ("return y", "softplus_kernel.pre_run_hooks.append(x)", "call:softplus_kernel.pre_run_hooks.append"),
+        ("return y", "softplus_kernel.used_global_vals.values()", "call:softplus_kernel.used_global_vals"),
+        ("return y", "softplus_kernel._src = 'a'", "name:softplus_kernel._src"),
+        ("return y", "[k for k in (softplus_kernel,)]", "name:softplus_kernel"),
         # Triton's compiler calls what the body of a kernel names.
         ("tl.exp(value)", "torch.save(value, 'triton/a')", "kernel:torch.save"),
         ("tl.exp(value)", "tl.core.inspect.os.system('a')", "kernel:tl.core.inspect.os.system"),
