@@ -1,5 +1,6 @@
 """What decides how nights follow each other, without a pipeline run."""
 
+import logging
 import os
 import time
 from datetime import UTC, datetime
@@ -11,11 +12,12 @@ import pytest
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import write_json
+from components.core.progress import Quiet
 from components.evaluation.compare import SETTINGS
 from components.registry import models
 from components.registry.tracking import RUN_KEY
 from components.training.run_stage import check_stages
-from flows import deployments
+from flows import data, deployments
 from flows.night import Night, changes_since, may_begin, training_deadline
 from flows.run_context import PipelineRun, open_run
 from flows.steps import EvaluationRecord
@@ -138,3 +140,24 @@ def test_a_night_whose_champions_settings_are_damaged_tells_no_differences(
     assert changes_since(run, client, "1") == [f"seed {run.params.seed + 1} -> {run.params.seed}", "code"]
     (run.folder / SETTINGS).write_text("{")
     assert changes_since(run, client, "1") == []
+
+
+@pytest.mark.parametrize(("made_by", "said"), [("", "up to date"), ("an earlier release", "built")])
+def test_a_data_set_that_was_made_again_is_not_called_up_to_date_though_it_is_equal(
+    made_by: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = PipelineRun(resolve("ci", (f"home={tmp_path}",)))
+    workspace, kept = tmp_path / "dvc", tmp_path / "datasets" / ("d" * 64)
+    (workspace / ".dvc").mkdir(parents=True)
+    (workspace / "dvc.lock").write_text("equal before and after")
+    (workspace / ".dvc" / "made_by").write_text(made_by or data.maker_digest(run))
+    write_json(kept / "metrics.json", {})
+    monkeypatch.setattr(data, "prepare_workspace", lambda _: workspace)
+    monkeypatch.setattr(data, "keep_version", lambda *_: kept)
+    monkeypatch.setattr(data, "dvc", lambda *_: None)
+    monkeypatch.setattr(data, "keep_lock", lambda *_: None)
+    monkeypatch.setattr(data, "get_run_logger", logging.getLogger)
+    with caplog.at_level(logging.INFO):
+        record = data.dataset.fn(run, Quiet())
+    assert caplog.messages == [f"version dddddddddddd, {said}"]
+    assert record.cached == (said == "up to date")
