@@ -85,12 +85,13 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
         atomic_write(workspace / ".dvc" / "pushed", pushed)
     folder = keep_version(run, workspace)
     keep_lock(run.params, run.home, folder.name, workspace / "dvc.lock")
-    get_run_logger().info(f"version {folder.name[:12]}, {'up to date' if after == before else 'built'}")
+    cached = after == before and not force
+    get_run_logger().info(f"version {folder.name[:12]}, {'up to date' if cached else 'built'}")
     return DatasetRecord(
         version=folder.name,
         folder=folder.relative_to(run.home).as_posix(),
         figures=read_json(folder / "metrics.json"),
-        cached=after == before and not force,
+        cached=cached,
         seconds=round(time.monotonic() - started, 3),
     )
 

@@ -171,7 +171,8 @@ def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool
     `deadline` is in seconds of Unix time, or None without a time budget; without one, any stage may be begun.
     The stage `rejection` samples all its trajectories before its first update. It may be begun only if the
     time until the deadline is longer than the newest finished stage `rejection` in the folder of all runs
-    took. If there is none, it may be begun until the deadline, as every other stage.
+    took. If there is none, or its record is damaged, it may be begun until the deadline, as every other
+    stage.
     """
     if deadline is None:
         return True
@@ -179,7 +180,7 @@ def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool
     if name == "rejection":
         finished = (run.home / "stages").glob("rejection-*/stage.json")
         newest = max(finished, key=lambda path: path.stat().st_mtime, default=None)
-        expected = read_json(newest)["seconds"] if newest else 0.0
+        expected = record_of(newest.parent, newest.name).get("seconds", 0.0) if newest else 0.0
     return time.time() + expected < deadline
 
 
@@ -188,14 +189,13 @@ def changes_since(run: PipelineRun, client: MlflowClient, version: str) -> list[
 
     `version` is the number or an alias. There is a phrase such as "seed 1 -> 2", with the value of the
     version's run first, for each parameter that can change results and differs, and "code" if the sources
-    differ. The list is empty if nothing differs, or if the folder of the version's run is not in the home of
-    `run`, the folder of all its runs. Raises UserError if there is no such version.
+    differ. The list is empty if nothing differs, or if the settings of the version's run are damaged or are
+    not in the home of `run`, the folder of all its runs. Raises UserError if there is no such version.
     """
     key = models.describe(client, run.params.registry.model, version)["tags"].get(RUN_KEY, "")
-    file = run.home / "runs" / key[:12] / SETTINGS
-    if not file.is_file():
+    settings = record_of(run.home / "runs" / key[:12], SETTINGS)
+    if not settings:
         return []
-    settings = read_json(file)
     # They are not validated, because a run of another release may lack parameters.
     before, now = flatten_values(settings["params"]), result_values(run.params)
     found = [

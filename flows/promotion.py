@@ -197,7 +197,7 @@ def write_run_report(
         {name: run.home / stage.folder for name, stage in stages.items()},
         before.output(run.home),
         after.output(run.home),
-        [gate.model_dump() for gate in decision.gates] if decision else [],
+        [gate.model_dump() | {"decisive": gate.decisive} for gate in decision.gates] if decision else [],
         meta | ({"verdict": decision.verdict, "reasons": list(decision.reasons)} if decision else {}),
     )
     write_report(run.folder / "report.html", data)

@@ -183,14 +183,14 @@ def left_unfinished(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def record_of(folder: Path) -> dict[str, Any]:
-    """Return the content of run.json in the folder of a run.
+def record_of(folder: Path, name: str = RUN_FILE) -> dict[str, Any]:
+    """Return the content of the file `name` in the folder of a run or stage, by default that of run.json.
 
-    The result is empty if the run is not finished or the file is damaged, which the function `finished`
-    reports when that run is continued.
+    The result is empty if there is no such file, for example because the run is not finished, or if it is
+    damaged. A damaged run.json is reported by the function `finished` when that run is continued.
     """
     with contextlib.suppress(OSError, ValueError, TypeError):
-        return dict(read_json(folder / RUN_FILE))
+        return dict(read_json(folder / name))
     return {}
 
 

@@ -9,6 +9,7 @@ in /control (components/agent/utilities.py).
 
 import contextlib
 import os
+import re
 import select
 import shutil
 import subprocess
@@ -40,6 +41,9 @@ MAX_DISK_BYTES = 256 << 20
 MAX_ENTRIES = 10_000
 # Bytes of a command's output that are read at its beginning, and again at its end.
 KEPT_BYTES = 1 << 16
+# Bytes of other text before the reply to a command after which the shell counts as ended. Only a command that
+# writes to the descriptor of the replies causes such text.
+MAX_REPLY_BYTES = 4096
 # Limit of the CPU time of one process, in seconds.
 CPU_SECONDS = 3600
 POLL_SECONDS = 0.25
@@ -254,22 +258,25 @@ class Shell:
     def _reply(self, process: subprocess.Popen[bytes], number: str, seconds: float) -> str:
         """Wait for the reply of the script `DRIVER` to command `number` and return its exit code as text.
 
-        If the command exceeds its time limit `seconds` or the limits of disk space, the shell is ended. In
-        this case, and if the shell has ended by itself, a sentence that says so is returned instead.
+        Other text that comes before the reply is skipped. If it is longer than MAX_REPLY_BYTES, or if the
+        command exceeds its time limit `seconds` or the limits of disk space, the shell is ended. In this
+        case, and if the shell has ended by itself, a sentence that says so is returned instead.
         """
         assert process.stdout is not None
         spent, judge_seconds, reply = 0.0, self.socket.judging.seconds(), b""
+        found: re.Match[bytes] | None = None
         output = select.poll()  # select() would refuse descriptors above 1023
         output.register(process.stdout, select.POLLIN)
-        while not reply.endswith(b"\n"):
+        while found is None:
             began = time.monotonic()
             ready = output.poll(POLL_SECONDS * 1000)
             spent += charged_seconds(time.monotonic() - began, POLL_SECONDS)
             if ready:
-                part = os.read(process.stdout.fileno(), 4096)
-                if not part:
+                part = os.read(process.stdout.fileno(), MAX_REPLY_BYTES)
+                reply += part
+                if not part or len(reply) > MAX_REPLY_BYTES:
                     return self._died(process)
-                reply = (reply + part)[-256:]
+                found = re.search(rb"(?<!\d)%b (\d+)\n" % number.encode(), reply)
             elif untrusted_folder.used_bytes(self.base, MAX_DISK_BYTES, MAX_ENTRIES) > MAX_DISK_BYTES:
                 self._end()
                 return (
@@ -277,15 +284,13 @@ class Shell:
                     f"that is closed "
                     "to its owner; remove some in the next command, which starts a new shell"
                 )
-            elif spent - (self.socket.judging.seconds() - judge_seconds) > seconds:
+            if found is None and spent - (self.socket.judging.seconds() - judge_seconds) > seconds:
                 self._end()
                 return (
                     f"took longer than {seconds:g} s and was ended, with everything it had started; "
                     "a new shell starts with the next command"
                 )
-        words = reply.decode(errors="replace").split("\n")[-2].split()
-        is_reply = len(words) == 2 and words[0] == number
-        return words[1] if is_reply else "the exit code is unknown, because the shell's reply was overwritten"
+        return found[1].decode()
 
     def _died(self, process: subprocess.Popen[bytes]) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -247,7 +247,7 @@ class Tools:
         if result.code is None or result.code > 1 or (result.code == 1 and not result.output):
             problem = result.note or (result.output.strip() if result.code != 1 else "")
             return f"Nothing found. {problem}".strip()
-        lines = result.output.splitlines()
+        lines = result.output.removesuffix("\n").split("\n")  # as grep ends them
         if arguments.output_mode == "count":
             lines = [line for line in lines if not line.endswith(":0")]
         left = len(lines) - (arguments.head_limit or len(lines))

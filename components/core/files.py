@@ -276,7 +276,7 @@ def remove_stale(folder: Path, seconds: float) -> None:
     """
     for path in sorted(folder.iterdir(), reverse=True):
         with contextlib.suppress(OSError):  # Another process may have removed it.
-            if path.stat().st_mtime < time.time() - seconds:
+            if path.lstat().st_mtime < time.time() - seconds:
                 remove_tree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

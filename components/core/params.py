@@ -68,7 +68,7 @@ class Data(FrozenModel):
         "window for the eager time of one call, seconds; the paper uses 0.001 to 0.1"
     )
     numel: tuple[Count, Count] = result(
-        "window for the elements of the input tensor; sizes are searched inside it"
+        "window for the elements of the input tensor if it is no vector; sizes are searched inside it"
     )
     headroom: bool = result(
         "measure torch.compile of every admitted task: its time over the least time that "

@@ -82,10 +82,10 @@ def before_name(record: Mapping[str, Any]) -> str:
 
     `record` is the content of the run's run.json. The text in brackets is "cold start" if the run began from
     scratch, and otherwise names the version of the registry (such as "version 3") or the folder or file that
-    the run began from.
+    the run began from. It is left out if the record, as one of an earlier release, does not say.
     """
-    start = record.get("night", {}).get("start", "scratch")
-    return f"before ({'cold start' if start == 'scratch' else start})"
+    start = record.get("night", {}).get("start", "")
+    return f"before ({'cold start' if start == 'scratch' else start})" if start else "before"
 
 
 def parse_python(code: str | bytes) -> ast.Module:

@@ -170,7 +170,7 @@ def _read_if_there(file: Path) -> dict[str, Any]:
         return dict(read_json(file)) if file.is_file() else {}
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{file}: damaged ({error}); without this file, the parameters are not compared."
+            f"{file}: damaged ({error}); delete it, and the rest is compared without the parameters."
         ) from error
 
 

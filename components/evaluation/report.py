@@ -74,7 +74,8 @@ class ReportData(FrozenModel):
     `meta` has the optional keys run_id, profile, device, created (text), verdict (promoted, refused, waiting
     or nothing_learned), reasons (texts), model (name and version), title and environment. `dataset` is the
     contents of the data set's metrics.json, or empty. Each of `gates` (conditions for the promotion of the
-    new policy) has the keys of `registry.gates.Gate`: name, value, low, high, threshold, passed and note.
+    new policy) has the keys of `registry.gates.Gate`: name, value, low, high, threshold, passed and note, and
+    `decisive`, the number that is compared with the threshold, or None if it could not be measured.
     `cost` gives the device-seconds of each part of the run. `before` and `after` are the evaluations before
     and after training; `before` is None if there is none.
     """
@@ -223,10 +224,7 @@ def _template() -> jinja2.Template:
 
 def _gate(gate: dict[str, Any]) -> dict[str, Any]:
     name, value, threshold = str(gate.get("name", "")), gate.get("value"), gate.get("threshold")
-    # What is compared with the threshold: the upper end of the interval of a change from the start, the
-    # figure itself for a change from the champion, and the lower end of the interval otherwise.
-    end = gate.get("high" if name.startswith("start.") else "low")
-    decisive = value if end is None or name.startswith("change.") else end
+    decisive = gate.get("decisive")
     missing = None if decisive is None or threshold is None or gate.get("passed") else threshold - decisive
     return {
         "name": name.replace("_", " ").replace(".", " · "),

@@ -6,10 +6,12 @@ often no powers of two. The rule-based kernel writer can write kernels for all o
 a task only if its output on a small input varies, and changes when any operator is left out.
 """
 
+import itertools
 import random
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -20,6 +22,7 @@ from components.bootstrap.loop_nest import Nest, Shape
 from components.bootstrap.operator_chain import TASK_LAYOUT
 from components.bootstrap.tensor_operator import Arguments
 from components.bootstrap.tensor_operators import LINES, OPERATORS, read_program
+from components.core.errors import refuse
 from components.core.params import Data
 from components.core.records import Device
 from components.core.task import KernelTask
@@ -183,8 +186,12 @@ def compose_tensor_task(rng: random.Random, data: Data, device: Device) -> Kerne
 
     `rng` draws the number of operators (by data.operator_mix), the operators, their arguments, and the shape.
     Chains are drawn until the estimated eager time of one lies within data.eager_seconds, and after MAX_DRAWS
-    draws a chain with any time is accepted.
+    draws a chain with any time is accepted. Raises UserError if data.numel permits no shape of rank 2 or
+    more.
     """
+    low, high = data.numel
+    fault = f"data.numel: no shape of rank 2 or more has between {low} and {high} elements; widen it."
+    refuse((not _permits_shapes(data.numel), fault))
     count = draw_weighted(rng, data.operator_mix)
     fastest, slowest = data.eager_seconds
     composed = [name for name, operator in OPERATORS.items() if operator.draw is not None]
@@ -210,12 +217,11 @@ def compose_tensor_task(rng: random.Random, data: Data, device: Device) -> Kerne
 
 
 def _draw_shape(rng: random.Random, numel: tuple[int, int]) -> Shape:
-    """Return a random shape of rank 1 to 5, in most cases with a number of elements within `numel`.
+    """Return a random shape of rank 1 to 5, with a number of elements within `numel` if the rank is not 1.
 
-    `numel` is (low, high). If none of MAX_DRAWS shapes lies within it, the last one is returned. Shapes of
-    rank 1 are not limited.
+    `numel` is (low, high), for which `_permits_shapes` must be true. Shapes of rank 1 are not limited.
     """
-    for _ in range(MAX_DRAWS):
+    while True:
         rank = draw_weighted(rng, RANKS)
         shape = tuple(rng.choice(sizes) for sizes in DIMENSIONS[rank])
         if rank > 3 and rng.random() < 0.5:
@@ -223,5 +229,11 @@ def _draw_shape(rng: random.Random, numel: tuple[int, int]) -> Shape:
         if rank == 2 and rng.random() < 0.2:
             shape = (shape[1], shape[1])
         if rank == 1 or numel[0] <= prod(shape) <= numel[1]:
-            break
-    return shape
+            return shape
+
+
+@cache
+def _permits_shapes(numel: tuple[int, int]) -> bool:
+    """Return whether a shape of rank 2 to 5 has a number of elements within `numel`, which is (low, high)."""
+    shapes = itertools.chain.from_iterable(itertools.product(*DIMENSIONS[rank]) for rank in (2, 3, 4, 5))
+    return any(numel[0] <= prod(shape) <= numel[1] for shape in shapes)

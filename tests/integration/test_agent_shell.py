@@ -284,3 +284,15 @@ def test_nothing_that_a_command_detached_outlives_a_killed_judge() -> None:
         finally:
             judge.kill()
     assert comes_to_pass(lambda: not detached()), "a process outlives its judge"
+
+
+def test_a_command_that_writes_to_the_descriptor_of_the_replies_deceives_only_itself(use: Use) -> None:
+    of_replies = "$(ls -l /proc/$$/fd | awk '/pipe/ && /l-wx/ {print $9}')"
+    use("Bash", command=f"junk() {{ eval \"printf 'junk%b' '$1' >&{of_replies}\"; }}")
+    assert use("Bash", command="junk ' 0\\n'; sleep 1; (exit 3)") == "[exit 3]"
+    assert use("Bash", command="echo next; (exit 4)") == "next\n[exit 4]"
+    assert use("Bash", command="junk ''; (exit 5)") == "[exit 5]"
+    assert use("Bash", command="while junk '\\n'; do sleep 0.01; done", timeout=2000).startswith(
+        ("[took longer than 2 s", "[the shell ended")
+    )
+    assert use("Bash", command="(exit 6)") == "[exit 6]"

@@ -178,6 +178,8 @@ def test_a_long_file_is_read_in_parts(use: Use) -> None:
 def test_lines_are_numbered_as_a_compiler_numbers_them(use: Use) -> None:
     use("Write", file_path="kernels/a.h", content="// a\f b\u2028 c\nint d;\n")
     assert use("Read", file_path="kernels/a.h").splitlines()[-1] == "    2\tint d;"
+    found = use("Grep", pattern=" [bd]", path="kernels", output_mode="content", head_limit=1)
+    assert found == "kernels/a.h:1:// a b c\n[1 more lines]"
 
 
 def test_a_binary_file_is_not_shown(use: Use) -> None:

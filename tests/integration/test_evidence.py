@@ -155,6 +155,11 @@ def test_an_edited_record_of_a_run_is_found(home: Path) -> None:
     assert promotion.verify() == []
     path.write_text(path.read_text().replace("0.5", "0.9"))
     assert "run.json: this record of a run is not to be trusted" in promotion.verify()[0]
+    for damage in ("[1]", "3", '{"signature": 3}'):
+        path.write_text(damage)
+        assert promotion.verify() == [
+            f"{path}: this record of a run is not to be trusted, because it is not signed."
+        ]
 
 
 def test_a_colleague_decides_with_a_key_of_ones_own(home: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +13,13 @@ from typing import Any
 import agent_fixtures
 import pytest
 from agent_fixtures import verdict_of
+from mlflow.exceptions import MlflowException
 from promotion_fixtures import empty_store
 from sqlalchemy import create_engine
 
 from components.agent.trajectory import ToolCall, Trajectory, Turn, save_trajectories
 from components.bootstrap.cold_start import new_model
+from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import verify_files
 from components.core.params import GateThresholds, Registry
@@ -27,7 +30,9 @@ from components.policy.checkpoint import save_checkpoint
 from components.registry import gates, models
 from components.registry.traces import chosen
 from components.registry.tracking import MlflowRun, connect, flatten, numbers
-from flows.run_context import prefect_database
+from flows import nightly
+from flows.run_context import PipelineRun, prefect_database
+from flows.steps import DatasetRecord
 
 PARAMS = Registry(tracking_uri="", experiment="nights", model="policy", audit="", key="", trusted_keys="")
 LOW = GateThresholds(
@@ -363,3 +368,38 @@ def test_flatten_names_list_items_by_their_name() -> None:
         "stages.warmup.name": "warmup",
         "stages.warmup.seconds": 2,
     }
+
+
+def test_only_a_version_that_is_not_there_is_called_missing(
+    client: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register(client, home, "a version to be found")
+    for name in ("999", "no alias"):
+        with pytest.raises(UserError, match=f"policy has no version {name}; cuda-agent models list"):
+            models.find(client, PARAMS.model, name)
+
+    def fail(*_: str) -> None:
+        raise MlflowException("the store is down")
+
+    monkeypatch.setattr(client, "get_model_version", fail)
+    with pytest.raises(MlflowException, match="the store is down"):
+        models.find(client, PARAMS.model, "1")
+
+
+def test_a_night_without_judges_ends_its_run_and_the_monitor_of_the_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise UserError("pool: no judge; start one.")
+
+    monkeypatch.setattr(nightly, "open_pool", fail)
+    run = PipelineRun(resolve("ci", (f"home={tmp_path}",)))
+    data = DatasetRecord(version="d" * 64, folder="datasets/d", figures={}, cached=True, seconds=0.0)
+    progress: Any = None
+    with pytest.raises(UserError, match="no judge"):
+        nightly.open_context(run, progress, data)
+    found = connect(run.params.registry, tmp_path)
+    (experiment,) = [item for item in found.search_experiments() if item.name != "Default"]
+    (night,) = found.search_runs([experiment.experiment_id])
+    assert night.info.status == "FAILED"
+    assert "SystemMetricsMonitor" not in {thread.name for thread in threading.enumerate()}

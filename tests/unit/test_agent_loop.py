@@ -119,6 +119,17 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
     assert len(judged) <= 10
 
 
+def test_the_time_of_a_chat_servers_answers_is_metered() -> None:
+    class Slow(ScriptedChat):
+        def turn(self, *given: Any, **more: Any) -> Any:
+            time.sleep(0.2)
+            return super().turn(*given, **more)
+
+    request = rollout_request([TASK], params(prompt="full", context=32_768), ScriptedPool(), turns=2)
+    run_chats(request, Slow(["Done."]))
+    assert request.sampling.seconds() >= 0.2
+
+
 # --- tokens ---------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from components.core import files
-from components.core.files import atomic_folder, remove_tree
+from components.core.files import atomic_folder, remove_stale, remove_tree
 
 
 def replace(path: Path) -> None:
@@ -43,3 +43,13 @@ def test_a_link_that_leads_nowhere_is_removed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     remove_tree(tmp_path / "link")
     assert not os.path.lexists(tmp_path / "link")
+
+
+def test_an_old_link_is_stale_wherever_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "new").write_text("")
+    for name, target in {"old": "nowhere", "newer": "nowhere", "old too": "new"}.items():
+        (tmp_path / name).symlink_to(tmp_path / target)
+        if name.startswith("old"):
+            os.utime(tmp_path / name, (0, 0), follow_symlinks=False)
+    remove_stale(tmp_path, 60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "newer"]

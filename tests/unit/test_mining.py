@@ -1,12 +1,15 @@
 """Composition of mined operators, without the table of all of them."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from synthesis_fixtures import InProcess, parameters
 
+from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.progress import Quiet
+from components.synthesis import mine_torch, mine_transformers, operator_table
 from components.synthesis.dataset import build_dataset, task_quotas
 from components.synthesis.mined_operators import OperatorTemplate, output_layout
 from components.synthesis.operator_ablation import is_held_out
@@ -49,3 +52,26 @@ def test_targets_follow_the_mix() -> None:
 def test_the_mined_table_must_be_given(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.operators"):
         build_dataset(parameters("data.operators=all"), tmp_path / "tasks", InProcess(), Quiet())
+
+
+def test_operators_are_mined_again_if_a_rule_changes_and_not_for_a_docstring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mined: list[str] = []
+
+    def load(name: str, more: str) -> list[str]:
+        """Load the table with `more` at the beginning of a source of the rules; return the copies so far."""
+        for rule in operator_table.RULES:
+            copy = tmp_path / name / "components" / rule
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(PROJECT / "components" / rule, copy)
+        copy.write_text(more + copy.read_text())
+        monkeypatch.setattr(operator_table, "PROJECT", tmp_path / name)
+        monkeypatch.setattr(mine_torch, "mine", lambda: (mined.append(name) or [], {}))
+        monkeypatch.setattr(mine_transformers, "mine", lambda: ([], {}))
+        operator_table.load_operator_table(tmp_path / "tables", Quiet())
+        return mined
+
+    assert load("first", "") == ["first"]
+    assert load("comment", "# Another comment.\n") == ["first"]
+    assert load("rule", "CHANGED = 1\n") == ["first", "rule"]

@@ -1,5 +1,6 @@
 """What decides how nights follow each other, without a pipeline run."""
 
+import logging
 import os
 import time
 from datetime import UTC, datetime
@@ -11,9 +12,13 @@ import pytest
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import write_json
+from components.core.progress import Quiet
+from components.evaluation.compare import SETTINGS
+from components.registry import models
+from components.registry.tracking import RUN_KEY
 from components.training.run_stage import check_stages
-from flows import deployments
-from flows.night import Night, may_begin, training_deadline
+from flows import data, deployments
+from flows.night import Night, changes_since, may_begin, training_deadline
 from flows.run_context import PipelineRun, open_run
 from flows.steps import EvaluationRecord
 
@@ -100,6 +105,8 @@ def test_stage_2_is_begun_only_if_its_last_duration_fits(
     assert not may_begin(run, "warmup", 99.0)
     write_json(tmp_path / "stages" / "rejection-0123456789ab" / "stage.json", {"seconds": 50.0})
     assert not may_begin(run, "rejection", 149.0) and may_begin(run, "rejection", 151.0)
+    (tmp_path / "stages" / "rejection-0123456789ab" / "stage.json").write_text("{")
+    assert may_begin(run, "rejection", 101.0) and not may_begin(run, "rejection", 99.0)
 
 
 def test_time_is_kept_for_what_was_measured_after_training_or_a_tenth_of_the_budget(tmp_path: Path) -> None:
@@ -116,3 +123,41 @@ def test_time_is_kept_for_what_was_measured_after_training_or_a_tenth_of_the_bud
     assert left(1.0) == 380.0 and left(400.0) == 1020.0
     write_json(tmp_path / "runs" / "a" / "run.json", {"profile": run.profile, "tail_seconds": 40.0})
     assert left(1.0) == 70.0 and left(80.0) == 120.0
+    for name, damage in {"b": "{", "c": "[1]"}.items():
+        (tmp_path / "runs" / name).mkdir()
+        (tmp_path / "runs" / name / "run.json").write_text(damage)
+    assert left(1.0) == 70.0, "a damaged record is left out"
+
+
+def test_a_night_whose_champions_settings_are_damaged_tells_no_differences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = PipelineRun(resolve("ci", (f"home={tmp_path}",)))
+    monkeypatch.setattr(models, "describe", lambda *_: {"tags": {RUN_KEY: run.key}})
+    values = run.params.model_dump(mode="json") | {"seed": run.params.seed + 1}
+    write_json(run.folder / SETTINGS, {"params": values, "sources": {}})
+    client: Any = None
+    assert changes_since(run, client, "1") == [f"seed {run.params.seed + 1} -> {run.params.seed}", "code"]
+    (run.folder / SETTINGS).write_text("{")
+    assert changes_since(run, client, "1") == []
+
+
+@pytest.mark.parametrize(("made_by", "said"), [("", "up to date"), ("an earlier release", "built")])
+def test_a_data_set_that_was_made_again_is_not_called_up_to_date_though_it_is_equal(
+    made_by: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = PipelineRun(resolve("ci", (f"home={tmp_path}",)))
+    workspace, kept = tmp_path / "dvc", tmp_path / "datasets" / ("d" * 64)
+    (workspace / ".dvc").mkdir(parents=True)
+    (workspace / "dvc.lock").write_text("equal before and after")
+    (workspace / ".dvc" / "made_by").write_text(made_by or data.maker_digest(run))
+    write_json(kept / "metrics.json", {})
+    monkeypatch.setattr(data, "prepare_workspace", lambda _: workspace)
+    monkeypatch.setattr(data, "keep_version", lambda *_: kept)
+    monkeypatch.setattr(data, "dvc", lambda *_: None)
+    monkeypatch.setattr(data, "keep_lock", lambda *_: None)
+    monkeypatch.setattr(data, "get_run_logger", logging.getLogger)
+    with caplog.at_level(logging.INFO):
+        record = data.dataset.fn(run, Quiet())
+    assert caplog.messages == [f"version dddddddddddd, {said}"]
+    assert record.cached == (said == "up to date")

@@ -16,6 +16,7 @@ from components.evaluation.report import load_report_data, write_report
 from components.evaluation.results import Attempt, Evaluation, Measurement, TaskResult
 from components.evaluation.tables import figure
 from components.judge.verdict import Ratio, Seconds, Speedup, Status, Verdict, milestone
+from components.registry.gates import Gate
 
 EVIL = (
     '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)><a href="http://example.com">{{ 7 *'
@@ -68,8 +69,9 @@ def evaluation(eager: list[float | None], hostile: str = "") -> Evaluation:
 
 
 def gate(name: str, value: float, low: float, high: float, *, threshold: float) -> dict[str, object]:
-    """Return a failed gate as `registry.gates.Gate` stores it."""
-    return {"name": name, "value": value, "low": low, "high": high, "threshold": threshold, "passed": False}
+    """Return a failed gate as the report of a run gets it."""
+    made = Gate(name=name, value=value, low=low, high=high, threshold=threshold, passed=False)
+    return made.model_dump() | {"decisive": made.decisive}
 
 
 def report(
@@ -101,6 +103,7 @@ def report(
         [
             gate("pass_rate", 0.5, 0.25, 0.75, threshold=0.75),
             gate("start.attempts_mean_reward", -1.57, -2.57, -0.57, threshold=0.0),
+            gate("change.geomean.eager", 0.5, 0.25, 0.75, threshold=0.62),
         ],
         {
             "run_id": "r1" + hostile,
@@ -145,6 +148,7 @@ def test_the_report_shows_the_verdict_and_figures_before_and_after(tmp_path: Pat
     assert "75.0%" in text and "was 25.0%" in text and "+50.0 points" in text
     assert "50.0% short" in text, "the gate says by how much its lower end fell short"
     assert "0.57 short" in text, "a change from the start is short by its upper end"
+    assert "0.12× short" in text, "a change from the champion is short by the figure itself"
     assert "reported, not measured here" in text and "98.8%" in text
     assert "KERNEL(forward) {}" in text
 

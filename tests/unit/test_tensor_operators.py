@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from components.bootstrap.loop_nest import Axis, Code, Loop, Nest, merge, over_d
 from components.bootstrap.nest_writer import draw_nest_schedule, write_program
 from components.bootstrap.tensor_operators import OPERATORS, read_program
 from components.core.config import resolve
+from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.synthesis.compose import compose_tasks, write_source
 from components.synthesis.contamination import count_subtrees, similarity
@@ -109,6 +111,17 @@ def test_composed_tasks_are_labelled_readable_and_within_the_window() -> None:
     assert len({name for task in tasks for name in task.ops}) > 35
     wrong = tasks[0].model_copy(update={"ops": ("conv_2", *tasks[0].ops[1:])})
     assert find_label_error(wrong.ops, wrong.data_source, wrong.code) == "conv_2 is not in the source"
+
+
+def test_inputs_lie_within_numel_unless_they_are_vectors_and_a_window_without_shapes_is_refused() -> None:
+    for task in itertools.islice(compose_tasks(3, PARAMS.data), 40):
+        program = read_program(task.code)
+        assert program is not None
+        low, high = PARAMS.data.numel
+        assert len(program.shape) == 1 or low <= prod(program.shape) <= high
+    for numel in ("[10, 20]", "[17179869184, 34359738368]"):
+        with pytest.raises(UserError, match=r"^data\.numel: no shape of rank 2 or more has between"):
+            next(compose_tasks(0, parameters("data.operators=kernelbench", f"data.numel={numel}").data))
 
 
 def test_a_data_set_of_them_needs_no_mined_table(tmp_path: Path) -> None:
