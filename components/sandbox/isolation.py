@@ -70,10 +70,11 @@ class PathMap:
 
         A path that is in none of the folders, such as a path of the system, is returned unchanged.
         """
-        host = Path(path)
-        for folder, target in sorted(self.folders.items(), key=lambda item: -len(item[0].parts)):
-            if host.is_relative_to(folder):
-                return str(Path(target, host.relative_to(folder)))
+        # A path through a symbolic link, such as that of a linked .venv, names the same file.
+        for host in (Path(path), Path(path).resolve()):
+            for folder, target in sorted(self.folders.items(), key=lambda item: -len(item[0].parts)):
+                if host.is_relative_to(folder):
+                    return str(Path(target, host.relative_to(folder)))
         return str(path)
 
     def __or__(self, other: Mapping[Path, str]) -> "PathMap":

@@ -157,3 +157,11 @@ def test_an_admission_that_failed_does_not_keep_its_source() -> None:
     with pytest.raises(InfrastructureError):
         judges.admit("x = 1\n" * 10_000, (0.0, 1.0))
     assert all(len(key) == 64 for key in judges.failed) and judges.failed
+
+
+def test_a_path_through_a_link_has_the_place_of_the_folder_that_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "packages" / "torch").mkdir(parents=True)
+    (tmp_path / ".venv").symlink_to(tmp_path / "packages")
+    paths = isolation.PathMap({tmp_path / "packages": "/packages/0"})
+    assert paths.inside(tmp_path / ".venv" / "torch") == "/packages/0/torch"
+    assert paths.inside("/usr/include") == "/usr/include"
