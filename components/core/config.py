@@ -7,6 +7,7 @@ computes, measures or publishes, and `throughput` if it does not (`records.py`).
 
 import difflib
 import functools
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,6 +280,11 @@ def _check_combinations(params: Params, sources: dict[str, str]) -> None:
             data.composer and not data.composer_model,
             "data.composer_model",
             "must name the model that data.composer is asked for",
+        ),
+        (
+            os.path.expanduser(params.home).startswith("~"),
+            "home",
+            f"names {params.home}, which has no place, because there is no such home folder; give a path",
         ),
         *(
             (low >= high, key, f"must be [lowest, highest], not [{low:g}, {high:g}]")

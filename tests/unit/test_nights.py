@@ -40,7 +40,11 @@ def test_stages_that_cannot_follow_each_other_are_refused_by_name(stages: str, w
 
 
 @pytest.mark.parametrize(
-    "bad", ["night.hours=-1", "night.stages=[warmups]", "night.hours=.nan", "night.hours=.inf"]
+    "bad",
+    [
+        *("night.hours=-1", "night.stages=[warmups]", "night.hours=.nan", "night.hours=.inf"),
+        "home=~nobody-has-this-name/runs",
+    ],
 )
 def test_bad_values_are_refused_where_they_are_read(bad: str) -> None:
     with pytest.raises(UserError, match=bad.partition("=")[0].replace(".", r"\.")):

@@ -146,3 +146,9 @@ def test_a_coding_agent_is_told_that_no_judge_answers(answer: httpx.Response) ->
         ToolError, match=r"no judge answers at http://other \(.+\); start one: cuda-agent serve"
     ):
         asyncio.run(tools.call_tool("tasks", {}))
+
+
+@pytest.mark.parametrize("path", ["nowhere/token", "~nobody-has-this-name/token"])
+def test_a_token_that_cannot_be_read_is_named(path: str) -> None:
+    with pytest.raises(UserError, match=rf"^pool\.service_token: {path} cannot be read .*; give the file"):
+        service_client.token_headers(path, "pool.service_token")

@@ -239,7 +239,7 @@ def token_headers(path: str, option: str) -> dict[str, str]:
     """
     try:
         return {"Authorization": f"Bearer {Path(path).expanduser().read_text().strip()}"}
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError if ~ has no home folder
         raise UserError(
             f"{option}: {path} cannot be read ({error}); give the file with the token."
         ) from error
