@@ -110,4 +110,4 @@ def _used_stages(home: Path, references: Mapping[str, str], younger_than: float)
         is_young = newest >= min(younger_than, max(ages.values()))
         if is_young or run.name in left or reason_to_keep(run.name, dict(references)):
             for file in (*run.glob("[!.]*.json"), *run.glob(USED)):
-                yield from STAGE.findall(file.read_text())
+                yield from STAGE.findall(file.read_text(errors="replace"))

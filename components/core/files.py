@@ -232,7 +232,7 @@ def verify_files(checkpoint: Path, remedy: str = "delete the folder and run agai
     try:
         manifest = read_json(checkpoint / MANIFEST)
         expected, digest = dict(manifest["files"]), str(manifest["digest"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{checkpoint / MANIFEST}: is missing or damaged, so this is not a checkpoint; {remedy}."
         ) from error

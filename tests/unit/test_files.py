@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from components.core import files
-from components.core.files import atomic_folder, remove_stale, remove_tree
+from components.core.errors import UserError
+from components.core.files import atomic_folder, remove_stale, remove_tree, verify_files
 
 
 def replace(path: Path) -> None:
@@ -53,3 +54,10 @@ def test_an_old_link_is_stale_wherever_it_leads(tmp_path: Path) -> None:
             os.utime(tmp_path / name, (0, 0), follow_symlinks=False)
     remove_stale(tmp_path, 60)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "newer"]
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]", '{"files": 5}'])
+def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match=r"manifest\.json: is missing or damaged.*; delete the folder"):
+        verify_files(tmp_path)
