@@ -287,7 +287,8 @@ def test_nothing_that_a_command_detached_outlives_a_killed_judge() -> None:
 
 
 def test_a_command_that_writes_to_the_descriptor_of_the_replies_deceives_only_itself(use: Use) -> None:
-    of_replies = "$(ls -l /proc/$$/fd | awk '/pipe/ && /l-wx/ {print $9}')"
+    # The shell closes its end of the substitution's own pipe only after it has forked.
+    of_replies = "$(sleep 0.1; ls -l /proc/$$/fd | awk '/pipe/ && /l-wx/ {print $9}')"
     use("Bash", command=f"junk() {{ eval \"printf 'junk%b' '$1' >&{of_replies}\"; }}")
     assert use("Bash", command="junk ' 0\\n'; sleep 1; (exit 3)") == "[exit 3]"
     assert use("Bash", command="echo next; (exit 4)") == "next\n[exit 4]"
