@@ -96,7 +96,9 @@ class Sandbox(FrozenModel):
     isolation: Literal["bubblewrap", "none"] = result(
         "isolation of candidates; none must be written by a person and is recorded in every verdict"
     )
-    build_seconds: Positive = result("wall-clock limit of one build, seconds")
+    build_seconds: Positive = result(
+        "wall-clock limit of one build, or of the call that compiles kernels of Triton, seconds"
+    )
     run_seconds: Positive = result(
         "wall-clock limit of everything one candidate does after its build, seconds"
     )

@@ -48,8 +48,7 @@ def start_candidate(
                 if error.kind != "unknown_result":
                     raise
             construct: RoleHeader = {**header, "role": "construct"}
-            seconds = params.sandbox.run_seconds
-            results = _prepared(reference, construct, library.fileno(), seconds)
+            results = _prepared(reference, construct, library.fileno(), params.sandbox.run_seconds)
             with open(sealed_file(content + results), "rb") as library_and_results:
                 return start(library_and_results.fileno())
     except Rejected as error:

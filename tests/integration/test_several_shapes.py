@@ -1,30 +1,20 @@
 """A task with four shapes: how it is admitted and its candidates are judged, on cpu."""
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from shapes_fixtures import CALLS, CODE, FILES, KERNEL, TASK
+from shapes_fixtures import pool as pool
 
-from components.core.config import PROJECT, resolve
+from components.core.config import resolve
 from components.core.errors import UserError
-from components.core.task import KernelTask, load_task
+from components.core.task import KernelTask
 from components.core.workloads import WORKLOADS
-from components.judge.candidate import read_workspace
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.verdict import WORKLOAD_MARGIN
 from components.synthesis.compose import compose_tasks
-
-FOLDER = PROJECT / "docs" / "examples" / "several_shapes"
-EXAMPLE, FILES = load_task(FOLDER / "model.py"), read_workspace(FOLDER)
-KERNEL = "kernels/forward.cpp"
-CALLS = ["get_inputs(4, 2048)", "get_inputs(16, 512)", "get_inputs(64, 128)", "get_inputs(128, 64)"]
-CODE = EXAMPLE.code.replace(
-    "[(16, 8192), (64, 2048), (256, 512), (2048, 64)]", "[(4, 2048), (16, 512), (64, 128), (128, 64)]"
-)
-TASK = KernelTask(code=CODE, name="four shapes", split="held_out")
 
 
 def test_a_candidate_is_built_once_and_measured_on_each_workload(
@@ -103,14 +93,6 @@ def test_a_share_of_tasks_of_several_shapes_leaves_the_others_as_they_are() -> N
     assert not any(WORKLOADS in task.code for task in none)
     with pytest.raises(UserError, match=r"data\.workload_share.*set it to 0, or data\.operators to core"):
         resolve("ci", ["data.workload_share=0.25", "data.operators=kernelbench"])
-
-
-@pytest.fixture
-def pool(judge: Judge, tmp_path: Path) -> Iterator[LocalPool]:
-    made = LocalPool(judge.params, tmp_path / "verdicts")
-    made._judge = judge
-    yield made
-    made.executor.shutdown()
 
 
 def test_the_journal_gives_the_verdict_with_its_workloads_again(pool: LocalPool) -> None:

@@ -2,39 +2,28 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from agent_fixtures import MEASURE, ScriptedSampler, call, params, tokenizer
 from schedules import VECTORISED
+from shapes_fixtures import CALLS, FILES, KERNEL, TASK
+from shapes_fixtures import pool as pool
 
 from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.trajectory import Trajectory
 from components.agent.workspace import Workspace
 from components.bootstrap.kernel_writer import write_kernel
 from components.bootstrap.operator_chain import read_chain
-from components.core.config import PROJECT, resolve
+from components.core.config import resolve
 from components.core.progress import Quiet
-from components.core.task import KernelTask, load_task
 from components.core.workloads import workloads_of
 from components.evaluation.evaluate import evaluate
 from components.evaluation.report import write_evaluation_report
-from components.judge.candidate import read_workspace
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import LocalPool
 from components.judge.verdict import milestone
 from components.synthesis.compose import MOST_SHAPES, compose_tasks
 from flows.stages import table
-
-FOLDER = PROJECT / "docs" / "examples" / "several_shapes"
-EXAMPLE, FILES = load_task(FOLDER / "model.py"), read_workspace(FOLDER)
-KERNEL = "kernels/forward.cpp"
-CALLS = ["get_inputs(4, 2048)", "get_inputs(16, 512)", "get_inputs(64, 128)", "get_inputs(128, 64)"]
-CODE = EXAMPLE.code.replace(
-    "[(16, 8192), (64, 2048), (256, 512), (2048, 64)]", "[(4, 2048), (16, 512), (64, 128), (128, 64)]"
-)
-TASK = KernelTask(code=CODE, name="four shapes", split="held_out")
 
 
 def test_composed_tasks_of_several_shapes_are_admitted_and_the_kernel_writer_can_solve_them(
@@ -77,14 +66,6 @@ class Writer:
         found = run_episodes(request, sampler, self.tokenizer)
         self.trajectories += found
         return found
-
-
-@pytest.fixture
-def pool(judge: Judge, tmp_path: Path) -> Iterator[LocalPool]:
-    made = LocalPool(judge.params, tmp_path / "verdicts")
-    made._judge = judge
-    yield made
-    made.executor.shutdown()
 
 
 def test_a_task_with_four_shapes_goes_from_the_skill_to_the_report(pool: LocalPool, tmp_path: Path) -> None:

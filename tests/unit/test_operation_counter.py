@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from components.sandbox import inside
 
 sys.path.insert(0, str(Path(inside.__file__).parent))
-from reference import OperationCounter
+from operator_modes import OperationCounter
 
 
 class Attention(nn.Module):
@@ -51,7 +51,7 @@ def test_operations_are_those_of_torchs_counter(
 
 def test_counting_does_not_import_the_compiler() -> None:
     code = (
-        "import sys, torch; from reference import OperationCounter\n"
+        "import sys, torch; from operator_modes import OperationCounter\n"
         "with OperationCounter() as counter: torch.ones(4, 8) @ torch.ones(8, 2)\n"
         "assert counter.total == 128 and 'torch._dynamo' not in sys.modules, counter.total"
     )

@@ -1,4 +1,4 @@
-"""Block torch's operators in a candidate, record them in its constructor, and compute a task in float64.
+"""Block torch's operators, record their results, compute them in float64, and count their operations.
 
 Blocking. A candidate is an implementation of a PyTorch module, to be judged. If the parameter sandbox.rules
 is `kernel-only`, it must use its own kernels instead of torch's compute operators (`block_operators`). The
@@ -19,6 +19,8 @@ call: float32 tensors and dtypes are replaced by float64, and for a task in half
 bfloat16 too. So code that names float32 computes in float64 without a change of its source. Code for which
 this would give wrong results is rejected with RuntimeError (`Float64Mode`).
 
+Counting. `OperationCounter` adds up the floating-point operations of a call.
+
 This file runs only inside the sandbox; the judge never imports it.
 """
 
@@ -35,6 +37,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
 
 # Operators that stay allowed: allocations, views and copies. The last four are allowed because zeros and
 # clone call them, and because delivery.py delivers results with them.
@@ -157,7 +160,22 @@ class UnknownResult(BaseException):
     """
 
 
-class ConstructorMode(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    """Base class of the modes of this file that see every operator that torch's dispatcher calls."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's constructor has no annotations
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False, so that torch does not wrap `__torch_dispatch__` in a function that imports Dynamo.
+
+        The import takes two seconds in each process.
+        """
+        return False
+
+
+class ConstructorMode(DispatchMode):
     """Mode that records the results of operators, or returns recorded results in place of calling them.
 
     `names` are the full names of these operators, such as `aten::mul.Tensor`; others run as usual. If
@@ -168,18 +186,10 @@ class ConstructorMode(TorchDispatchMode):
     """
 
     def __init__(self, names: Collection[str], recorded: list[Any] | None):
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names = names
         self.results: list[Any] = []
         self.recorded: Iterator[tuple[str, list[Any]]] | None = None if recorded is None else iter(recorded)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch does not wrap `__torch_dispatch__` in a function that imports Dynamo.
-
-        The import takes two seconds in each process.
-        """
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -214,6 +224,29 @@ def copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
+
+
+class OperationCounter(DispatchMode):
+    """Context that counts the floating-point operations of products, convolutions and attention.
+
+    `total` is their number so far by torch's formulas; a multiplication and an addition are two. torch's own
+    FlopCounterMode counts the same, but imports torch._dynamo at its first use, which takes two seconds in
+    each process.
+    """
+
+    total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call the operator `func`, add the number of its operations to `total`, and return its output.
+
+        An operator for which torch has no formula adds nothing.
+        """
+        out = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func.overloadpacket)) is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}

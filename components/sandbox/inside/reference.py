@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from input_distributions import INPUT_DISTRIBUTIONS
-from operator_modes import HALF_DTYPES, computing_in_float64
+from operator_modes import HALF_DTYPES, OperationCounter, computing_in_float64
 from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs, plain
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 if TYPE_CHECKING:
     from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
@@ -33,37 +31,6 @@ if TYPE_CHECKING:
 TIMING_SECONDS = 0.02
 # Largest number of bytes of GPU memory that torch may cache between the calls in two precisions.
 MAX_CACHED_BYTES = 1 << 30
-
-
-class OperationCounter(TorchDispatchMode):
-    """Context that counts the floating-point operations of products, convolutions and attention.
-
-    `total` is their number so far by torch's formulas; a multiplication and an addition are two. torch's own
-    FlopCounterMode counts the same, but imports torch._dynamo at its first use, which takes two seconds in
-    each process.
-    """
-
-    total = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch does not wrap `__torch_dispatch__` in a function that imports Dynamo.
-
-        The import takes two seconds in each process.
-        """
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Call the operator `func`, add the number of its operations to `total`, and return its output.
-
-        An operator for which torch has no formula adds nothing.
-        """
-        out = func(*args, **(kwargs or {}))
-        if (formula := flop_registry.get(func.overloadpacket)) is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=out)
-        return out
 
 
 def describe(code: str, device: str) -> dict[str, Any]:
@@ -119,8 +86,7 @@ def describe(code: str, device: str) -> dict[str, Any]:
             if device == "cuda":
                 torch.cuda.synchronize()
             seconds = min(seconds, time.perf_counter() - start)
-        # The constructor is that of torch's mode, which is not annotated.
-        counter = OperationCounter()  # type: ignore[no-untyped-call]
+        counter = OperationCounter()
         with contextlib.suppress(Exception), counter:  # of a module that the counter cannot follow
             model(*arguments)
 
