@@ -1,0 +1,158 @@
+"""Judge each task of a suite against itself: a table of times, limits, and ratios that should be 1.
+
+    python tests/device/suite_fairness.py SUITE OUT.csv [--profile h200] [--levels 1,2,3] [--seconds 3600] \
+        [--workers 8] [--modes default] [--set KEY=VALUE]
+
+The candidate of a task is the task's own module, judged by the rules `any` with weights by seed, so its
+speed-up over eager is 1 where the judge is fair. Eager and the fastest mode of torch.compile are measured
+beside it, of all modes or of those that --modes names. Every fifth task comes first, then the others, so that
+a run that is ended by --seconds has tasks of all kinds; a repeated command judges what OUT.csv lacks, and
+tries again what ended as `infrastructure`. OUT.csv has a row for each task, with seconds: `total` (inputs,
+references, baselines and verdict, beside those of other tasks) and `held` (exclusive use of the device).
+Prints for each level the tasks by status, and the geometric mean and extremes of the ratio; then the tasks
+whose interval is more than 3 % away from 1. Needs torch and this project, no pytest.
+"""
+
+import argparse
+import contextlib
+import csv
+import math
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from components.core.config import resolve
+from components.core.errors import InfrastructureError
+from components.core.task import KernelTask
+from components.evaluation.suites import load_suite
+from components.judge import baselines
+from components.judge.judge import Judge
+from components.judge.verdict import Verdict
+
+COLUMNS = (
+    *("level", "name", "status", "reason", "ratio", "low", "high"),
+    *("eager_s", "compile_s", "limit_s", "attained", "total_s", "held_s"),
+)
+LABELS = ("sandbox.rules=any", "sandbox.weights=seed", "evaluation.dtype=float32")
+# Largest distance of the end of an interval from 1 that is not printed.
+MARGIN = 0.03
+
+
+class HeldTime(threading.local):
+    """Seconds for which each thread has held the device of a judge exclusively."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+def count_held(judge: Judge) -> HeldTime:
+    """Return an object that from now on counts the seconds in `judge.scheduler.measuring` of each thread."""
+    held, measuring = HeldTime(), judge.scheduler.measuring
+
+    @contextlib.contextmanager
+    def counted() -> Iterator[None]:
+        with measuring():
+            started = time.monotonic()
+            try:
+                yield
+            finally:
+                held.seconds += time.monotonic() - started
+
+    judge.scheduler.measuring = counted  # type: ignore[method-assign]
+    return held
+
+
+def row(task: KernelTask, verdict: Verdict, total: float, held: float) -> dict[str, object]:
+    ratio, seconds = verdict.speedup.eager, verdict.seconds
+    better = min((one for one in (seconds.eager, seconds.compile) if one), default=None)
+    attained = seconds.limit / better if seconds.limit and better else None
+    numbers = (
+        *((ratio.estimate, ratio.low, ratio.high) if ratio else (None, None, None)),
+        *(seconds.eager, seconds.compile, seconds.limit, attained, total, held),
+    )
+    shown = ["" if number is None else f"{number:.4g}" for number in numbers]
+    return dict(zip(COLUMNS, (task.level, task.name, verdict.status, verdict.reason, *shown), strict=True))
+
+
+def print_table(rows: list[dict[str, str]]) -> None:
+    for level in sorted({one["level"] for one in rows}):
+        chosen = [one for one in rows if one["level"] == level]
+        ratios = [float(one["ratio"]) for one in chosen if one["ratio"]]
+        mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+        counts = Counter(f"{one['status']} {one['reason']}".strip() for one in chosen)
+        kinds = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
+        totals = [sum(float(one[name]) for one in chosen) for name in ("total_s", "held_s")]
+        print(
+            f"level {level}: {kinds}; ratio {mean:.3f} [{min(ratios, default=math.nan):.3f}, "
+            f"{max(ratios, default=math.nan):.3f}]; {totals[0]:.0f} s, {totals[1]:.0f} s of them held"
+        )
+    for one in rows:
+        if one["ratio"] and not float(one["low"]) - MARGIN <= 1 <= float(one["high"]) + MARGIN:
+            print(f"level {one['level']} {one['name']}: {one['ratio']} [{one['low']}, {one['high']}]")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("suite")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--profile", default="h200")
+    parser.add_argument("--levels", default="1,2,3")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no task after so long")
+    parser.add_argument("--workers", type=int, default=8, help="tasks that are prepared at the same time")
+    parser.add_argument("--modes", help="of torch.compile, separated by commas; all where it is left out")
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
+    chosen = parser.parse_args()
+    sets = (f"evaluation.suite={chosen.suite}", f"evaluation.levels=[{chosen.levels}]", *LABELS, *chosen.sets)
+    params = resolve(chosen.profile, sets).params
+    suite = load_suite(params, Path())
+    if chosen.modes:
+        for table in (baselines.COMPILE_MODES, baselines.SHARING_MODES):
+            modes = tuple(one for one in table[params.device] if one.mode in chosen.modes.split(","))
+            table[params.device] = modes
+    kept: list[dict[str, str]] = []
+    if chosen.out.exists():
+        with chosen.out.open() as file:
+            kept = [one for one in csv.DictReader(file) if one["status"] != "infrastructure"]
+    known = {(one["level"], one["name"]) for one in kept}
+    ordered = [task for offset in range(5) for task in suite[offset::5]]
+    ordered = [task for task in ordered if (str(task.level), task.name) not in known]
+    end = time.monotonic() + chosen.seconds
+    with chosen.out.open("w") as file, tempfile.TemporaryDirectory() as folder:
+        rows = csv.DictWriter(file, COLUMNS)
+        rows.writeheader()
+        rows.writerows(kept)
+        with contextlib.closing(Judge(params, Path(folder))) as judge:
+            held = count_held(judge)
+
+            def one(task: KernelTask) -> dict[str, object] | None:
+                started, before = time.monotonic(), held.seconds
+                if started > end:
+                    return None
+                files = {"model_new.py": f"{task.code}\n\nModelNew = Model\n"}
+                try:
+                    verdict = judge.verdict(task, files, compare_compile=True)
+                except InfrastructureError as error:
+                    verdict = Verdict(status="infrastructure", reason="judge", log=str(error))
+                print(f"{task.level} {task.name} {verdict.status} {verdict.log[:300]}", flush=True)
+                return row(task, verdict, time.monotonic() - started, held.seconds - before)
+
+            with ThreadPoolExecutor(chosen.workers) as workers:
+                for found in workers.map(one, ordered):
+                    if found is not None:
+                        rows.writerow(found)
+                        file.flush()
+    with chosen.out.open() as file:
+        print_table(list(csv.DictReader(file)))
+
+
+if __name__ == "__main__":
+    main()
