@@ -102,7 +102,8 @@ class DeviceScheduler:
         self.release_idle_memory: Callable[[], None] = lambda: None
         self.condition = threading.Condition()
         self.trimmed_at = 0.0
-        self.preparations = 0
+        # Threads that have shared access (`preparing`).
+        self.preparing_threads: set[int] = set()
         self.background_runners: list[Runner] = []
         # Caller of each thread that waits to measure, in order of arrival.
         self.measurement_queue: dict[int, str] = {}
@@ -122,19 +123,20 @@ class DeviceScheduler:
 
         Several threads can have shared access at the same time, for work that prepares judging. Inside the
         context the thread must not wait for anything else, because measurements wait for it. On cpu, and in a
-        thread that is measuring itself, this does nothing.
+        thread that is measuring itself or that has shared access already, this does nothing.
         """
-        if not self.is_exclusive or self._is_measuring:
+        thread = threading.get_ident()
+        if not self.is_exclusive or self._is_measuring or thread in self.preparing_threads:
             yield
             return
         with self.condition:
             self.condition.wait_for(lambda: self.measuring_thread is None and not self.measurement_queue)
-            self.preparations += 1
+            self.preparing_threads.add(thread)
         try:
             yield
         finally:
             with self.condition:
-                self.preparations -= 1
+                self.preparing_threads.remove(thread)
                 self.condition.notify_all()
 
     @contextlib.contextmanager
@@ -194,7 +196,7 @@ class DeviceScheduler:
         callers that wait, the one whose last measurement was the longest ago is next, and of its threads the
         one that has waited longest.
         """
-        if self.measuring_thread is not None or self.preparations:
+        if self.measuring_thread is not None or self.preparing_threads:
             return False
         callers = self.measurement_queue
         return thread == min(callers, key=lambda waiting: self.last_turns.get(callers[waiting], 0))

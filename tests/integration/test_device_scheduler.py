@@ -62,6 +62,31 @@ def test_a_measurement_is_alone_and_preparations_are_side_by_side(scheduler: Dev
     assert sorted(seen) == [(), (), (), *[("measures",)] * 3], "three at the barrier at once, then each alone"
 
 
+def test_a_thread_that_prepares_may_prepare_again_while_a_measurement_waits(
+    scheduler: DeviceScheduler,
+) -> None:
+    # A task's reference data are closed in a preparation, and each of their processes in one of its own.
+    done = threading.Event()
+
+    def measure() -> None:
+        with scheduler.measuring():
+            pass
+
+    def prepare() -> None:
+        with scheduler.preparing():
+            waiting.start()
+            while not scheduler.measurement_queue:
+                time.sleep(0.001)
+            with scheduler.preparing():
+                done.set()
+
+    waiting = threading.Thread(target=measure, daemon=True)
+    threading.Thread(target=prepare, daemon=True).start()
+    assert done.wait(30), "both wait for each other"
+    waiting.join(30)
+    assert not waiting.is_alive() and not scheduler.preparing_threads
+
+
 def test_a_measurement_that_waits_goes_before_new_preparations(scheduler: DeviceScheduler) -> None:
     order: list[str] = []
     first = scheduler.preparing()
