@@ -9,9 +9,11 @@ Exit codes: 0 done, 1 failed, 2 bad input or environment, 3 isolation of untrust
 interrupted, 143 ended by SIGTERM.
 """
 
+import faulthandler
 import gc
 import logging
 import os
+import signal
 import sys
 
 import typer
@@ -94,6 +96,7 @@ def main() -> None:
     _reopen_standard_streams()
     show_logs()
     handle_signals()
+    faulthandler.register(signal.SIGUSR1)  # prints what each thread does, of a command that seems to hang
     # No command downloads from Hugging Face, and progress bars for loading weights are switched off.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

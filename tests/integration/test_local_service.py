@@ -186,4 +186,10 @@ def test_a_judge_that_is_killed_is_a_fault_of_the_infrastructure(
     assert connect(PARAMS, tmp_path / "judge") is None
     again = start(tmp_path)
     again.terminate()
-    assert again.wait(60) == 143
+    try:
+        assert again.wait(60) == 143
+    except subprocess.TimeoutExpired:
+        again.send_signal(signal.SIGUSR1)  # it prints the stacks of its threads
+        time.sleep(5)
+        again.kill()
+        pytest.fail(again.communicate()[1])
