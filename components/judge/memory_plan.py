@@ -14,7 +14,14 @@ from components.core.params import JudgeParams
 from components.judge.correctness import PART_NUMEL
 from components.judge.device_scheduler import MEMORY_SHARE, DeviceScheduler
 from components.judge.input_mixing import MAX_DOUBLED_BYTES
-from components.judge.task_layout import MAX_ROUND_BYTES, PLACEMENTS, Description, Sizing, TaskLayout
+from components.judge.task_layout import (
+    MAX_CALLS,
+    MAX_ROUND_BYTES,
+    PLACEMENTS,
+    Description,
+    Sizing,
+    TaskLayout,
+)
 
 # Bytes of device memory that CUDA uses for each process.
 CONTEXT_BYTES = 600 << 20
@@ -174,13 +181,24 @@ def plan_layout(
     A placement says which data are shared or in host memory (`task_layout.Placement`). `description` has the
     shapes of the task, and `sizing` says how much of it is prepared. With each placement, the full number of
     correctness sets (input sets with reference outputs) is tried first, and then as few as `sizing` allows.
+    Without shared buffers, fewer calls in a round (a series of timed calls) are tried before fewer sets,
+    because a round with shared buffers has fewer calls still and takes longer for each of them.
     If the budget does not limit device memory, as on cpu, the fastest placement fits. Raises TaskTooLarge if
     nothing fits, or if one call has more inputs and outputs than can be measured on cpu.
     """
-    needs = []
+    sandbox, most, needs = params.sandbox, MAX_CALLS[params.device], []
+    # Limits of the calls of a round: the usual one, and its halves down to the least number of calls.
+    limits = [most >> n for n in range(most.bit_length()) if most >> n >= sandbox.sets_per_round] or [most]
     for placement in PLACEMENTS:
-        for most_sets in (params.sandbox.correctness_sets, sizing.min_correctness_sets):
-            layout = TaskLayout.of(description, params.sandbox, params.device, sizing, placement, most_sets)
+        fewer_calls = [] if placement.shares_buffers else limits[1:]
+        for most_sets, most_calls in (
+            (sandbox.correctness_sets, limits[0]),
+            *((sandbox.correctness_sets, fewer) for fewer in fewer_calls),
+            (sizing.min_correctness_sets, limits[0]),
+        ):
+            layout = TaskLayout.of(
+                description, sandbox, params.device, sizing, placement, most_sets, most_calls
+            )
             if not budget.device_bytes:
                 if layout.call_bytes > MAX_ROUND_BYTES["cpu"]:
                     raise TaskTooLarge(

@@ -263,6 +263,7 @@ class TaskLayout:
         sizing: Sizing,
         placement: Placement = PLACEMENTS[0],
         most_sets: int | None = None,
+        most_calls: int | None = None,
     ) -> TaskLayout:
         """Return the layout of the task that `description` describes, for judging its candidates.
 
@@ -270,6 +271,8 @@ class TaskLayout:
         prepared and where its data are. `most_sets`, by default the parameter `sandbox.correctness_sets`,
         limits the number of correctness sets, which are input sets with reference outputs. There are fewer if
         they are larger than `MAX_REFERENCE_BYTES`, but always at least `sizing.min_correctness_sets`.
+        `most_calls`, by default `MAX_CALLS`, limits the calls of a round (a series of timed calls); if it is
+        smaller than `sandbox.sets_per_round`, that many are made.
         """
         inputs = TensorLayout.of([spec for spec in description.inputs if spec is not None])
         outputs = TensorLayout.of(description.outputs)
@@ -285,7 +288,7 @@ class TaskLayout:
         )
         seconds = description.seconds + DELIVERY_SECONDS * by_call
         lasting = -(-int(sandbox.round_seconds * 1e9) // max(1, int(seconds * 1e9)))
-        calls = max(sandbox.sets_per_round, min(MAX_CALLS[device], lasting))
+        calls = max(sandbox.sets_per_round, min(most_calls or MAX_CALLS[device], lasting))
         calls = max(min(2, sandbox.sets_per_round), int(sizing.round_share * calls))
         share = sizing.round_share * (SHARING_ROUND_SHARE if placement.shares_buffers else 1.0)
         fitting = max(1, int(share * MAX_ROUND_BYTES[device]) // call_bytes)

@@ -44,6 +44,21 @@ def budget(total: int, host: int = HOST_BYTES) -> MemoryBudget:
     return MemoryBudget(int(MEMORY_SHARE * total), total, int(0.8 * host))
 
 
+def test_a_round_has_fewer_calls_before_buffers_are_shared() -> None:
+    # Two inputs and an output of 32 MB, in calls of 90 us: 21 of them take 27 GB, and 16 take 23 GB.
+    tensor = [[1 << 23], "float32"]
+    sizes = {"inputs": [tensor] * 2, "outputs": [tensor], "peak_bytes": 1 << 27}
+    small = description(sizes | {"state_tensors": 1, "state_bytes": 4}, state=[], seconds=9e-5)
+    params, calls = resolve("smollm2").params, []
+    for gigabytes in (28, 24, 17):
+        layout = plan_layout(small, params, Sizing(), MemoryBudget(gigabytes * 10**9, 0, HOST_BYTES))
+        assert not layout.placement.shares_buffers
+        calls.append(layout.calls)
+    assert calls == [21, 16, 8] and params.sandbox.sets_per_round == 8
+    least = plan_layout(small, params, Sizing(), MemoryBudget(15 * 10**9, 0, HOST_BYTES))
+    assert least.placement.shares_buffers and least.calls < 8
+
+
 @pytest.mark.parametrize("sizing", [Sizing(), ADMISSION], ids=["candidates", "admission"])
 @pytest.mark.parametrize("total", [141_000_000_000, 96_000_000_000], ids=["141 GB", "96 GB"])
 def test_every_kernelbench_task_of_levels_1_to_3_fits(total: int, sizing: Sizing) -> None:
