@@ -80,7 +80,10 @@ def test_a_database_that_mlflow_cannot_use_is_named_in_one_sentence(
     assert text.startswith(f"{file}: MLflow ") and reason in text and len(text.splitlines()) == 1
 
 
-def test_a_home_with_a_question_mark_keeps_its_databases(tmp_path: Path) -> None:
+def test_a_home_with_a_question_mark_keeps_its_databases(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))  # where MLflow makes a folder `file:` for such a home
     home = tmp_path / "home?x=1 50%25#a"
     connect(PARAMS, home).search_experiments()
     engine = create_engine(prefect_database(home).replace("+aiosqlite", ""))
