@@ -39,14 +39,15 @@ from components.sandbox.runner_factory import RunnerFactory
 SIMD = corpus.files("honest", "simd")
 KERNEL = "kernels/forward.cpp"
 INLINE = "from torch.utils.cpp_extension import load_inline\n"
-# Candidates that include torch's headers, which takes 8 to 40 s to build; the nightly tests judge them.
+# Candidates that include torch's headers, which takes 8 to 40 s to build.
 SLOW_BUILDS = ("inline_fast_math", "long_form_binding", "published_habits", "torch_library", "torch_types")
+HONEST = [name for name in corpus.names("honest") if name not in SLOW_BUILDS][::3]
 
 
 @pytest.mark.usefixtures("no_compile_baseline")
-@pytest.mark.parametrize("name", [name for name in corpus.names("honest") if name not in SLOW_BUILDS])
+@pytest.mark.parametrize("name", HONEST)
 def test_honest_candidate_is_correct(name: str, with_limits: Callable[[float, float], Judge]) -> None:
-    """tests/nightly/test_honest_candidates.py compares each of them with torch.compile too."""
+    """tests/nightly/test_honest_candidates.py judges all of them, and compares with torch.compile too."""
     judge = with_limits(120, 600)  # seconds that a build with torch's headers needs on a busy machine
     verdict = judge.verdict(corpus.task("honest", name), corpus.files("honest", name))
     assert verdict.status == "correct", (verdict.reason, verdict.log)
