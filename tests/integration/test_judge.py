@@ -236,8 +236,9 @@ def test_task_that_hangs_later_hangs_nobody(
 
     def count(self, y):
         Model.calls += 1
-        if Model.calls < 4:
-            time.sleep(0.05)  # so that the task is described after three calls
+        end = time.process_time() + 0.05
+        while Model.calls < 4 and time.process_time() < end:
+            pass  # so that the task is described after three calls
         while Model.calls > 15:
             pass
         return y

@@ -5,7 +5,7 @@ Triton has no kernels for a processor, so the candidates here write to its cache
 
 import contextlib
 import io
-import tarfile
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -62,8 +62,8 @@ def bench_and_candidate(judge: Judge, code: str) -> Iterator[tuple[TaskBench, Bu
 def test_what_is_compiled_in_one_process_is_loaded_in_the_timed_one(judge_of_any: Judge) -> None:
     with bench_and_candidate(judge_of_any, MODEL_NEW) as (bench, built):
         compiled = with_compiled_kernels(judge_of_any.params, bench.reference, built)
-        with tarfile.open(fileobj=io.BytesIO(compiled.triton_archive)) as archive:
-            assert [name for name in archive.getnames() if "KEY/" in name] == ["triton/KEY/kernel"]
+        with zipfile.ZipFile(io.BytesIO(compiled.triton_archive)) as archive:
+            assert [name for name in archive.namelist() if "KEY/" in name] == ["triton/KEY/kernel"]
         with contextlib.closing(start_candidate(judge_of_any.params, bench.reference, compiled)) as runner:
             assert runner.verify("check") is None
         with (

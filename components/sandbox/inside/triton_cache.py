@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import io
 import os
-import tarfile
+import zipfile
 from typing import Any, NoReturn
 
 # Triton's cache. The path is relative, because Triton stores the paths of the kernel's files in it and
@@ -48,16 +48,20 @@ def warm_up_triton() -> None:
 
 
 def save(descriptor: int) -> None:
-    """Write Triton's cache to the empty file `descriptor` as a tar archive."""
-    with open(descriptor, "wb", closefd=False) as file, tarfile.open(fileobj=file, mode="w") as archive:
-        if os.path.isdir(FOLDER):
-            archive.add(FOLDER)
+    """Write the files of Triton's cache to the empty file `descriptor` as a zip archive."""
+    with open(descriptor, "wb", closefd=False) as file, zipfile.ZipFile(file, "w") as archive:
+        for folder, _, names in os.walk(FOLDER):
+            for name in names:
+                archive.write(os.path.join(folder, name))
 
 
 def load(archive: bytes) -> None:
-    """Unpack the archive that `save` has written, and make every further compilation an error."""
-    with tarfile.open(fileobj=io.BytesIO(archive)) as file:
-        file.extractall(filter="data")
+    """Unpack the archive that `save` has written, and make every further compilation an error.
+
+    Files are only written below the working folder, whatever names the archive has.
+    """
+    with zipfile.ZipFile(io.BytesIO(archive)) as file:
+        file.extractall()
     with contextlib.suppress(ImportError):
         knobs = importlib.import_module("triton.knobs")
         compiler = importlib.import_module("triton.backends.nvidia.compiler")
