@@ -27,6 +27,9 @@ from components.judge.task_layout import (
 CONTEXT_BYTES = 600 << 20
 # Largest number of timed runners of a task: a candidate, eager, the no-op, two torch.compile modes.
 TIMED_RUNNERS = 5
+# Largest share of a budget that `sandbox.device_bytes` sets which a task may need if its rounds have more
+# than the least number of calls. Other processes use the device then, beside several tasks.
+ROUND_SHARE = 0.25
 # Share of the available host memory that judging one task may take.
 HOST_SHARE = 0.8
 # Largest number of copies of one call's outputs that an admission makes at once to compare a trivial answer.
@@ -182,19 +185,22 @@ def plan_layout(
     shapes of the task, and `sizing` says how much of it is prepared. With each placement, the full number of
     correctness sets (input sets with reference outputs) is tried first, and then as few as `sizing` allows.
     Without shared buffers, fewer calls in a round (a series of timed calls) are tried before fewer sets,
-    because a round with shared buffers has fewer calls still and takes longer for each of them.
+    because a round with shared buffers has fewer calls still and takes longer for each of them. If
+    sandbox.device_bytes is set, which leaves the rest of the device to other processes, more than the least
+    number of calls is planned only if the task then needs at most `ROUND_SHARE` of the budget.
     If the budget does not limit device memory, as on cpu, the fastest placement fits. Raises TaskTooLarge if
     nothing fits, or if one call has more inputs and outputs than can be measured on cpu.
     """
     sandbox, most, needs = params.sandbox, MAX_CALLS[params.device], []
     # Limits of the calls of a round: the usual one, and its halves down to the least number of calls.
     limits = [most >> n for n in range(most.bit_length()) if most >> n >= sandbox.sets_per_round] or [most]
+    round_share = ROUND_SHARE if sandbox.device_bytes else 1.0
     for placement in PLACEMENTS:
-        fewer_calls = [] if placement.shares_buffers else limits[1:]
-        for most_sets, most_calls in (
-            (sandbox.correctness_sets, limits[0]),
-            *((sandbox.correctness_sets, fewer) for fewer in fewer_calls),
-            (sizing.min_correctness_sets, limits[0]),
+        tried = limits[:1] if placement.shares_buffers else limits
+        for most_sets, most_calls, budget_share in (
+            *((sandbox.correctness_sets, calls, round_share) for calls in tried[:-1]),
+            (sandbox.correctness_sets, tried[-1], 1.0),
+            (sizing.min_correctness_sets, tried[0], 1.0),
         ):
             layout = TaskLayout.of(
                 description, sandbox, params.device, sizing, placement, most_sets, most_calls
@@ -207,7 +213,7 @@ def plan_layout(
                     )
                 return layout
             need = memory_need(layout, budget.runner_bytes)
-            if need.device <= budget.device_bytes and need.host <= budget.host_bytes:
+            if need.device <= budget_share * budget.device_bytes and need.host <= budget.host_bytes:
                 return layout
             needs.append(need)
     least = min(needs, key=lambda need: need.device)

@@ -49,14 +49,21 @@ def test_a_round_has_fewer_calls_before_buffers_are_shared() -> None:
     tensor = [[1 << 23], "float32"]
     sizes = {"inputs": [tensor] * 2, "outputs": [tensor], "peak_bytes": 1 << 27}
     small = description(sizes | {"state_tensors": 1, "state_bytes": 4}, state=[], seconds=9e-5)
-    params, calls = resolve("smollm2").params, []
-    for gigabytes in (28, 24, 17):
+
+    def planned(gigabytes: int, device_bytes: int) -> tuple[bool, int]:
+        params = resolve("smollm2", (f"sandbox.device_bytes={device_bytes}",)).params
         layout = plan_layout(small, params, Sizing(), MemoryBudget(gigabytes * 10**9, 0, HOST_BYTES))
-        assert not layout.placement.shares_buffers
-        calls.append(layout.calls)
-    assert calls == [21, 16, 8] and params.sandbox.sets_per_round == 8
-    least = plan_layout(small, params, Sizing(), MemoryBudget(15 * 10**9, 0, HOST_BYTES))
-    assert least.placement.shares_buffers and least.calls < 8
+        return layout.placement.shares_buffers, layout.calls
+
+    assert [planned(size, 0) for size in (28, 24, 17, 15)] == [
+        (False, 21),
+        (False, 16),
+        (False, 8),
+        (True, 2),
+    ]
+    # Others use the device too: the least number of calls, unless the task needs little of the budget.
+    assert [planned(size, 1 << 34) for size in (28, 17, 15)] == [(False, 8), (False, 8), (True, 2)]
+    assert planned(120, 1 << 34) == (False, 21)
 
 
 @pytest.mark.parametrize("sizing", [Sizing(), ADMISSION], ids=["candidates", "admission"])
