@@ -22,6 +22,7 @@ from components.judge import (
     baselines,
     device_scheduler,
     input_mixing,
+    measurement,
     task_layout,
     timed_runner,
 )
@@ -85,12 +86,9 @@ def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:
     evidence = judge.verdict(corpus.TASK, SIMD).evidence
     assert evidence["isolation"] == "bubblewrap"
     assert len(evidence["seeds"]) == 1 + judge.params.sandbox.correctness_sets
-    assert (
-        judge.params.sandbox.rounds
-        <= len(evidence["raw_seconds"]["candidate"])
-        <= judge.params.sandbox.most_rounds
-    )
     raw = evidence["raw_seconds"]
+    # A machine that is so busy that the time limit is near makes fewer than sandbox.rounds.
+    assert measurement.LEAST_ROUNDS <= len(raw["candidate"]) <= judge.params.sandbox.most_rounds
     rounds = sum(1 + len(raw[name]) for name in ("candidate", "candidate_2") if name in raw)
     assert evidence["inputs"]["different_calls"] == rounds * evidence["sets_per_round"]
 
