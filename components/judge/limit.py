@@ -18,8 +18,8 @@ from components.core.records import Device, Precision
 from components.judge.task_layout import TaskLayout
 
 # Sizes in bytes of the data that `bandwidth` moves: at least so much that a GPU needs longer for it than to
-# start a kernel, and at most so much that no cache holds it. An H200 reads and writes 3.6 TB/s with 2^28
-# bytes and 4.1 TB/s with 2^29 bytes, as do elementwise kernels on 12 GB (28 November 2026).
+# start a kernel, and at most so much that no cache holds it. With 2^28 bytes an H200 does not reach the
+# bandwidth that kernels on large tensors have.
 LEAST_BYTES: dict[Device, int] = {"cpu": 1 << 20, "cuda": 1 << 25}
 MOST_BYTES: dict[Device, int] = {"cpu": 1 << 28, "cuda": 1 << 29}
 MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 4096}  # rows and columns

@@ -27,8 +27,8 @@ from components.judge.task_layout import (
 CONTEXT_BYTES = 600 << 20
 # Largest number of timed runners of a task: a candidate, eager, the no-op, two torch.compile modes.
 TIMED_RUNNERS = 5
-# Largest share of a budget that `sandbox.device_bytes` sets which a task may need if its rounds have more
-# than the least number of calls. Other processes use the device then, beside several tasks.
+# If `sandbox.device_bytes` limits the budget, the rounds of a task have more than the least number of calls
+# only if the task then needs at most this share of the budget. That leaves memory for other tasks.
 ROUND_SHARE = 0.25
 # Share of the available host memory that judging one task may take.
 HOST_SHARE = 0.8

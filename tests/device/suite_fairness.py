@@ -4,13 +4,15 @@
         [--workers 8] [--modes default] [--set KEY=VALUE]
 
 The candidate of a task is the task's own module, judged by the rules `any` with weights by seed, so its
-speed-up over eager is 1 where the judge is fair. Eager and the fastest mode of torch.compile are measured
-beside it, of all modes or of those that --modes names. Every fifth task comes first, then the others, so that
-a run that is ended by --seconds has tasks of all kinds; a repeated command judges what OUT.csv lacks, and
-tries again what ended as `infrastructure`. OUT.csv has a row for each task, with seconds: `total` (inputs,
-references, baselines and verdict, beside those of other tasks) and `held` (exclusive use of the device).
-Prints for each level the tasks by status, and the geometric mean and extremes of the ratio; then the tasks
-whose interval is more than 3 % away from 1. Needs torch and this project, no pytest.
+speed-up over eager is 1 if the judge is fair. The verdict also has the seconds of eager and of the fastest
+mode of torch.compile; --modes limits the modes that are tried. Every fifth task is judged first, then the
+others, so that a run that --seconds ends early has tasks of all kinds. A repeated command judges the tasks
+that OUT.csv lacks, and those whose status is `infrastructure` again.
+
+OUT.csv has a row for each task. `total_s` are the seconds from the task's source to the verdict while other
+tasks are judged too, and `held_s` the seconds of exclusive use of the device. Prints for each level the tasks
+by status, and the geometric mean and the extremes of the ratio; then the tasks whose interval is more than 3
+% away from 1. Needs torch and this project, no pytest.
 """
 
 import argparse
@@ -30,9 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from components.core.config import resolve
 from components.core.errors import InfrastructureError
+from components.core.records import Device
 from components.core.task import KernelTask
 from components.evaluation.suites import load_suite
 from components.judge import baselines
+from components.judge.device_scheduler import DeviceScheduler
 from components.judge.judge import Judge
 from components.judge.verdict import Verdict
 
@@ -45,28 +49,23 @@ LABELS = ("sandbox.rules=any", "sandbox.weights=seed", "evaluation.dtype=float32
 MARGIN = 0.03
 
 
-class HeldTime(threading.local):
-    """Seconds for which each thread has held the device of a judge exclusively."""
+class CountingScheduler(DeviceScheduler):
+    """Scheduler that counts for each thread the seconds for which it had the device to itself."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-
-def count_held(judge: Judge) -> HeldTime:
-    """Return an object that from now on counts the seconds in `judge.scheduler.measuring` of each thread."""
-    held, measuring = HeldTime(), judge.scheduler.measuring
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self.held: Counter[int] = Counter()
 
     @contextlib.contextmanager
-    def counted() -> Iterator[None]:
-        with measuring():
+    def measuring(self) -> Iterator[None]:
+        is_inner = self._is_measuring
+        with super().measuring():
             started = time.monotonic()
             try:
                 yield
             finally:
-                held.seconds += time.monotonic() - started
-
-    judge.scheduler.measuring = counted  # type: ignore[method-assign]
-    return held
+                if not is_inner:
+                    self.held[threading.get_ident()] += time.monotonic() - started
 
 
 def row(task: KernelTask, verdict: Verdict, total: float, held: float) -> dict[str, object]:
@@ -130,11 +129,13 @@ def main() -> None:
         rows = csv.DictWriter(file, COLUMNS)
         rows.writeheader()
         rows.writerows(kept)
-        with contextlib.closing(Judge(params, Path(folder))) as judge:
-            held = count_held(judge)
+        scheduler = CountingScheduler(params.device)
+        with contextlib.closing(Judge(params, Path(folder), scheduler=scheduler)) as judge:
+            scheduler.release_idle_memory = judge.bench_cache.close_unused
 
             def one(task: KernelTask) -> dict[str, object] | None:
-                started, before = time.monotonic(), held.seconds
+                started, thread = time.monotonic(), threading.get_ident()
+                before = scheduler.held[thread]
                 if started > end:
                     return None
                 files = {"model_new.py": f"{task.code}\n\nModelNew = Model\n"}
@@ -143,7 +144,7 @@ def main() -> None:
                 except InfrastructureError as error:
                     verdict = Verdict(status="infrastructure", reason="judge", log=str(error))
                 print(f"{task.level} {task.name} {verdict.status} {verdict.log[:300]}", flush=True)
-                return row(task, verdict, time.monotonic() - started, held.seconds - before)
+                return row(task, verdict, time.monotonic() - started, scheduler.held[thread] - before)
 
             with ThreadPoolExecutor(chosen.workers) as workers:
                 for found in workers.map(one, ordered):

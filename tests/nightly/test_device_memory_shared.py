@@ -1,4 +1,4 @@
-"""Many tasks judged at once by the rules of a GPU whose memory holds few of them: nobody waits forever."""
+"""Threads that judge more tasks than a GPU's memory holds do not wait for each other forever."""
 
 import contextlib
 import faulthandler

@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
 
-# CPU time, and longest wall time, for which `describe` repeats the model's call to measure its duration. The
-# process may be stopped meanwhile, and a call in which it is stopped must not be the only one.
+# `describe` repeats the model's call for so many seconds of CPU time, but at most for so many of wall time,
+# and takes the fastest call. The judge may stop the process in a call, which then looks slow. CPU time does
+# not pass while the process is stopped, so that other calls follow.
 TIMING_SECONDS, MOST_TIMING_SECONDS = 0.02, 1.0
 # Largest number of bytes of GPU memory that torch may cache between the calls in two precisions.
 MAX_CACHED_BYTES = 1 << 30
