@@ -137,8 +137,7 @@ class OneProcess(TaskProcesses):
             header = header | {"zygote": self.zygote, "share": self.memory_share}
             self.runner = self.factory.spawn(header, descriptors, seconds=seconds)
         else:
-            self.runner.deadline = time.monotonic() + seconds
-            switch_role(self.runner, header | {"device": self.device}, descriptors)
+            switch_role(self.runner, header | {"device": self.device}, descriptors, seconds=seconds)
         return self.runner
 
     def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
@@ -156,11 +155,13 @@ class OneProcess(TaskProcesses):
         """
 
 
-def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:
+def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...], *, seconds: float) -> None:
     """Tell a sandboxed process to end its role (what it executes) and to begin the role `header["role"]`.
 
-    `descriptors` are the file descriptors that the new role needs. The function does not wait; the next
-    message of the process says whether it has begun. Raises RunnerError if the process has ended.
+    `descriptors` are the file descriptors that the new role needs, and `seconds` limits its wall time. The
+    function does not wait; the next message of the process says whether it has begun. Raises RunnerError if
+    the process has ended.
     """
+    runner.deadline = time.monotonic() + seconds
     runner.send({"op": "leave"})
     runner.send(header, descriptors)

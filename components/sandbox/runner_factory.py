@@ -207,7 +207,7 @@ class RunnerFactory:
         They depend on the runner's role (what it executes), and on the kind of the zygote (the process that
         it is forked from).
         """
-        candidate = role in ("candidate", "record", "construct")
+        candidate = role in ("candidate", "record", "construct", "idle")
         autotunes = (kind == "compile" or role == "compile_triton") and self.device == "cuda"
         limits = {
             "RLIMIT_FSIZE": TEMPORARY_BYTES,
