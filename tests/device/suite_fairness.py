@@ -129,6 +129,7 @@ def main() -> None:
         rows = csv.DictWriter(file, COLUMNS)
         rows.writeheader()
         rows.writerows(kept)
+        file.flush()
         scheduler = CountingScheduler(params.device)
         with contextlib.closing(Judge(params, Path(folder), scheduler=scheduler)) as judge:
             scheduler.release_idle_memory = judge.bench_cache.close_unused

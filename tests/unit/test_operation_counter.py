@@ -1,4 +1,4 @@
-"""The count of operations is that of torch's FlopCounterMode, without its imports."""
+"""The count of operations is that of torch's FlopCounterMode, without its imports, and of recurrent layers."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from components.sandbox import inside
 
 sys.path.insert(0, str(Path(inside.__file__).parent))
-from operator_modes import OperationCounter
+from operator_modes import RECURRENT_WEIGHTS, OperationCounter
 
 
 class Attention(nn.Module):
@@ -31,7 +31,6 @@ class Attention(nn.Module):
         (nn.ConvTranspose3d(4, 2, 3, stride=2), (1, 4, 5, 5, 5), None),
         (nn.MultiheadAttention(32, 4, batch_first=True), (2, 16, 32), None),
         (nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval(), (2, 16, 32), None),
-        (nn.LSTM(8, 16), (5, 2, 8), None),
         (Attention(), (2, 4, 64, 16), None),
         (nn.GELU(), (64, 64), 0),
     ],
@@ -56,3 +55,27 @@ def test_counting_does_not_import_the_compiler() -> None:
         "assert counter.total == 128 and 'torch._dynamo' not in sys.modules, counter.total"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(inside.__file__).parent, check=True)
+
+
+@pytest.mark.parametrize(
+    ("layer", "cell"), [(nn.LSTM, nn.LSTMCell), (nn.GRU, nn.GRUCell), (nn.RNN, nn.RNNCell)]
+)
+def test_a_recurrent_layer_counts_as_its_cells_do(
+    layer: type[nn.RNNBase], cell: type[nn.RNNCellBase]
+) -> None:
+    steps, batch, width, hidden = 5, 3, 4, 8
+    whole, cells = OperationCounter(), OperationCounter()
+    with torch.no_grad():
+        with whole:
+            layer(width, hidden, num_layers=2, bidirectional=True)(torch.rand(steps, batch, width))
+        with cells:
+            for inputs in (width, 2 * hidden):
+                one = cell(inputs, hidden)
+                for _ in range(2 * steps):
+                    one(torch.rand(batch, inputs))
+    assert whole.total == cells.total > 0
+
+
+def test_the_weights_of_cudnns_recurrent_layers_are_where_they_are_looked_for() -> None:
+    names = [argument.name for argument in torch.ops.aten._cudnn_rnn.default._schema.arguments]
+    assert names[RECURRENT_WEIGHTS["_cudnn_rnn"]] == ["weight"] and names[0] == "input"

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 # Operators that stay allowed: allocations, views and copies. The last four are allowed because zeros and
@@ -226,12 +226,17 @@ def copied(value: Any) -> Any:
     return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
 
 
+# Positions of the weights among the arguments of torch's operators for recurrent layers, by name.
+RECURRENT_WEIGHTS = {"_cudnn_rnn": slice(1, 2), "mkldnn_rnn_layer": slice(1, 3)}
+
+
 class OperationCounter(DispatchMode):
     """Context that counts the floating-point operations of products, convolutions and attention.
 
     `total` is their number so far by torch's formulas; a multiplication and an addition are two. torch's own
     FlopCounterMode counts the same, but imports torch._dynamo at its first use, which takes two seconds in
-    each process.
+    each process, and has no formula for recurrent layers. Of these the products of inputs and states with the
+    weights are counted here.
     """
 
     total = 0
@@ -241,11 +246,15 @@ class OperationCounter(DispatchMode):
     ) -> Any:
         """Call the operator `func`, add the number of its operations to `total`, and return its output.
 
-        An operator for which torch has no formula adds nothing.
+        An operator for which there is no formula adds nothing.
         """
         out = func(*args, **(kwargs or {}))
         if (formula := flop_registry.get(func.overloadpacket)) is not None:
             self.total += formula(*args, **(kwargs or {}), out_val=out)
+        elif (weights := RECURRENT_WEIGHTS.get(func.overloadpacket.__name__)) is not None:
+            steps = args[0].numel() // args[0].shape[-1]
+            matrices = (part for part in tree_leaves(args[weights]) if part.ndim == 2)
+            self.total += 2 * steps * sum(matrix.numel() for matrix in matrices)
         return out
 
 
