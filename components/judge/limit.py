@@ -6,8 +6,8 @@ convolutions run at the measured rate of a matrix product. A kernel that needs l
 uses the structure of an operand, or that computes a convolution by Winograd's algorithm or an FFT.
 """
 
-import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,9 @@ LEAST_BYTES: dict[Device, int] = {"cpu": 1 << 20, "cuda": 1 << 25}
 MOST_BYTES: dict[Device, int] = {"cpu": 1 << 28, "cuda": 1 << 29}
 MATRIX_SIZE: dict[Device, int] = {"cpu": 1024, "cuda": 4096}  # rows and columns
 REPETITIONS, CALLS = 5, 10
+# Number of measurements of each rate, at successive calls, of which the largest is taken. On a GPU another
+# process, such as a sampler, may have used the device during some of them.
+MEASUREMENTS: dict[Device, int] = {"cpu": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
@@ -56,9 +59,9 @@ def limit_of(layout: TaskLayout, device: Device, precision: Precision) -> Limit:
     """Return the least time of a call of the task with this layout, from measurements of the device.
 
     `layout` has the shapes and dtypes of the task, and with `precision` tf32, products of float32 may use
-    TF32. The measurements are kept for later calls in this process; `forget_bandwidth` drops those of
-    bandwidth. The calling thread must have exclusive access to the device (`DeviceScheduler.measuring`),
-    because other work would make the device look slower than it is.
+    TF32. The measurements are kept for later calls in this process (`MEASUREMENTS`); `forget_bandwidth` drops
+    those of bandwidth. The calling thread must have exclusive access to the device
+    (`DeviceScheduler.measuring`), because other work would make the device look slower than it is.
     """
     description = layout.description
     outputs = sum(slot.bytes for slot in layout.outputs.slots)
@@ -81,35 +84,50 @@ def bandwidth(device: Device, size: int) -> float:
     and limited to at least `LEAST_BYTES` and at most `MOST_BYTES`.
     """
     rounded = 1 << (size.bit_length() - 1)
-    return _bandwidth(device, min(max(rounded, LEAST_BYTES[device]), MOST_BYTES[device]))
+    moved = min(max(rounded, LEAST_BYTES[device]), MOST_BYTES[device])
+
+    def measure() -> float:
+        source = torch.ones(moved // 8, device=device)
+        target = torch.empty_like(source)
+        copy = _seconds(lambda: target.copy_(source), device)
+        return moved / min(copy, _seconds(lambda: torch.neg(source, out=target), device))
+
+    return _largest(_bandwidths[device, moved], device, measure)
 
 
-@functools.cache
-def _bandwidth(device: Device, size: int) -> float:
-    source = torch.ones(size // 8, device=device)
-    target = torch.empty_like(source)
-    copy = _seconds(lambda: target.copy_(source), device)
-    return size / min(copy, _seconds(lambda: torch.neg(source, out=target), device))
-
-
-@functools.cache
 def operation_rate(device: Device, dtype: str, precision: Precision) -> float:
     """Return the floating-point operations per second of a product of square matrices of type `dtype`.
 
-    `dtype` is a name such as `float32`. Products of float32 use TF32 on cuda if `precision` is tf32. The rate
-    is measured once for each combination of arguments.
+    `dtype` is a name such as `float32`. Products of float32 use TF32 on cuda if `precision` is tf32.
     """
     side = MATRIX_SIZE[device]
-    a, b = (torch.randn(side, side, device=device).to(getattr(torch, dtype)) for _ in range(2))
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-    try:
-        return 2 * side**3 / _seconds(lambda: torch.mm(a, b), device, calls=1)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+    def measure() -> float:
+        a, b = (torch.randn(side, side, device=device).to(getattr(torch, dtype)) for _ in range(2))
+        allowed = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        try:
+            return 2 * side**3 / _seconds(lambda: torch.mm(a, b), device, calls=1)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+
+    return _largest(_operation_rates[device, dtype, precision], device, measure)
 
 
-forget_bandwidth = _bandwidth.cache_clear
+# What has been measured, by device and bytes that were moved, and by the arguments of `operation_rate`.
+_bandwidths: defaultdict[tuple[Device, int], list[float]] = defaultdict(list)
+_operation_rates: defaultdict[tuple[Device, str, Precision], list[float]] = defaultdict(list)
+forget_bandwidth = _bandwidths.clear
+
+
+def _largest(measured: list[float], device: Device, measure: Callable[[], float]) -> float:
+    """Return the largest of `measured`, to which up to `MEASUREMENTS` results of `measure` are added first.
+
+    Each call adds one.
+    """
+    if len(measured) < MEASUREMENTS[device]:
+        measured.append(measure())
+    return max(measured)
 
 
 def _seconds(work: Callable[[], Any], device: Device, calls: int = CALLS) -> float:

@@ -58,6 +58,15 @@ def test_what_is_measured_is_what_a_machine_can_do() -> None:
     assert 1e8 < limits.operation_rate("cpu", "float32", "strict-fp32") < 1e13
 
 
+def test_on_a_gpu_that_others_use_too_the_fastest_of_several_measurements_counts() -> None:
+    results = iter([1e9, 4e9, 2e9, *[3e9] * 5])
+    once: list[float] = []
+    assert [limits._largest(once, "cpu", lambda: next(results)) for _ in range(3)] == [1e9] * 3
+    several: list[float] = []
+    found = [limits._largest(several, "cuda", lambda: next(results, 2e9)) for _ in range(20)]
+    assert found == [4e9] * 20 and len(several) == limits.MEASUREMENTS["cuda"]
+
+
 @pytest.mark.parametrize(
     ("candidate", "eager", "is_refused"),
     [(90.1, 500.0, False), (89.0, 500.0, True), (1.0, 500.0, True), (1.0, 2.0, False)],

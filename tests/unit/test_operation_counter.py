@@ -1,4 +1,4 @@
-"""The count of operations is that of torch's FlopCounterMode, without its imports, and of recurrent layers."""
+"""Operations are counted as by torch's FlopCounterMode, without its imports, and of recurrent layers too."""
 
 import subprocess
 import sys
