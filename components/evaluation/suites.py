@@ -1,8 +1,8 @@
 """Suites, which are the sets of tasks on which policies are evaluated.
 
 The suite `held-out` is the held-out split of the run's data set. `shipped` is the small suite in
-components/evaluation/shipped, whose tasks have the size `evaluation.numel`. Any other suite is the path of a
-task file, a folder of task files, a KernelBench checkout (`KernelBench/level1` to `level4`), or a parquet
+docs/examples/suite, whose tasks have the size `evaluation.numel`. Any other suite is the path of a task
+file, a folder of task files, a KernelBench checkout (`KernelBench/level1` to `level4`), or a parquet
 file. A parquet file may be a data set of this project, the public data set of the CUDA Agent paper
 (CUDA-Agent-Ops-6K), or a file of KernelBench on Hugging Face (with the columns `code, level, name,
 problem_id`).
@@ -14,6 +14,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
+from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.task import (
@@ -27,7 +28,7 @@ from components.core.task import (
 
 HELD_OUT = "held-out"
 SHIPPED = "shipped"
-SHIPPED_FOLDER = Path(__file__).with_name("shipped")
+SHIPPED_FOLDER = PROJECT / "docs" / "examples" / "suite"
 LEVEL_FOLDER = re.compile(r"level_?(\d+)")
 
 
