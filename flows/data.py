@@ -33,7 +33,7 @@ from components.core.progress import Progress
 from components.core.sources import project_digests
 from components.core.task import dataset_version
 from components.synthesis.operator_table import library_versions
-from flows.dataset_remote import OUTPUT, has_version, initialise_workspace, keep_lock, run_dvc
+from flows.dataset_dvc import OUTPUT, has_version, initialise_workspace, keep_lock, run_dvc
 from flows.run_context import Busy, PipelineRun
 from flows.steps import DatasetRecord, counted
 

@@ -368,8 +368,8 @@ def prefect_database(home: Path) -> str:
 def prepare_environment(home: Path) -> None:
     """Set the environment variables that Prefect and MLflow read on import, unless they are set already.
 
-    Files are kept below `home`, the folder of all runs. PREFECT_HOME is replaced in any case if
-    PREFECT_API_URL is not set, because the run then starts a Prefect server of its own.
+    Prefect keeps results below `home`, the folder of all runs. If PREFECT_API_URL is not set, the run starts
+    a Prefect server of its own, and PREFECT_HOME is replaced in any case by a folder there.
     """
     defaults = {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

@@ -29,7 +29,7 @@ SAMPLING = ("device", "precision", "seed", "sandbox", "policy.prompt", "policy.c
 TRAINING = ("policy.adapter", "engine")
 # Modules at which the code of sampling and judging begins, and that of making demonstrations.
 SAMPLING_SOURCES = ("components.agent.episode", "components.judge.pool.local_pool")
-COLD_START_SOURCES = ("components.bootstrap.demonstrations", "components.synthesis.compose")
+COLD_START_SOURCES = ("components.bootstrap.demonstrations", "components.synthesis.core_composer")
 
 
 @dataclass(frozen=True)

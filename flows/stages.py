@@ -72,7 +72,7 @@ def cold_start(context: Context) -> CheckpointRecord:
     def work(folder: Path) -> CheckpointRecord:
         # These import torch.
         from components.bootstrap.cold_start import coldstart
-        from components.synthesis.compose import compose_training_tasks
+        from components.synthesis.core_composer import compose_training_tasks
 
         started = time.monotonic()
         context.pool.prepare()  # training leaves one processor core free for the judge

@@ -1,7 +1,7 @@
 """Rewrite a user's module in the layout of composed tasks, which has one line `x = …` for each operator.
 
-Composed tasks are chains of operators that components/synthesis/compose.py writes. Rewriting is needed for
-policies that are made from scratch, because they are trained on this layout only (TASK_LAYOUT in
+Composed tasks are chains of operators that components/synthesis/core_composer.py writes. Rewriting is needed
+for policies that are made from scratch, because they are trained on this layout only (TASK_LAYOUT in
 operator_chain.py). Names, intermediate variables, named sizes, methods, activation modules and the order of
 operands are normalised. The result is used only as the prompt. The judge compares kernels with the user's own
 module.
@@ -334,8 +334,8 @@ class _Speller(ast.NodeTransformer):
     def _renamed(self, attribute: str, name: str) -> ast.Attribute:
         """Return the attribute `attribute` of the user's module as `self.name`, its name in composed tasks.
 
-        Raises _NotAChain if the constructor does not assign `attribute`, or if two attributes would have one
-        name.
+        Raises _NotAChain if the constructor does not assign `attribute`, if it has another name already, or
+        if two attributes would have one name.
         """
         if (
             attribute not in self.attributes

@@ -129,7 +129,7 @@ class Nest:
 
     @property
     def is_elementwise(self) -> bool:
-        """Return whether each element of `o` is computed from one element of `a`."""
+        """Return whether the nest only copies `a` to `o`, through the lines `before` and `after`."""
         return self.code == Code()
 
     @property

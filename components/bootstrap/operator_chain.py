@@ -5,9 +5,9 @@ operators are the torch operators for which the rule-based kernel writer can wri
 of `forward` that computes a new `x` from `x`. Its constants are chosen from small sets, and written with a
 decimal point, so that the tokenizer of a small policy has one token for each.
 
-A composed task has one operator in each line of `forward`. `components.synthesis.compose` writes this layout,
-`canonicalize` rewrites other sources into it, and the kernel writer reads it. A source with another layout
-has no chain.
+A composed task has one operator in each line of `forward`. `components.synthesis.core_composer` writes this
+layout, `canonicalize` rewrites other sources into it, and the kernel writer reads it. A source with another
+layout has no chain.
 """
 
 import re

@@ -187,7 +187,7 @@ def data_push(
     options: CommonOptions, folder: Annotated[Path, typer.Argument(help="folder of a data set")]
 ) -> Output:
     """Store a data set in the DVC remote, under its version. An equal data set is stored only once."""
-    from flows.dataset_remote import push
+    from flows.dataset_dvc import push
 
     resolved = options.resolve()
     version = push(resolved.params, home_of(resolved), folder)
@@ -202,7 +202,7 @@ def data_pull(
     version: Annotated[str, typer.Argument(help="version of a data set, or at least its first 8 digits")],
 ) -> Output:
     """Restore a version of a data set from the DVC remote into the folder datasets of the home folder."""
-    from flows.dataset_remote import pull
+    from flows.dataset_dvc import pull
 
     resolved = options.resolve()
     folder = pull(resolved.params, home_of(resolved), version)

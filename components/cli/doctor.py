@@ -226,7 +226,7 @@ def samplers(params: Params) -> str:
     import httpx
 
     from components.policy.vllm.own_servers import check_own_servers
-    from components.policy.vllm.server import server_addresses
+    from components.policy.vllm.server_client import server_addresses
     from components.policy.vllm.start import find_vllm
 
     if not params.policy.servers:

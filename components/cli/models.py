@@ -316,7 +316,7 @@ def find_policy(name: str, server_model: str, resolved: Resolved) -> Policy:
 
     `name` is the address of an OpenAI-compatible server, a folder with a model, or the alias or number of a
     registered version. `server_model` is the value of `--model`: one of the server's models, or "" for the
-    first. Raises UserError if there is no such policy.
+    first. Raises UserError if there is no such policy, or if `server_model` is given for another one.
     """
     from components.agent.policies import folder_policy, server_policy
 

@@ -21,7 +21,6 @@ from components.core.workloads import Workload, workloads_of
 from components.judge.baselines import COMPILE, EAGER, NOOP, Baseline, start_baseline
 from components.judge.correctness import FLOAT32_FLOOR, HALF_DTYPES, PART_NUMEL, ReferenceOutput, max_abs
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.float64_check import round_departures
 from components.judge.limit import limit_of
 from components.judge.memory_plan import MemoryBudget, plan_layout
 from components.judge.role_processes import OneProcess, task_errors
@@ -29,6 +28,7 @@ from components.judge.staged_inputs import StagedInputs
 from components.judge.statistics import geometric_mean, net
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import TaskReference
+from components.judge.timed_output_check import round_departures
 from components.judge.verdict import UNSURE, Admission
 from components.sandbox.runner_factory import RunnerFactory
 

@@ -285,8 +285,9 @@ class ReferenceOutput:
         reference output or in the float64 output. Both are right, because rounding decides, for example,
         which of two nearly equal elements is the largest.
 
-        With the parameter sandbox.tolerance=kernelbench, an output is also correct if it differs from the
-        reference output by at most KernelBench's tolerances (`KERNELBENCH_TOLERANCES`).
+        With the parameter sandbox.tolerance=kernelbench, a floating-point output is also correct if
+        torch.allclose accepts it beside the reference output, with KernelBench's tolerance
+        (`KERNELBENCH_TOLERANCES`) as absolute and as relative tolerance.
         """
         flat = _flat(output)
         if flat.numel() == 0:

@@ -117,10 +117,11 @@ class Judge:
         always, with the fastest mode of torch.compile on the task; False only if the candidate is faster than
         eager, with the default mode; None never. If `against` is given, the files of another candidate, the
         candidate is compared with eager and with this other one in the same series of timed calls, and never
-        with torch.compile. If the task names workloads (several calls of its `get_inputs`), the candidate is
-        built once, and measured on one workload after the other until it fails. `report` is called with the
-        name of each step when it begins. Failures of the candidate and of the task are verdicts too, with a
-        status other than `correct`. Raises InfrastructureError if the judge itself fails.
+        with torch.compile; if the other one fails, the verdict has the status `infrastructure` and the reason
+        `against`. If the task names workloads (several calls of its `get_inputs`), the candidate is built
+        once, and measured on one workload after the other until it fails. `report` is called with the name of
+        each step when it begins. Failures of the candidate and of the task are verdicts too, with a status
+        other than `correct`. Raises InfrastructureError if the judge itself fails.
         """
         call = ""  # that makes the inputs of the present workload
 

@@ -98,7 +98,7 @@ def measure_candidate(
                         _verify(other, detailed=True)
             candidate = start_candidate(params, bench.reference, built, idle=idle)
             stack.enter_context(contextlib.closing(candidate))
-            bench.float64_check.forget_deferred()
+            bench.timed_output_check.forget_deferred()
             report("comparing outputs with the reference")
             with rejecting(RUN_ERRORS):
                 _verify(candidate, detailed=True)
@@ -320,7 +320,7 @@ def timed_rounds(
     candidate's speed-up over each of `baselines` is precise enough (`statistics.wanted_rounds`) or the rounds
     have taken the share `ROUNDS_SHARE` of `sandbox.run_seconds`.
 
-    Raises Rejected if an output of the candidate is found to be wrong (`Float64Check.wrong_call`), if the
+    Raises Rejected if an output of the candidate is found to be wrong (`TimedOutputCheck.wrong_call`), if the
     candidate changed its inputs, or if the other candidate of a comparison fails. Raises RunnerError if the
     candidate fails, InfrastructureError if a baseline fails, and TaskError if eager is too inexact to tell
     whether an output is wrong, or if the task's own runners use up the time limit of this thread
@@ -365,7 +365,7 @@ def timed_rounds(
             results[name] = outputs
             if len(results) == 2:
                 began = time.monotonic()
-                reason = bench.float64_check.wrong_call(
+                reason = bench.timed_output_check.wrong_call(
                     staged.mixes, staged.inputs, results["candidate"], results["eager"]
                 )
                 if reason is not None:

@@ -82,10 +82,12 @@ class SourceRunner:
         self.buffers: dict[RegionName, Buffer] = {}
 
     def inputs(self) -> list[torch.Tensor]:
-        """Return flat views, one for each input tensor, of one call's inputs in the memory of the runner.
+        """Return writable flat views, one for each input tensor, of the memory for the inputs of one call.
 
-        The runner, a sandboxed process, is started first if it does not run. Raises TaskError if its start
-        takes too long, and InfrastructureError if it fails.
+        They have the inputs of the last `draw`, and a caller may write other inputs into them before
+        `float64_outputs`. The memory is the runner's own, or the last input set of `data` if it has none. The
+        runner, a sandboxed process, is started first if it does not run. Raises TaskError if its start takes
+        too long, and InfrastructureError if it fails.
         """
         with self._working():
             buffer = self.buffers.get("inputs", self.data.inputs)

@@ -17,11 +17,11 @@ from components.core.params import JudgeParams
 from components.judge.admission import find_trivial_answer
 from components.judge.baselines import BaselineCache
 from components.judge.device_scheduler import DeviceScheduler
-from components.judge.float64_check import Float64Check
 from components.judge.input_mixing import as_bits
 from components.judge.role_processes import ProcessPerRole
 from components.judge.task_layout import Sizing
 from components.judge.task_reference import TaskReference
+from components.judge.timed_output_check import TimedOutputCheck
 from components.sandbox.runner_factory import RunnerFactory
 
 
@@ -54,12 +54,7 @@ def make_reference(
 
 
 class TaskBench:
-    """Reference data and baselines with which the candidates of one task are judged.
-
-    A candidate is an implementation of the task's module. Reference data are the task's secret inputs,
-    parameters and reference outputs, and baselines are processes of eager, of torch.compile, and of the
-    no-op, which computes nothing.
-    """
+    """Reference data and baselines with which the candidates of one task are judged."""
 
     def __init__(
         self, params: JudgeParams, runner_factory: RunnerFactory, scheduler: DeviceScheduler, code: str
@@ -76,7 +71,7 @@ class TaskBench:
         self.reference.end_runner(wait=self.reference.layout.placement.shares_buffers)
         self._refuse_repeated_inputs()
         self.baselines = BaselineCache(self.reference)
-        self.float64_check = Float64Check(self.reference)
+        self.timed_output_check = TimedOutputCheck(self.reference)
         # Lock that is held on a GPU while a candidate of this task is measured.
         self.candidate_lock = threading.Lock()
 
@@ -112,24 +107,24 @@ class TaskBench:
         """Return the reason why a deferred call is wrong, or None if no deferred call is wrong.
 
         Deferred calls are timed calls whose outputs are compared with float64 outputs only after the
-        candidate's process has ended (`Float64Check`). If there are any, the processes of the baselines are
-        ended first, and the memory that they shared and that torch caches is freed, because the comparison
-        needs it. The reason ends with the name of the input distribution (the change that was made to the
-        inputs), as in `max_error:given`, where `given` means none. Raises TaskError if eager is too inexact
-        to tell, and InfrastructureError if the float64 outputs cannot be computed.
+        candidate's process has ended (`TimedOutputCheck`). If there are any, the processes of the baselines
+        are ended first, and the memory that they shared and that torch caches is freed, because the
+        comparison needs it. The reason ends with the name of the input distribution (the change that was made
+        to the inputs), as in `max_error:given`, where `given` means none. Raises TaskError if eager is too
+        inexact to tell, and InfrastructureError if the float64 outputs cannot be computed.
         """
-        if not self.float64_check.deferred:
+        if not self.timed_output_check.deferred:
             return None
         self.baselines.close()
         with self.scheduler.preparing():
             self.reference.drawing.close()
             self.reference.processes.close()
             torch.cuda.empty_cache()
-        return self.float64_check.wrong_deferred_call()
+        return self.timed_output_check.wrong_deferred_call()
 
     def close(self) -> None:
         self.baselines.close()
-        self.float64_check.source.close()
+        self.timed_output_check.source.close()
         self.reference.close()
 
 

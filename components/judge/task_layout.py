@@ -97,7 +97,8 @@ class Description(FrozenModel):
     `parameters` has the names in it that are parameters. `outputs` has the shape and dtype of each output
     tensor of a call. `seconds` is the time of the fastest of the calls that the process timed for the
     description. `peak_bytes` is the GPU memory that the calls reserved, or 0 on cpu. `operations` are the
-    floating-point operations of the matrix products and convolutions of a call.
+    floating-point operations of the products and convolutions of a call, also those in attention and in
+    recurrent layers.
     """
 
     init_inputs: list[Any] = Field(max_length=64)

@@ -91,10 +91,10 @@ class AuditEntry(FrozenModel):
 
 
 class AuditChainError(UserError):
-    """Error raised if an audit chain, the log of decisions on model versions, is not as it was written.
+    """Error raised if an entry of an audit chain was changed, removed or inserted, or cannot be trusted.
 
-    An entry was changed, removed or inserted, cannot be read, or is not signed by a trusted key. The message
-    names the first such entry.
+    The last is so if it cannot be read or is not signed by a trusted key. The message names the first such
+    entry.
     """
 
 

@@ -311,7 +311,7 @@ class Runner:
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of the runner's threads, child processes excluded (clock_getcpuclockid(3)).
 
-        The runner is a sandboxed process. Raises RunnerError if it has ended.
+        Raises RunnerError if it has ended.
         """
         try:
             return time.clock_gettime((~self.pid << 3) | 2)

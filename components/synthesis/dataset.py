@@ -23,7 +23,7 @@ from components.core.params import Data, Params
 from components.core.progress import Progress
 from components.core.records import TaskDtype
 from components.core.task import KernelTask, cast_task
-from components.synthesis.compose import compose_tasks, draw_dtypes
+from components.synthesis.core_composer import compose_tasks, draw_dtypes
 from components.synthesis.dataset_builder import AdmissionPool, DatasetBuilder, TaskCandidate, task_quotas
 from components.synthesis.dataset_summary import DatasetSummary, Rejection
 from components.synthesis.model_composer import ModelComposer
@@ -48,16 +48,15 @@ def build_dataset(
 ) -> DatasetSummary:
     """Compose tasks, have the judge check them, and write those that it admits as a data set to `out`.
 
-    A task is a PyTorch module that a policy has to make faster. `pool` submits tasks to the judge. `out` is a
-    folder, whose files are tasks.parquet, rejected.parquet, metrics.json, plots/*.csv and README.md; the
-    result is their summary. Equal parameters and equal answers of the judge give an equal data set, in
-    whatever order the answers arrive. `seeds` is the folder for the table of mined operators (those of the
-    installed libraries that tasks can use). It is needed if data.operators is `torch` or `all`. If
-    data.composer then names a server of a language model, the model composes the tasks, and its answers are
-    stored in the folder `answers` beside `seeds`. Raises UserError if `seeds` is needed but None, if
-    data.against cannot be read, if too many tasks in a row are refused or not needed, if the language model's
-    server fails, or if `out` contains something else than this data set. Raises InfrastructureError if the
-    judge itself fails.
+    `pool` submits tasks to the judge. `out` is a folder, whose files are tasks.parquet, rejected.parquet,
+    metrics.json, plots/*.csv and README.md; the result is their summary. Equal parameters and equal answers
+    of the judge give an equal data set, in whatever order the answers arrive. `seeds` is the folder for the
+    table of mined operators (those of the installed libraries that tasks can use). It is needed if
+    data.operators is `torch` or `all`. If data.composer then names a server of a language model, the model
+    composes the tasks, and its answers are stored in the folder `answers` beside `seeds`. Raises UserError if
+    `seeds` is needed but None, if data.against cannot be read, if too many tasks in a row are refused or not
+    needed, if the language model's server fails, or if `out` contains something else than this data set.
+    Raises InfrastructureError if the judge itself fails.
     """
     check_output_folder(out)
     data = params.data

@@ -142,11 +142,10 @@ def function_of(call: str) -> Any:
 
 
 def make_module(template: OperatorTemplate, x: Tensor) -> SimpleNamespace:
-    """Return an object that takes the place of a task's module when a template is tried.
+    """Return a stand-in for a task's module, with which a template is tried.
 
-    A template is the source of one call of an operator. The attribute `op` of the object is the module or
-    parameter that the template's `init` creates for an input with the shape, device and dtype of `x`, or None
-    if the template needs none. On the CPU, the parameters have the same values in every call.
+    Its attribute `op` is what the template's `init` creates for an input with the shape, device and dtype of
+    `x`, or None if the template needs nothing. On the CPU, parameters have the same values in every call.
     """
     init, _ = fill_template(template, x.shape)
     if not init:

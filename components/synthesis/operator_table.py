@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Source files below components/ on which the table depends. If one of them changes, the table is mined again.
 RULES = (
     "bootstrap/operator_chain.py",
-    "synthesis/compose.py",
+    "synthesis/core_composer.py",
     "synthesis/mined_operators.py",
     "synthesis/mine_torch.py",
     "synthesis/mine_transformers.py",

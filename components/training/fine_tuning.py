@@ -27,7 +27,7 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.policy.checkpoint import load_tokenizer, verify_checkpoint
 from components.policy.prompts import IN_TURNS, user_message
-from components.synthesis.compose import compose_training_tasks
+from components.synthesis.core_composer import compose_training_tasks
 from components.training.batches import Packed, Streams, make_batch
 from components.training.engine import DeepSpeedEngine, MetricSums, train_step
 from components.training.networks import Actor, load_policy
@@ -176,10 +176,10 @@ def _conversations(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[Row
 def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Row]:
     """Return token ids and action mask of `count` conversations such as the cold start learns from.
 
-    The cold start is the training of a policy before stage 1. If coldstart.demonstrations is a folder, the
-    conversations are drawn from its trajectories with replacement, and UserError is raised if it has none to
-    learn from. Otherwise they are written by the rule-based kernel writer for tasks that are composed with
-    another seed than the tasks of the cold start. Equal counts give equal conversations.
+    If coldstart.demonstrations is a folder, the conversations are drawn from its trajectories with
+    replacement, and UserError is raised if it has none to learn from. Otherwise they are written by the
+    rule-based kernel writer for tasks that are composed with another seed than the tasks of the cold start.
+    Equal counts give equal conversations.
     """
     rng = random.Random(params.coldstart.seed)
     if isinstance(params.coldstart.demonstrations, str):

@@ -342,12 +342,13 @@ def update_actor(
 ) -> Figures:
     """Update the actor with PPO's clipped surrogate loss and return the metrics.
 
-    The metrics of `policy_loss_sum` and `policy_loss`, the loss without penalty, are means over the tokens
-    that the policy sampled. `gradient_norm` is a mean over the optimizer steps of this call, and
-    `learning_rate` is the same for all of them. If `ppo.kl_coefficient` is above 0, a penalty on the
-    divergence from the reference policy, with which the stage started, is added to the loss. `updates` is the
-    number of PPO steps of the stage before this one, without the first `ppo.critic_warmup_steps`, which train
-    only the critic; the warm-up of the learning rate depends on it. `seed` determines the order of the rows.
+    The metrics that the function `policy_loss_sum` returns, such as `clip_fraction`, and `policy_loss`, the
+    loss without penalty, are means over the tokens that the policy sampled. `gradient_norm` is a mean over
+    the optimizer steps of this call, and `learning_rate` is the same for all of them. If `ppo.kl_coefficient`
+    is above 0, a penalty on the divergence from the reference policy, with which the stage started, is added
+    to the loss. `updates` is the number of earlier steps of this stage in which the actor was trained; the
+    learning rate rises linearly over the first `ppo.learning_rate_warmup_steps` of them. `seed` determines
+    the order of the rows.
     """
     learning_rate = ppo.learning_rate * min(1.0, (updates + 1) / max(1, ppo.learning_rate_warmup_steps))
 

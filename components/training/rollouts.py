@@ -66,9 +66,8 @@ def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: in
 class IdleTimes:
     """Meter of the seconds in which the sampler, and in which the judge, is idle.
 
-    The judge measures kernels, and its results are verdicts. The sampler is idle while no completion is
-    waited for or while it is paused, and the judge while no verdict is waited for. `sampling` and `judging`
-    measure the seconds in which at least one completion, or one verdict, is waited for.
+    `sampling` and `judging` measure the seconds in which at least one completion, or one verdict, is waited
+    for. The rest is idle, and so are the sampler's pauses.
     """
 
     def __init__(self, sampling: BusyMeter, judging: BusyMeter):
@@ -325,10 +324,11 @@ class TrainedPolicy:
 
 
 def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:
-    """Return the training tasks that the judge can measure, and a clause on the others, or "".
+    """Return the training tasks that the judge can measure, and a clause on how many others are left out.
 
-    The judge is what builds, checks and times kernels for a task. Raises UserError if it can measure none of
-    the tasks, or a smaller share of them than sandbox.measurable_share.
+    The clause, for messages, is "" if there are no others. The judge checks the tasks, unless the result is
+    in the file LEFT_OUT already. Raises UserError if it can measure none of them, or a smaller share than
+    sandbox.measurable_share.
     """
     tasks = stage.tasks()
     refused = refused_tasks(

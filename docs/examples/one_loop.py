@@ -47,7 +47,7 @@ from components.policy.checkpoint import load_model, load_tokenizer
 from components.policy.prompts import user_message
 from components.policy.sampler import Completion, complete_all
 from components.policy.transformers_sampler import TransformersSampler
-from components.synthesis.compose import compose_training_tasks
+from components.synthesis.core_composer import compose_training_tasks
 from components.training.advantages import leave_one_out
 from components.training.losses import policy_loss_sum
 

@@ -25,7 +25,7 @@ from components.core.config import resolve
 from components.core.task import KernelTask
 from components.judge.judge import Judge
 from components.judge.staged_inputs import StagedInputs
-from components.synthesis.compose import compose_tasks
+from components.synthesis.core_composer import compose_tasks
 
 TASKS, REPEATS = 12, 3
 

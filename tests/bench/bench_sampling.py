@@ -26,7 +26,7 @@ from components.core.params import Params
 from components.policy.checkpoint import load_model, load_tokenizer
 from components.policy.sampler import complete_all
 from components.policy.transformers_sampler import TransformersSampler
-from components.synthesis.compose import compose_tasks
+from components.synthesis.core_composer import compose_tasks
 
 
 def with_generate(

@@ -37,7 +37,7 @@ from components.evaluation.evaluate import evaluate
 from components.evaluation.suites import load_suite
 from components.judge.pool.local_pool import LocalPool
 from components.judge.pool.open_pool import open_pool
-from components.synthesis.compose import compose_training_tasks
+from components.synthesis.core_composer import compose_training_tasks
 from components.training.run_stage import run_stage, stages_of_run
 from components.training.stage import CHECKPOINT, Stage, StageName
 

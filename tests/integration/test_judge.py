@@ -28,10 +28,10 @@ from components.judge import (
 )
 from components.judge.baselines import COMPILE, EAGER, Baseline
 from components.judge.correctness import ReferenceOutput
-from components.judge.float64_check import Float64Check
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
+from components.judge.timed_output_check import TimedOutputCheck
 from components.judge.verdict import MARGIN, Verdict
 from components.sandbox.build import build_result_channel
 from components.sandbox.inside import shared_memory
@@ -353,25 +353,25 @@ def test_the_runner_of_float64_outputs_is_stopped_between_uses_and_replaced_if_i
 
     assert judged().status == "correct"
     (bench,) = cold_judge.bench_cache.benches.values()
-    runner = bench.float64_check.source.runner
+    runner = bench.timed_output_check.source.runner
     assert runner is not None and psutil.Process(runner.pid).status() == psutil.STATUS_STOPPED
     runner.signal(9)
     with pytest.raises(InfrastructureError, match="runner of the task's source"):
         judged()
-    assert bench.float64_check.source.runner is None and not bench.float64_check.source.buffers
-    assert judged().status == "correct" and bench.float64_check.source.runner is not None
+    assert bench.timed_output_check.source.runner is None and not bench.timed_output_check.source.buffers
+    assert judged().status == "correct" and bench.timed_output_check.source.runner is not None
 
 
 def test_comparisons_with_float64_take_no_time_of_the_candidates_limit(
     with_limits: Callable[[float, float], Judge], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest, pauses = Float64Check.wrong_call, iter([0.8] * 6)
+    honest, pauses = TimedOutputCheck.wrong_call, iter([0.8] * 6)
 
-    def slow(self: Float64Check, *arguments: Any) -> str | None:
+    def slow(self: TimedOutputCheck, *arguments: Any) -> str | None:
         time.sleep(next(pauses, 0))
         return honest(self, *arguments)
 
-    monkeypatch.setattr(Float64Check, "wrong_call", slow)
+    monkeypatch.setattr(TimedOutputCheck, "wrong_call", slow)
     judge = with_limits(3, 60)
     began = time.monotonic()
     assert judge.verdict(corpus.TASK, SIMD).status == "correct"

@@ -20,8 +20,13 @@ from components.core.errors import InfrastructureError, UserError
 from components.core.progress import Quiet
 from components.core.task import check_contract, dataset_version, dtype_of, in_dtype, read_tasks
 from components.judge.verdict import Admission
-from components.synthesis.compose import compose_task, compose_tasks, every_operator_matters, write_source
 from components.synthesis.contamination import EvaluationPrograms, count_subtrees, graph_digest, similarity
+from components.synthesis.core_composer import (
+    compose_task,
+    compose_tasks,
+    every_operator_matters,
+    write_source,
+)
 from components.synthesis.dataset import build_dataset
 from components.synthesis.operator_ablation import is_held_out
 

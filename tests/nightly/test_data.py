@@ -31,7 +31,7 @@ from components.synthesis.dataset import (
     parse_operators,
     read_public,
 )
-from flows import data, dataset_remote, run_context
+from flows import data, dataset_dvc, run_context
 
 TASK = """import os_or_nothing
 import torch
@@ -283,11 +283,11 @@ def test_a_runs_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     data.dvc(workspace, ["push"], night, None)
     kept = data.keep_version(night, workspace)
     version = kept.name
-    dataset_remote.keep_lock(night.params, night.home, version, workspace / "dvc.lock")
+    dataset_dvc.keep_lock(night.params, night.home, version, workspace / "dvc.lock")
     before = (kept / "tasks.parquet").read_bytes()
     shutil.rmtree(night.home / "datasets")
     shutil.rmtree(workspace)
-    folder = dataset_remote.pull(night.params, night.home, version[:8])
+    folder = dataset_dvc.pull(night.params, night.home, version[:8])
     assert folder.name == version and (folder / "tasks.parquet").read_bytes() == before
 
 

@@ -28,7 +28,7 @@ from components.core.config import resolve
 from components.core.task import KernelTask, in_dtype
 from components.judge.correctness import ReferenceOutput
 from components.policy.prompts import IN_TURNS
-from components.synthesis.compose import compose_tasks, every_operator_matters, write_source
+from components.synthesis.core_composer import compose_tasks, every_operator_matters, write_source
 
 PARAMS = resolve("smoke").params
 

@@ -6,7 +6,7 @@ from input_properties import check_timed_inputs
 from components.bootstrap.operator_chain import CORE_OPERATORS
 from components.core.config import resolve
 from components.judge.judge import Judge
-from components.synthesis.compose import compose_tasks
+from components.synthesis.core_composer import compose_tasks
 
 pytestmark = pytest.mark.usefixtures("no_compile_baseline")
 

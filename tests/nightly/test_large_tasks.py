@@ -10,12 +10,12 @@ import judge_fixtures as corpus
 import pytest
 import torch
 
-from components.judge import correctness, float64_check, input_mixing, memory_plan, task_layout
-from components.judge.float64_check import Float64Check
+from components.judge import correctness, input_mixing, memory_plan, task_layout, timed_output_check
 from components.judge.input_mixing import InputMix
 from components.judge.judge import Judge
 from components.judge.source_runner import SourceRunner
 from components.judge.task_layout import PLACEMENTS, Placement
+from components.judge.timed_output_check import TimedOutputCheck
 from components.sandbox.runner_process import has_ended
 
 CASES = {
@@ -36,7 +36,7 @@ def placement(monkeypatch: pytest.MonkeyPatch) -> Placement:
     monkeypatch.setattr(task_layout, "SHARING_ROUND_SHARE", 1e-9)
     monkeypatch.setattr(task_layout, "MAX_REFERENCE_BYTES", 1)
     monkeypatch.setattr(correctness, "PART_NUMEL", 4099)
-    monkeypatch.setattr(float64_check, "PART_NUMEL", 4099)
+    monkeypatch.setattr(timed_output_check, "PART_NUMEL", 4099)
     monkeypatch.setattr(input_mixing, "BLOCK_NUMEL", 5003)
     return PLACEMENTS[-1]
 
@@ -70,7 +70,7 @@ def test_suspicious_calls_are_compared_after_the_candidate_has_ended(
 ) -> None:
     """Every call is suspicious here: the exact answer passes, and an answer that is wrong does not."""
     monkeypatch.setattr(
-        float64_check, "round_departures", lambda reference, ours, eager, calls: [2.0] * calls
+        timed_output_check, "round_departures", lambda reference, ours, eager, calls: [2.0] * calls
     )
     honest, compared = SourceRunner.float64_outputs, []
 
@@ -85,7 +85,7 @@ def test_suspicious_calls_are_compared_after_the_candidate_has_ended(
         (bench,) = cold_judge.bench_cache.benches.values()
         compared.append(len(bench.baselines.runners))
         assert bench.reference.processes.shared is None, "the memory that the baselines share is freed"
-        is_running = bench.float64_check.source.runner is not None
+        is_running = bench.timed_output_check.source.runner is not None
         assert len(living() - others) == is_running, "no other runner has memory"
         return honest(self)
 
@@ -94,20 +94,20 @@ def test_suspicious_calls_are_compared_after_the_candidate_has_ended(
     assert cold_judge.verdict(corpus.TASK, simd).status == "correct"
     assert compared == [0, 0], "no baseline runs meanwhile"
 
-    defer = Float64Check._defer
+    defer = TimedOutputCheck._defer
 
     def defer_wrong(
-        self: Float64Check, figure: float, mix: InputMix, ours: torch.Tensor, eager: torch.Tensor
+        self: TimedOutputCheck, figure: float, mix: InputMix, ours: torch.Tensor, eager: torch.Tensor
     ) -> None:
         defer(self, figure, mix, (ours.view(torch.float32) * 1.001).view(torch.uint8), eager)
 
-    monkeypatch.setattr(Float64Check, "_defer", defer_wrong)
+    monkeypatch.setattr(TimedOutputCheck, "_defer", defer_wrong)
     verdict = cold_judge.verdict(corpus.TASK, simd)
     assert verdict.status == "wrong_output" and verdict.reason.startswith("max_error"), verdict.log
 
 
 def test_of_many_suspicious_calls_the_worst_and_another_one_are_kept() -> None:
-    runner = Float64Check.__new__(Float64Check)
+    runner = TimedOutputCheck.__new__(TimedOutputCheck)
     runner.deferred, runner.deferrable = [], 0
     mix, nothing = InputMix(0, 1, (0,), (0,), 0.5), torch.empty(0)
     for figure in (3.0, 9.0, 4.0, 2.0, 8.0):

@@ -14,15 +14,15 @@ import pytest
 from components.judge import (
     candidate,
     correctness,
-    float64_check,
     input_mixing,
     measurement,
     staged_inputs,
     task_layout,
+    timed_output_check,
 )
-from components.judge.float64_check import Float64Check
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
+from components.judge.timed_output_check import TimedOutputCheck
 from components.judge.timed_runner import Operation, TimedRunner
 from components.judge.verdict import Verdict
 from components.sandbox import runner_factory, seccomp_filter
@@ -59,7 +59,9 @@ def test_timed_outputs_unchecked(cold_judge: Judge, monkeypatch: pytest.MonkeyPa
             return None
         return verify(self, operation, loose=loose)
 
-    monkeypatch.setattr(Float64Check, "wrong_call", lambda self, mixes, inputs, results, eager_results: None)
+    monkeypatch.setattr(
+        TimedOutputCheck, "wrong_call", lambda self, mixes, inputs, results, eager_results: None
+    )
     assert verdict(cold_judge, "stale_after_calls").status == "wrong_output"
     monkeypatch.setattr(TimedRunner, "verify", first_only)
     assert verdict(cold_judge, "stale_after_calls").status == "correct"
@@ -118,7 +120,7 @@ def test_tolerance_of_the_public_harnesses(cold_judge: Judge, monkeypatch: pytes
 
 def test_comparison_that_nan_passes(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = correctness.row_magnitudes
-    for module in (correctness, float64_check):
+    for module in (correctness, timed_output_check):
         monkeypatch.setattr(module, "row_magnitudes", lambda error: honest(error.nan_to_num(0.0)))
     assert verdict(cold_judge, "nan_answer").status == "correct"
 

@@ -20,7 +20,7 @@ from components.core.progress import Quiet
 from components.core.task import KernelTask, write_tasks
 from components.judge.pool.local_pool import Job, LocalPool
 from components.judge.verdict import Ratio, Speedup, Status, Verdict
-from components.synthesis.compose import write_source
+from components.synthesis.core_composer import write_source
 
 PARAMS = resolve("ci").params
 CODES = [

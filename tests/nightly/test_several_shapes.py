@@ -14,7 +14,7 @@ from components.core.workloads import WORKLOADS
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.verdict import WORKLOAD_MARGIN
-from components.synthesis.compose import compose_tasks
+from components.synthesis.core_composer import compose_tasks
 
 
 def test_a_candidate_is_built_once_and_measured_on_each_workload(

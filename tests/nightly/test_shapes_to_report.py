@@ -22,7 +22,7 @@ from components.evaluation.report import write_evaluation_report
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import LocalPool
 from components.judge.verdict import milestone
-from components.synthesis.compose import MOST_SHAPES, compose_tasks
+from components.synthesis.core_composer import MOST_SHAPES, compose_tasks
 from flows.stages import table
 
 

@@ -23,7 +23,7 @@ from components.planning.ray_cluster import announced
 from components.policy.sampler import Completion
 from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.sampler import VllmSampler
-from components.policy.vllm.server import server_addresses
+from components.policy.vllm.server_client import server_addresses
 from components.policy.weight_stream import weight_buckets
 
 CONTEXT = 128

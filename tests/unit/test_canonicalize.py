@@ -8,7 +8,7 @@ import torch
 from agent_fixtures import params
 
 from components.bootstrap.canonicalize import canonicalize
-from components.synthesis.compose import compose_tasks
+from components.synthesis.core_composer import compose_tasks
 
 
 def test_a_composed_task_comes_back_as_it_is() -> None:

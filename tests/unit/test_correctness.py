@@ -9,8 +9,8 @@ import torch
 from components.core.params import Params
 from components.judge.baselines import COMPILED_TOLERANCE
 from components.judge.correctness import FLOAT32_FLOOR, ReferenceOutput, smallest_limits
-from components.judge.float64_check import TIMED_MULTIPLE, departures, suspicious_calls
 from components.judge.input_mixing import InputBank, InputMix
+from components.judge.timed_output_check import TIMED_MULTIPLE, departures, suspicious_calls
 from components.sandbox.inside.operator_modes import computing_in_float64
 
 INF, NAN = math.inf, math.nan
@@ -200,7 +200,7 @@ def test_each_call_is_held_to_its_own_scale(at_once: int, monkeypatch: pytest.Mo
     planted[2, 7] += 1e-7
     planted[3, 7] = NAN
     planted[6, 7] = 1e-30
-    monkeypatch.setattr("components.judge.float64_check.COMPARED_BYTES", at_once * single[0].nbytes)
+    monkeypatch.setattr("components.judge.timed_output_check.COMPARED_BYTES", at_once * single[0].nbytes)
     found = departures(planted.view(7, 20, 25), single.view(7, 20, 25)) > 1
     assert found.tolist() == [False, False, True, True, False, False, True]
 

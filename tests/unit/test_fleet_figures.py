@@ -6,7 +6,7 @@ from typing import Any
 
 from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.replica import Replica
-from components.policy.vllm.server import Load
+from components.policy.vllm.server_client import Load
 
 
 def replica(*counts: tuple[int, int]) -> Replica:

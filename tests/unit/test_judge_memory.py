@@ -12,12 +12,12 @@ from torch.utils._pytree import tree_leaves
 
 from components.core.config import resolve
 from components.core.errors import TaskError
-from components.judge import correctness, float64_check, input_mixing
+from components.judge import correctness, input_mixing, timed_output_check
 from components.judge.correctness import ReferenceOutput
-from components.judge.float64_check import departures
 from components.judge.input_mixing import InputBank
 from components.judge.memory_plan import COMPARING_BYTES
 from components.judge.task_bench import BenchCache, TaskBench
+from components.judge.timed_output_check import departures
 from components.sandbox.inside.input_distributions import INPUT_DISTRIBUTIONS
 
 BASE = resolve().params
@@ -61,8 +61,8 @@ class LargestUse(TorchDispatchMode):
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(correctness, "PART_NUMEL", PART)
-    monkeypatch.setattr(float64_check, "PART_NUMEL", PART)
-    monkeypatch.setattr(float64_check, "COMPARED_BYTES", PART)
+    monkeypatch.setattr(timed_output_check, "PART_NUMEL", PART)
+    monkeypatch.setattr(timed_output_check, "COMPARED_BYTES", PART)
     monkeypatch.setattr(input_mixing, "BLOCK_NUMEL", PART)
 
 
@@ -128,7 +128,7 @@ def test_departures_of_infinite_outputs_do_not_depend_on_the_parts(monkeypatch: 
     for name, output in cases.items():
         found = []
         for part in (64, 100, 1 << 20):
-            monkeypatch.setattr(float64_check, "PART_NUMEL", part)
+            monkeypatch.setattr(timed_output_check, "PART_NUMEL", part)
             found.append(departures(output, single).item())
         assert all(abs(a / b - 1) < 1e-6 for a, b in itertools.pairwise(found)) and found[0] > 1, name
 

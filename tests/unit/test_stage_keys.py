@@ -98,7 +98,7 @@ def test_the_sources_of_a_stage_are_what_its_code_can_reach() -> None:
     assert "components/core/params.py" not in warmup, "the values of the parameters are in the key"
     assert not {"components/training/critic.py", "components/training/rejection.py"} & warmup.keys()
     assert not any(path.startswith(("components/registry", "components/cli", "flows")) for path in warmup)
-    assert "components/synthesis/compose.py" in closure_digests(*READS["coldstart"].modules)
+    assert "components/synthesis/core_composer.py" in closure_digests(*READS["coldstart"].modules)
     with pytest.raises(ValueError, match=r"components\.training\.nothing"):
         import_closure("components.training.nothing")
 

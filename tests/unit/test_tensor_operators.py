@@ -15,8 +15,8 @@ from components.bootstrap.tensor_operators import OPERATORS, read_program
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.progress import Quiet
-from components.synthesis.compose import compose_tasks, write_source
 from components.synthesis.contamination import count_subtrees, similarity
+from components.synthesis.core_composer import compose_tasks, write_source
 from components.synthesis.dataset import build_dataset
 from components.synthesis.task_filter import find_label_error
 from components.synthesis.tensor_composer import Choice, estimate_seconds, fill, write_tensor_source

@@ -86,7 +86,7 @@ class RayBackend:
     def __init__(self, params: Params):
         """Find the judges that another process of this run has started, or start `pool.judges` of them.
 
-        Raises UserError if there is no Ray cluster, or if its GPUs are in use.
+        Raises UserError if there is no Ray cluster, or if its resources for the judges do not become free.
         """
         connect()
         count = params.pool.judges

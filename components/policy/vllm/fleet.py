@@ -19,7 +19,7 @@ import httpx
 from components.core.errors import UserError
 from components.policy.sampler import Completion
 from components.policy.vllm.replica import FIRST_PAUSE_SECONDS, IDLE_SECONDS, Replica
-from components.policy.vllm.server import (
+from components.policy.vllm.server_client import (
     EXAMINATION_SECONDS,
     Request,
     ServerUnavailable,

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from components.policy.vllm.server import Load, VllmServer
+from components.policy.vllm.server_client import Load, VllmServer
 
 # Pause between two attempts of a request, and longest pause after failures of a server, in seconds.
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 20.0

@@ -19,7 +19,7 @@ from components.policy.checkpoint import load_generation_config
 from components.policy.sampler import Completion, stop_ids
 from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.own_servers import OWN_SERVERS
-from components.policy.vllm.server import Request, ServerUnavailable, server_addresses
+from components.policy.vllm.server_client import Request, ServerUnavailable, server_addresses
 from components.policy.vllm.weights import FleetWeights
 
 # Interval, in seconds, at which a completion that is waited for looks after the servers.

@@ -71,7 +71,6 @@ class WeightGroup:
     ) -> None:
         """Broadcast the bucket `number`, from 0, of a push to all workers of `targets`.
 
-        A push replaces the weights of the servers, in buckets, which are groups of complete tensors.
         `weights` are pairs of name and tensor, and all tensors have the same dtype and device. `workers` has
         what `Fingerprint.expect_weights` returned for all workers of vLLM. If a server fails, the others get
         the bucket in a new group without it. Raises UserError if no server is left, if the broadcast fails

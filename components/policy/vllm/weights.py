@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from components.core.errors import UserError
 from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.replica import Replica
-from components.policy.vllm.server import ServerUnavailable
+from components.policy.vllm.server_client import ServerUnavailable
 from components.policy.vllm.weight_group import WeightGroup
 from components.policy.vllm.worker import MODULUS, device_name, fingerprint, named_fingerprint
 

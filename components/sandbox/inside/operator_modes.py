@@ -155,8 +155,7 @@ def may_construct(name: str) -> bool:
 class UnknownResult(BaseException):
     """Error raised if a candidate's constructor calls an operator whose result has not been recorded.
 
-    A candidate is an implementation of a PyTorch module, to be judged. The error is a BaseException, so that
-    a constructor that catches Exception does not continue without the result.
+    It is a BaseException, so that a constructor that catches Exception does not continue without the result.
     """
 
 

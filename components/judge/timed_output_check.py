@@ -79,7 +79,7 @@ class DeferredCall(NamedTuple):
     eager_results: torch.Tensor
 
 
-class Float64Check:
+class TimedOutputCheck:
     """Check of timed calls of a task's candidates against float64 outputs, which a `SourceRunner` computes.
 
     `reference` has the data of the task, and the `SourceRunner` is a sandboxed process that runs the task's
