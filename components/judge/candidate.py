@@ -171,11 +171,11 @@ def screen_candidate(files: dict[str, str], rules: Sandbox, device: Device) -> S
     """Screen the sources of a candidate before any of them runs or is compiled, and return the sources.
 
     A candidate is an implementation of a task's module that is judged. `files` maps each workspace path to
-    the text of the file, `rules` are all parameters of the section
-    sandbox, and `device` is the one that the candidate is judged on. With sandbox.rules=any model_new.py may
-    compute with torch; only the names and sizes of files are screened, and whether model_new.py would start a
-    compiler while it runs. Triton is accepted on cuda only. Raises Rejected if a file is refused, or if
-    model_new.py is missing or not valid Python.
+    the text of the file, `rules` are all parameters of the section sandbox, and `device` is the one that
+    the candidate is judged on. With sandbox.rules=any model_new.py may compute with torch; only the names and
+    sizes of files are screened, and whether model_new.py would start a compiler while it runs. Triton is
+    accepted on cuda only. Raises Rejected if a file is refused, or if model_new.py is missing or not valid
+    Python.
     """
     if (reason := screen_files(files)) is not None:
         raise Rejected(

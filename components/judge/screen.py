@@ -34,11 +34,16 @@ EXTENSION_IMPORTS = frozenset(
 TORCH_CALLS = frozenset(
     "empty empty_like empty_strided zeros zeros_like Size device dtype no_grad inference_mode".split()
 )
+# Methods of tensors that allocate, view, copy or fill, and of Python's containers, numbers and strings. A
+# conversion to another dtype is refused when it is called, and `to` returns the tensor itself otherwise.
 TENSOR_METHODS = frozenset(
     """new_empty new_zeros size numel dim stride data_ptr element_size contiguous view reshape permute
-    transpose unsqueeze squeeze expand flatten detach is_contiguous view_as t get append items keys values
-    index""".split()
+    transpose unsqueeze squeeze expand flatten detach is_contiguous view_as t clone zero_ fill_ copy_ split
+    chunk unbind narrow select movedim to cuda float type_as get append items keys values index pop extend
+    copy lower upper startswith endswith bit_length""".split()
 )
+# Methods that compute initial parameters and that `__init__` usually calls.
+CONSTRUCTORS = frozenset("__init__ reset_parameters _reset_parameters init_weights _init_weights".split())
 BUILTINS = frozenset(
     """int float bool len range tuple list dict min max abs sum zip enumerate isinstance super str round print
     sorted reversed""".split()
@@ -49,7 +54,7 @@ FORBIDDEN_NAMES = frozenset(
 # Methods that give a tensor's values to Python or to another library. The operator blocker of the runner
 # cannot block computations there.
 OUT_OF_TORCH = frozenset("numpy tolist apply_ map_ map2_ storage untyped_storage".split())
-# Functions that may be called in `__init__`, which is the only place for most of them. They compute initial
+# Functions that may be called in CONSTRUCTORS, which is the only place for most of them. They compute initial
 # parameters there, which are replaced when load_state_dict loads the task's parameters. The functions of
 # torch that lead past its operators, such as torch.library.get_kernel and torch.cuda.graph, are left out.
 CONSTRUCTION_CALLS = re.compile(
@@ -256,7 +261,7 @@ def _value_reason(node: ast.Attribute | ast.Name, own: OwnKernels, has_triton: b
 
 
 def _nodes(tree: ast.AST, own: OwnKernels) -> Iterator[tuple[ast.AST, bool]]:
-    """Yield every node of a syntax tree, each with whether it is inside a function `__init__`.
+    """Yield every node of a syntax tree, each with whether it is inside a function of CONSTRUCTORS.
 
     The bodies of kernels of Triton are left out; `triton_screen.body_reason` screens them. The traversal is
     not recursive, so that deeply nested code cannot exhaust the stack.
@@ -264,7 +269,7 @@ def _nodes(tree: ast.AST, own: OwnKernels) -> Iterator[tuple[ast.AST, bool]]:
     left = deque([(tree, False)])
     while left:
         node, in_init = left.popleft()
-        in_init = in_init or (isinstance(node, ast.FunctionDef) and node.name == "__init__")
+        in_init = in_init or (isinstance(node, ast.FunctionDef) and node.name in CONSTRUCTORS)
         yield node, in_init
         children = ast.iter_child_nodes(node)
         if triton_screen.is_kernel(node) and "triton" in own.modules:

@@ -215,3 +215,22 @@ def test_torch_compute_beside_an_extension_is_refused(
     monkeypatch.setattr(candidate, "screen_python", lambda code: None)
     if "fused" not in cheat:
         assert judged(judge, files).reason == "torch_compute:aten.sigmoid"
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "reason"),
+    [
+        ("x = x.to(x.device, x.dtype).clone()", "correct", ""),
+        ("x = x.float().split(x.shape[0])[0]", "correct", ""),
+        ("x = x.to(torch.float64)", "forbidden", "torch_compute:aten._to_copy"),
+        ("x = x.type_as(torch.empty(1, dtype=torch.float16))", "forbidden", "torch_compute:aten._to_copy"),
+        ("self.reset_parameters()", "forbidden", "torch_compute:aten.uniform_"),
+    ],
+)
+def test_tensors_may_be_copied_and_not_converted(line: str, status: str, reason: str, judge: Judge) -> None:
+    method = "    def reset_parameters(self):\n        nn.init.uniform_(self.scale)\n\n    def forward"
+    model = corpus.MODEL_NEW.replace("    def forward", method).replace(
+        "out = torch", f"{line}\n        out = torch"
+    )
+    verdict = judge.verdict(corpus.TASK, corpus.files("honest", "simd") | {"model_new.py": model})
+    assert (verdict.status, verdict.reason) == (status, reason), verdict.log

@@ -87,6 +87,37 @@ def test_a_name_that_is_bound_to_an_extension_elsewhere_is_no_extension() -> Non
     assert screen.screen_python(code.partition("def unused")[0] + f"m = {extension}\nm.run(1)\n") is None
 
 
+OWN = """
+import torch
+import torch.nn as nn
+import cuda_extension
+
+
+class ModelNew(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, 8))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        nn.init.kaiming_uniform_(self.weight)
+
+    def forward(self, x):
+        shape, weight = list(x.shape), self.weight.to(x.device, x.dtype)
+        width = shape.pop()
+        out = x.clone().zero_() if width.bit_length() > 3 else torch.empty_like(x)
+        cuda_extension.forward(x, weight.to(memory_format=torch.channels_last), out)
+        return out
+"""
+
+
+def test_a_file_may_copy_and_fill_tensors_and_set_its_parameters_up_in_a_method_of_its_constructor() -> None:
+    assert screen.screen_python(OWN) is None
+    assert screen.screen_python(OWN.replace("zero_()", "mean()")) == "call:mean"
+    misplaced = OWN.replace("def reset_parameters", "def draw")
+    assert screen.screen_python(misplaced) == "call:nn.init.kaiming_uniform_"
+
+
 TRITON = """
 import torch
 import torch.nn as nn
