@@ -1,15 +1,16 @@
 """Judge a published archive of kernels for KernelBench's tasks: what it claims, beside what is measured.
 
-    python tests/bench/judge_archive.py ARCHIVE --out FOLDER [--device cuda] [--inline] [--level 1]
+    python tests/bench/judge_archive.py ARCHIVE --out FOLDER [--device cuda] [--inline] [--level 1] \
+        [--rules kernel-only]
 
 ARCHIVE is a file of JSON lines, or a folder of such files, as the authors publish them. Each line has
 `level_id`, `task_id`, `ref_code` (the task), `custom_code` (one Python file, or null) and `score_default`
 (the claimed speed-up over eager). The archive is read where it is and not copied.
 
-Every kernel is judged by both rules and both tolerances, with weights by seed. A file whose extension does
-not compile, and that catches the error, answers without its kernel; such files are counted. OUT gets
-`rows.jsonl` (one line a kernel and label), `table.md` and `plot.svg`. Verdicts are kept in OUT/verdicts, so
-the same command goes on where it was interrupted.
+Every kernel is judged by both rules, or by those of `--rules`, and both tolerances, with weights by seed. A
+file whose extension does not compile, and that catches the error, answers without its kernel; such files are
+counted. OUT gets `rows.jsonl` (one line a kernel and label), `table.md` and `plot.svg`. Verdicts are kept in
+OUT/verdicts, so the same command goes on where it was interrupted.
 """
 
 import argparse
@@ -181,12 +182,16 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def judge_archive(entries: Sequence[dict[str, Any]], params: Params, out: Path) -> list[dict[str, Any]]:
-    """Judge all entries with all labels, write the files of OUT, and return the rows."""
+def judge_archive(
+    entries: Sequence[dict[str, Any]], params: Params, out: Path, only_rules: str | None = None
+) -> list[dict[str, Any]]:
+    """Judge all entries, by both rules or `only_rules`; write the files of OUT, and return the rows."""
     out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     with (out / "rows.jsonl").open("w", buffering=1) as lines:
         for rules, tolerance in COMBINATIONS:
+            if only_rules not in (None, rules):
+                continue
             for done in judged(entries, labelled(params, rules, tolerance), out):
                 rows.append(done)
                 lines.write(json.dumps(done) + "\n")
@@ -209,6 +214,7 @@ def main() -> None:
     parser.add_argument("--inline", action="store_true", help="only kernels that call load_inline")
     parser.add_argument("--level", type=int)
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--rules", choices=["kernel-only", "any"], help="judge by these rules only")
     options = parser.parse_args()
     # Many files with torch's headers are built at once, so that one build takes minutes.
     params = resolve("smoke", (f"device={options.device}", "sandbox.build_seconds=600")).params
@@ -218,7 +224,7 @@ def main() -> None:
         if (not options.inline or "load_inline" in entry["custom_code"])
         and options.level in (None, entry["level_id"])
     ]
-    print(table(judge_archive(entries[: options.limit], params, options.out)))
+    print(table(judge_archive(entries[: options.limit], params, options.out, options.rules)))
 
 
 if __name__ == "__main__":
