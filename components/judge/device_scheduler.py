@@ -113,6 +113,10 @@ class DeviceScheduler:
         self.left = TimeLeft()
         self.measuring_thread: int | None = None
 
+    def leave(self, share: float) -> None:
+        """Leave `share` of the device's memory to another process; call this before memory is reserved."""
+        self.reservable_bytes = self.free_bytes = int(MEMORY_SHARE * (1 - share) * self.device_bytes)
+
     @property
     def _is_measuring(self) -> bool:
         return self.measuring_thread == threading.get_ident()

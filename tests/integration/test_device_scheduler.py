@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +18,12 @@ import psutil
 import pytest
 import torch
 
+from components.core.config import resolve
 from components.judge import baselines, candidate_runner
 from components.judge.baselines import COMPILE, Baseline, BaselineCache
 from components.judge.device_scheduler import MEMORY_SHARE, DeviceScheduler
 from components.judge.judge import Judge
+from components.judge.pool.local_pool import LocalPool
 from components.sandbox.runner_process import Runner, RunnerError
 
 
@@ -127,6 +130,34 @@ def test_memory_is_waited_for_and_the_largest_takes_all(scheduler: DeviceSchedul
         assert not begun.wait(0.1)
     thread.join(60)
     assert begun.is_set() and scheduler.free_bytes == 1000
+
+
+@pytest.mark.parametrize(
+    ("sets", "share"),
+    [
+        ((), []),
+        (("policy.backend=vllm-server", "policy.gpu_memory_share=0.25"), [0.25]),
+        (("policy.backend=vllm-server", "pool.samplers=1", "policy.weight_transfer=disk"), []),
+    ],
+)
+def test_a_sampler_on_the_judges_gpu_keeps_its_memory(
+    sets: tuple[str, ...],
+    share: list[float],
+    scheduler: DeviceScheduler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[float] = []
+    with (
+        monkeypatch.context() as patch,
+        contextlib.closing(LocalPool(resolve("ci", sets).params, tmp_path)) as pool,
+    ):
+        patch.setattr(DeviceScheduler, "leave", lambda _, share: left.append(share))
+        assert isinstance(pool.judge, Judge) and left == share
+    scheduler.leave(0.25)
+    with scheduler.reserve_memory(5000):
+        assert scheduler.free_bytes == 0
+    assert scheduler.free_bytes == scheduler.reservable_bytes == 750
 
 
 def test_who_needs_much_memory_is_not_passed_by(scheduler: DeviceScheduler) -> None:

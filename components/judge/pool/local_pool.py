@@ -238,7 +238,10 @@ class LocalPool:
                 return service
         from components.judge.judge import Judge
 
-        return Judge(self.params, self.folder)
+        judge = Judge(self.params, self.folder)
+        if self.params.policy.backend == "vllm-server" and not self.params.pool.samplers:
+            judge.scheduler.leave(self.params.policy.gpu_memory_share)
+        return judge
 
     def prepare(self) -> Future[None]:
         """Start the judge and its processes in a background thread, before the first jobs need them.
