@@ -34,8 +34,8 @@ EXTENSION_IMPORTS = frozenset(
 TORCH_CALLS = frozenset(
     "empty empty_like empty_strided zeros zeros_like Size device dtype no_grad inference_mode".split()
 )
-# Methods of tensors that allocate, view, copy or fill, and of Python's containers, numbers and strings. A
-# conversion to another dtype is refused when it is called, and `to` returns the tensor itself otherwise.
+# Methods of tensors that allocate, view, copy or fill, and of Python's containers, numbers and strings. `to`
+# and its like are refused when they convert to another dtype. `copy_` may convert, as an assignment may.
 TENSOR_METHODS = frozenset(
     """new_empty new_zeros size numel dim stride data_ptr element_size contiguous view reshape permute
     transpose unsqueeze squeeze expand flatten detach is_contiguous view_as t clone zero_ fill_ copy_ split
@@ -58,7 +58,7 @@ OUT_OF_TORCH = frozenset("numpy tolist apply_ map_ map2_ storage untyped_storage
 # parameters there, which are replaced when load_state_dict loads the task's parameters. The functions of
 # torch that lead past its operators, such as torch.library.get_kernel and torch.cuda.graph, are left out.
 CONSTRUCTION_CALLS = re.compile(
-    r"(?!(?:\w+\.)*(?:save|load|from_file|compile)$)(?:(?:torch\.)?nn\.(?:(?:functional|init|parameter|utils(?:\.parametrizations)?)\.)?(?:[A-Z]\w*\.)?\w+"
+    r"(?!(?:\w+\.)*(?:save|load|from_file|compile|CompilationUnit)$)(?:(?:torch\.)?nn\.(?:(?:functional|init|parameter|utils(?:\.parametrizations)?)\.)?(?:[A-Z]\w*\.)?\w+"
     r"|torch\.(?:linalg\.)?(?:[A-Z]\w*\.)?\w+"
     r"|torch\.cuda\.(?:is_available|device_count|current_device|current_stream|synchronize|get_device_\w+))"
 )
@@ -66,6 +66,10 @@ CONSTRUCTION_CALLS = re.compile(
 
 # Registration of a candidate's own operators in C++, with their namespace.
 OWN_OPERATORS = re.compile(r"\bTORCH_LIBRARY(?:_FRAGMENT)?\(\s*(?!aten\b|prim|torch)(\w+)\s*,")
+
+
+# Parts of names of torch that lead to its operators and to engines that execute them.
+ENTRANCES = re.compile(r"_\w+|ops|jit|fx|export|func|library|compiler|overrides")
 
 
 def screen_files(files: dict[str, str]) -> str | None:
@@ -254,9 +258,12 @@ def _value_reason(node: ast.Attribute | ast.Name, own: OwnKernels, has_triton: b
     if "." not in name:
         return f"name:{name}"
     if root in own.modules:
-        is_allowed = name in triton_screen.CALLS or triton_screen.DTYPE.fullmatch(name)
+        is_allowed = name in triton_screen.CALLS or bool(triton_screen.DTYPE.fullmatch(name))
+    elif has_triton:
+        is_allowed = bool(triton_screen.VALUES.fullmatch(name))
     else:
-        is_allowed = not has_triton or triton_screen.VALUES.fullmatch(name)
+        is_entrance = any(map(ENTRANCES.fullmatch, name.split(".")[1:]))
+        is_allowed = not is_entrance or name.rpartition(".")[0] in own.extensions
     return None if is_allowed else f"attribute:{name}"
 
 

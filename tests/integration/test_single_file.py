@@ -224,10 +224,13 @@ def test_torch_compute_beside_an_extension_is_refused(
         ("x = x.float().split(x.shape[0])[0]", "correct", ""),
         ("x = x.to(torch.float64)", "forbidden", "torch_compute:aten._to_copy"),
         ("x = x.type_as(torch.empty(1, dtype=torch.float16))", "forbidden", "torch_compute:aten._to_copy"),
+        ("x = torch.empty_like(x).copy_(torch.empty_like(x, dtype=torch.float64).copy_(x))", "correct", ""),
         ("self.reset_parameters()", "forbidden", "torch_compute:aten.uniform_"),
     ],
 )
-def test_tensors_may_be_copied_and_not_converted(line: str, status: str, reason: str, judge: Judge) -> None:
+def test_tensors_may_be_copied_and_are_converted_by_copies_only(
+    line: str, status: str, reason: str, judge: Judge
+) -> None:
     method = "    def reset_parameters(self):\n        nn.init.uniform_(self.scale)\n\n    def forward"
     model = corpus.MODEL_NEW.replace("    def forward", method).replace(
         "out = torch", f"{line}\n        out = torch"

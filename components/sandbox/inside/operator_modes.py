@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -47,11 +48,17 @@ ALLOWED_OPERATORS = frozenset(
     reshape alias detach as_strided slice select unsqueeze squeeze expand permute transpose t contiguous
     clone split unbind narrow lift_fresh _reshape_alias is_pinned copy_ fill_ zero_ _foreach_copy_""".split()
 )
-# Attributes of torch._C whose functions compute without the dispatcher: Static Runtime, the fuser of
-# TorchScript, oneDNN Graph, and executors of exported programs.
-ENGINES = (
-    *("StaticModule", "_jit_to_static_module", "_fuse_to_static_module", "_te"),
-    *("_jit_set_llga_enabled", "_nativert", "_aoti"),
+# Dispatch keys of tensors with other layouts, which have kernels of their own, by device.
+LAYOUT_KEYS = {
+    "cpu": ("SparseCPU", "SparseCsrCPU", "QuantizedCPU", "MkldnnCPU", "NestedTensorCPU"),
+    "cuda": ("SparseCUDA", "SparseCsrCUDA", "QuantizedCUDA", "NestedTensorCUDA"),
+}
+# Attributes of torch._C, some of which torch and torch.jit have too, that compute without the dispatcher or
+# lead there: TorchScript with its fusers, Static Runtime, oneDNN Graph, and executors of exported programs.
+# The functions that are left find operators, such as those that a candidate registers itself.
+ENGINES = re.compile(
+    r"_jit_(?!get_operation|get_schemas_for_operator|get_all_schemas|resolve_packet)\w+|CompilationUnit|Graph(?:Executor\w*)?|_create_(?:function|method)\w*|_import_ir_module\w*"
+    r"|StaticModule|_fuse_to_static_module|_te|_nativert|_aoti"
 )
 
 
@@ -87,6 +94,23 @@ def compute_operators(device: str) -> list[tuple[str, str, str]]:
     ]
 
 
+@functools.cache
+def layout_operators(device: str) -> list[tuple[str, str, str]]:
+    """Return (dispatch key, namespace, name) of each operator with a kernel for tensors of another layout.
+
+    These are sparse, quantized, nested and oneDNN's tensors, on cpu and, if `device` is cuda, on a GPU. None
+    of these operators is needed, not even those that allocate or copy. The result is cached.
+    """
+    names = [(full, *full.split("::", 1)) for full in torch._C._dispatch_get_all_op_names()]
+    return [
+        (key, space, name)
+        for place in sorted({"cpu", device})
+        for key in LAYOUT_KEYS[place]
+        for full, space, name in names
+        if torch._C._dispatch_has_kernel_for_dispatch_key(full, key)
+    ]
+
+
 def compute_names(device: str) -> frozenset[str]:
     """Return the full names, such as `aten::mm`, of operators that a candidate's constructor may not call.
 
@@ -104,11 +128,12 @@ def block_operators(device: str) -> Callable[[], None]:
     Return a function without arguments that blocks these too. Call `block_operators` before any code of the
     candidate (the implementation of a PyTorch module, to be judged) runs, and the returned function after the
     candidate's module is constructed. Compute operators are all operators of torch but those that allocate,
-    view or copy (`compute_operators`). The exceptions are the operators of `may_construct`.
-    The attributes ENGINES of torch._C, which compute without operators, are removed. The returned function
-    does not look up names of this module, so a candidate that replaces them changes nothing. A reference to
-    each library object is leaked on purpose, because torch would restore the original kernels if the object
-    were garbage collected.
+    view or copy (`compute_operators`), and all that work on tensors of other layouts (`layout_operators`).
+    The exceptions are the operators of `may_construct`. The fusers of TorchScript are switched off, and the
+    attributes ENGINES, which compute without operators, are removed. The returned function does not look up
+    names of this module, so a candidate that replaces them changes nothing. A reference to each library
+    object is leaked on purpose, because torch would restore the original kernels if the object were garbage
+    collected.
     """
     library, partial, refuse = torch._C._dispatch_library, functools.partial, _refuse
     leak, as_object = ctypes.pythonapi.Py_IncRef, ctypes.py_object
@@ -124,8 +149,13 @@ def block_operators(device: str) -> Callable[[], None]:
     operators = compute_operators(device)
     constructors = [operator for operator in operators if may_construct(operator[2])]
     block([operator for operator in operators if not may_construct(operator[2])])
-    for engine in ENGINES:
-        vars(torch._C).pop(engine, None)
+    block(layout_operators(device))
+    torch._C._jit_set_texpr_fuser_enabled(False)
+    torch._C._jit_override_can_fuse_on_cpu(False)
+    torch._C._jit_override_can_fuse_on_gpu(False)
+    for engine in filter(ENGINES.fullmatch, list(vars(torch._C))):
+        for module in (torch._C, torch, torch.jit):
+            vars(module).pop(engine, None)
         sys.modules.pop(f"torch._C.{engine}", None)
     return partial(block, constructors)
 

@@ -37,6 +37,7 @@ from operator_modes import (
     block_operators,
     compute_names,
     compute_operators,
+    layout_operators,
 )
 from runner_support import SharedTensors, construct, define_module, eval_mode, flatten_outputs, restored
 
@@ -92,6 +93,7 @@ def warm_up(kind: str, device: str, warm_folder: str = "") -> None:
     """
     torch.set_num_threads(1)
     compute_operators(device)
+    layout_operators(device)
     linear = eval_mode(torch.nn.Linear(1, 1), "cpu")
     linear.load_state_dict(torch.nn.Linear(1, 1).state_dict())
     if kind == "compile" and device == "cpu":
