@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+from components.core.errors import InfrastructureError
 from components.core.params import JudgeParams
 from components.judge.candidate import BuiltCandidate
 from components.judge.memory_plan import CONTEXT_BYTES
@@ -48,12 +49,12 @@ def idle_processes(reference: TaskReference, built: BuiltCandidate) -> Iterator[
         if is_reserved:
             header: RoleHeader = {"role": "idle", "zygote": _zygote(built)}
             seconds = reference.params.sandbox.run_seconds
-            processes.append(reference.processes.factory.spawn(header, seconds=seconds))
             try:
+                processes.append(reference.processes.factory.spawn(header, seconds=seconds))
                 with scheduler.background_work(processes[0]):
                     processes[0].receive()
                 processes[0].stop()
-            except RunnerError:
+            except (RunnerError, InfrastructureError):
                 close()
         yield processes
 

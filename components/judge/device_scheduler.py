@@ -115,7 +115,10 @@ class DeviceScheduler:
 
     def leave(self, share: float) -> None:
         """Leave `share` of the device's memory to another process; call this before memory is reserved."""
-        self.reservable_bytes = self.free_bytes = int(MEMORY_SHARE * (1 - share) * self.device_bytes)
+        self.reservable_bytes = int(MEMORY_SHARE * (1 - share) * self.device_bytes)
+        if self.is_exclusive:
+            self.reservable_bytes = max(1, self.reservable_bytes)  # 0 would be no limit
+        self.free_bytes = self.reservable_bytes
 
     @property
     def _is_measuring(self) -> bool:

@@ -16,7 +16,7 @@ from components.core.errors import TaskError
 from components.core.records import Device
 from components.judge.task_layout import RunnerMemory, TaskLayout
 from components.sandbox.inside.runner_protocol import Role, RoleHeader, ZygoteKind
-from components.sandbox.runner_factory import RunnerFactory
+from components.sandbox.runner_factory import RunnerFactory, check_length
 from components.sandbox.runner_process import Runner, RunnerError
 
 # What torch says where there is no GPU, and the addition to it.
@@ -160,8 +160,9 @@ def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]
 
     `descriptors` are the file descriptors that the new role needs, and `seconds` limits its wall time. The
     function does not wait; the next message of the process says whether it has begun. Raises RunnerError if
-    the process has ended.
+    the process has ended or the header is too long.
     """
+    check_length(header)
     runner.deadline = time.monotonic() + seconds
     runner.send({"op": "leave"})
     runner.send(header, descriptors)

@@ -51,6 +51,24 @@ def _secret_generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(secrets.randbits(63))
 
 
+def _switched(
+    idle: list[Runner], header: RoleHeader, descriptors: tuple[int, ...], seconds: float
+) -> Runner | None:
+    """Remove the processes `idle`, of which one takes the role of `header`, and return this one.
+
+    Returns None if there is none, or if all of them have ended, for example because memory was lacking.
+    """
+    while idle:
+        runner = idle.pop()
+        try:
+            switch_role(runner, header, descriptors, seconds=seconds)
+        except RunnerError:
+            runner.close()
+        else:
+            return runner
+    return None
+
+
 class TimedRunner:
     """Sandboxed process whose calls are timed: it runs a candidate or a baseline.
 
@@ -113,11 +131,9 @@ class TimedRunner:
                 last = self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)
                 for index, tensor in enumerate(last):
                     reference.inputs.write(reference.inputs.original(0), index, tensor.view(-1))
-            if idle:
-                self.runner = runner = idle.pop()
-                switch_role(runner, header | {"device": processes.device}, descriptors, seconds=seconds)
-            else:
-                self.runner = runner = processes.start(header, descriptors, seconds=seconds)
+            self.runner = runner = _switched(
+                idle or [], header | {"device": processes.device}, descriptors, seconds
+            ) or processes.start(header, descriptors, seconds=seconds)
             with self.scheduler.background_work(runner):
                 runner.receive()
             runner.stop()  # between rounds, so that its threads cannot slow down other runners

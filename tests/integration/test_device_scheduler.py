@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,12 +21,12 @@ import pytest
 import torch
 
 from components.core.config import resolve
-from components.judge import baselines, candidate_runner
+from components.judge import baselines, candidate_runner, measurement
 from components.judge.baselines import COMPILE, Baseline, BaselineCache
 from components.judge.device_scheduler import MEMORY_SHARE, DeviceScheduler
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import LocalPool
-from components.sandbox.runner_process import Runner, RunnerError
+from components.sandbox.runner_process import Runner, RunnerError, has_ended
 
 
 @pytest.fixture
@@ -136,7 +138,8 @@ def test_memory_is_waited_for_and_the_largest_takes_all(scheduler: DeviceSchedul
     ("sets", "share"),
     [
         ((), []),
-        (("policy.backend=vllm-server", "policy.gpu_memory_share=0.25"), [0.25]),
+        (("policy.backend=vllm-server", "policy.servers=[]", "policy.gpu_memory_share=0.25"), [0.25]),
+        (("policy.backend=vllm-server", "policy.servers=[http://127.0.0.1:8000]"), []),
         (("policy.backend=vllm-server", "pool.samplers=1", "policy.weight_transfer=disk"), []),
     ],
 )
@@ -322,6 +325,7 @@ def test_where_a_candidate_holds_the_device_no_process_is_started(
     assert spawned.count(("idle", False)) == 4 and "candidate" not in dict(spawned), (
         "a candidate takes a process that was made ready before"
     )
+    assert not any(measures for _, measures in spawned)
     reserved = sum(bench.reference.bytes for bench in cold_judge.bench_cache.benches.values())
     assert scheduler.free_bytes == scheduler.reservable_bytes - reserved
 
@@ -334,6 +338,23 @@ def test_a_candidate_for_whose_process_no_memory_is_free_starts_one_of_its_own(
     verdict = cold_judge.verdict(corpus.TASK, corpus.files("honest", "simd"), compare_compile=None)
     assert verdict.status == "correct" and spawned.count(("candidate", True)) == 1
     assert "idle" not in dict(spawned)
+
+
+def test_a_candidate_whose_waiting_process_has_ended_gets_another_one(
+    cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cold_judge.scheduler, spawned = like_a_gpu(), recorded_spawns(cold_judge, monkeypatch)
+
+    @contextlib.contextmanager
+    def ended(*given: Any) -> Iterator[list[Runner]]:
+        with candidate_runner.idle_processes(*given) as processes:
+            processes[0].signal(signal.SIGKILL)
+            assert has_ended(processes[0].pidfd, 60)
+            yield processes
+
+    monkeypatch.setattr(measurement, "idle_processes", ended)
+    verdict = cold_judge.verdict(corpus.TASK, corpus.files("honest", "simd"), compare_compile=None)
+    assert verdict.status == "correct" and spawned[-2:] == [("noop", False), ("candidate", True)]
 
 
 def test_callers_measure_in_turn_however_many_threads_they_have(scheduler: DeviceScheduler) -> None:

@@ -239,8 +239,9 @@ class LocalPool:
         from components.judge.judge import Judge
 
         judge = Judge(self.params, self.folder)
-        if self.params.policy.backend == "vllm-server" and not self.params.pool.samplers:
-            judge.scheduler.leave(self.params.policy.gpu_memory_share)
+        policy = self.params.policy
+        if policy.backend == "vllm-server" and not policy.servers and not self.params.pool.samplers:
+            judge.scheduler.leave(policy.gpu_memory_share)  # to the server that a run starts on this GPU
         return judge
 
     def prepare(self) -> Future[None]:
