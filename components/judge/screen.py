@@ -69,7 +69,9 @@ OWN_OPERATORS = re.compile(r"\bTORCH_LIBRARY(?:_FRAGMENT)?\(\s*(?!aten\b|prim|to
 
 
 # Parts of names of torch that lead to its operators and to engines that execute them.
-ENTRANCES = re.compile(r"_\w+|ops|jit|fx|export|func|library|compiler|overrides")
+ENTRANCES = re.compile(
+    r"_\w+|ops|classes|jit|fx|export|func|library|compiler|overrides|distributed|multiprocessing|package|hub|onnx"
+)
 
 
 def screen_files(files: dict[str, str]) -> str | None:

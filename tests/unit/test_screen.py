@@ -111,9 +111,18 @@ class ModelNew(nn.Module):
 """
 
 
-def test_a_file_may_copy_and_fill_tensors_and_set_its_parameters_up_in_a_method_of_its_constructor() -> None:
+def test_a_file_may_copy_tensors_and_set_parameters_up_in_a_method_and_not_name_what_computes() -> None:
     assert screen.screen_python(OWN) is None
     assert screen.screen_python(OWN.replace("zero_()", "mean()")) == "call:mean"
+    for entrance in (
+        "torch._C",
+        "torch.ops.aten",
+        "torch.jit",
+        "nn.functional._jit_internal",
+        "torch.distributed",
+    ):
+        hidden = OWN.replace("self.reset_parameters()", f"self.entrance = {entrance}")
+        assert screen.screen_python(hidden) == f"attribute:{entrance}"
     misplaced = OWN.replace("def reset_parameters", "def draw")
     assert screen.screen_python(misplaced) == "call:nn.init.kaiming_uniform_"
 
