@@ -138,7 +138,9 @@ class""",
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"), [(SCRIPTED, "call:F"), (FUNCTION, "import:os")], ids=["script", "function"]
+    ("answer", "reason"),
+    [(SCRIPTED, "attribute:torch.jit"), (FUNCTION, "import:os")],
+    ids=["script", "function"],
 )
 def test_habits_of_published_files_are_judged_by_any_rules_and_named_by_others(
     answer: str, reason: str, judge: Judge, judge_with: Callable[..., Judge]
