@@ -8,8 +8,12 @@ candidate runs in its sandboxed process (sandbox/inside/operator_modes.py). A ca
 screening is still verified and timed like any other candidate.
 """
 
+import __future__
+
 import ast
+import math
 import re
+import typing
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +28,12 @@ MAX_CANDIDATE_CHARACTERS = 4 << 20
 EXTENSION_MODULE = "torch.utils.cpp_extension"
 # First parts of the names of modules that may not be used as values, as they are imported.
 PACKAGES = frozenset(["torch", "triton", "nn", "functional", "utils", "language", "libdevice"])
+# Names that may be imported from modules, besides those in IMPORTS.
+FREE_NAMES = {
+    "typing": {*typing.__all__},
+    "math": {*dir(math)},
+    "__future__": {*__future__.all_feature_names},
+}
 # Condition of the block that runs only if the file is a program, as ast.unparse writes it.
 MAIN = "__name__ == '__main__'"
 IMPORTS = frozenset("torch torch.nn torch.nn.functional cuda_extension math typing __future__".split())
@@ -49,8 +59,16 @@ BUILTINS = frozenset(
     sorted reversed""".split()
 )
 FORBIDDEN_NAMES = frozenset(
-    """eval exec open compile getattr setattr globals vars __import__ __builtins__ breakpoint input""".split()
+    """eval exec open compile getattr setattr delattr globals locals vars dir help memoryview __import__
+    __builtins__ __loader__ __spec__ __build_class__ breakpoint input""".split()
 )
+# Attributes of generators, tracebacks and frames that lead to frames, and functions that execute text.
+FORBIDDEN_ATTRIBUTES = frozenset(
+    """gi_frame gi_code gi_yieldfrom cr_frame cr_code ag_frame ag_code tb_frame tb_next f_back f_builtins
+    f_globals f_locals f_code eval exec import_module builtins""".split()
+)
+# Names that calls may begin with, as long as they have no other meaning in the file.
+FIXED_NAMES = BUILTINS | {"self", "math", "cuda_extension"}
 # Methods that give a tensor's values to Python or to another library. The operator blocker of the runner
 # cannot block computations there.
 OUT_OF_TORCH = frozenset("numpy tolist apply_ map_ map2_ storage untyped_storage".split())
@@ -66,12 +84,6 @@ CONSTRUCTION_CALLS = re.compile(
 
 # Registration of a candidate's own operators in C++, with their namespace.
 OWN_OPERATORS = re.compile(r"\bTORCH_LIBRARY(?:_FRAGMENT)?\(\s*(?!aten\b|prim|torch)(\w+)\s*,")
-
-
-# Parts of names of torch that lead to its operators and to engines that execute them.
-ENTRANCES = re.compile(
-    r"_\w+|ops|classes|jit|fx|export|func|library|compiler|overrides|distributed|multiprocessing|package|hub|onnx"
-)
 
 
 def screen_files(files: dict[str, str]) -> str | None:
@@ -153,19 +165,21 @@ def without_unused_parts(tree: ast.Module) -> ast.Module:
 
 @dataclass(frozen=True)
 class OwnKernels:
-    """The names under which a file calls its own native functions and kernels.
+    """The names under which a file calls its own native functions and kernels, and those it gives a meaning.
 
     `extensions` are the names that the file binds only to results of `load_inline` or `load`, or to
     cuda_extension (the module of the functions in kernels/), and the namespaces `torch.ops.NAME` of the
     operators that C++ sources in its string constants register. `kernels` are the names that it binds only to
     kernels of Triton, and `modules` are those of `triton_screen.MODULES` that it binds only by imports.
-    `packages` are all names of modules of torch and Triton.
+    `packages` are all names of modules of torch and Triton. `rebound` are those of FIXED_NAMES that the file
+    gives another meaning.
     """
 
     extensions: frozenset[str]
     kernels: frozenset[str]
     modules: frozenset[str]
     packages: frozenset[str]
+    rebound: frozenset[str]
 
 
 def _own_kernels(tree: ast.AST) -> OwnKernels:
@@ -173,7 +187,7 @@ def _own_kernels(tree: ast.AST) -> OwnKernels:
     registered = {
         f"torch.ops.{name}" for text in texts if isinstance(text, str) for name in OWN_OPERATORS.findall(text)
     }
-    bound, extensions = Counter[str](), Counter[str]()
+    bound, extensions, fixed = Counter[str](), Counter[str](), Counter[str]()
     kernels, modules, packages = Counter[str](), Counter[str](), set[str]()
     for node in ast.walk(tree):
         match node:
@@ -182,9 +196,13 @@ def _own_kernels(tree: ast.AST) -> OwnKernels:
             case ast.alias(name="cuda_extension", asname=str(name)):
                 extensions[name] += 1
                 bound[name] += 1
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+            case ast.arg(arg=name):
+                bound[name] += 1
+                fixed[name] += name == "self"
+            case ast.Name(id=name, ctx=ast.Store()):
                 bound[name] += 1
             case ast.alias(name=name, asname=other):
+                fixed[name] += name in ("math", "cuda_extension") and other in (None, name)
                 bound[other or name.partition(".")[0]] += 1
                 bound_name = other or name.partition(".")[0]
                 if name in triton_screen.IMPORTS | {"language", "libdevice", "math"}:
@@ -206,7 +224,10 @@ def _own_kernels(tree: ast.AST) -> OwnKernels:
         frozenset(name for name, count in counts.items() if 0 < count == bound[name])
         for counts in (extensions, kernels, modules)
     )
-    return OwnKernels(own | registered, own_kernels, own_modules & triton_screen.MODULES, frozenset(packages))
+    rebound = frozenset(name for name in FIXED_NAMES if bound[name] > fixed[name])
+    return OwnKernels(
+        own | registered, own_kernels, own_modules & triton_screen.MODULES, frozenset(packages), rebound
+    )
 
 
 def _call_reason(call: ast.Call, in_init: bool, own: OwnKernels) -> str | None:
@@ -222,6 +243,8 @@ def _call_reason(call: ast.Call, in_init: bool, own: OwnKernels) -> str | None:
         # Triton would load the compiled code in a file that this argument names.
         is_foreign = any(keyword.arg in (None, "ir_override") for keyword in call.keywords)
         return f"call:{name}(ir_override)" if name == "triton.Config" and is_foreign else None
+    if root in own.rebound and not (root in BUILTINS and "." in name):
+        return f"call:{name}"
     if root in ("cuda_extension", "math", "super", "self") or name in BUILTINS:
         return None
     if root in own.extensions or head in own.extensions:
@@ -247,8 +270,8 @@ def _value_reason(node: ast.Attribute | ast.Name, own: OwnKernels, has_triton: b
     """Return the reason why a name that is not called is refused, such as `name:torch`, or None.
 
     A module of torch or Triton may not be a value, because its functions could then be called under another
-    name. In a file with kernels of Triton, the same holds for functions of these modules: in the process that
-    compiles kernels, they could write files. A kernel may only be launched, because its attributes have the
+    name. The same holds for functions and other modules of torch, except types, dtypes and constants
+    (`triton_screen.VALUES`). A kernel may only be launched, because its attributes have the
     names of all modules.
     """
     name = triton_screen.dotted_name(node)
@@ -261,11 +284,8 @@ def _value_reason(node: ast.Attribute | ast.Name, own: OwnKernels, has_triton: b
         return f"name:{name}"
     if root in own.modules:
         is_allowed = name in triton_screen.CALLS or bool(triton_screen.DTYPE.fullmatch(name))
-    elif has_triton:
-        is_allowed = bool(triton_screen.VALUES.fullmatch(name))
     else:
-        is_entrance = any(map(ENTRANCES.fullmatch, name.split(".")[1:]))
-        is_allowed = not is_entrance or name.rpartition(".")[0] in own.extensions
+        is_allowed = bool(triton_screen.VALUES.fullmatch(name)) or name.rpartition(".")[0] in own.extensions
     return None if is_allowed else f"attribute:{name}"
 
 
@@ -312,22 +332,25 @@ def screen_python(code: str) -> str | None:
                 if name.name not in imports:
                     return f"import:{name.name}"
         elif isinstance(node, ast.ImportFrom):
-            if node.module not in imports or any(
-                f"{node.module}.{n.name}" not in imports
-                and node.module not in ("typing", "__future__", "math")
-                for n in node.names
-            ):
+            names = {one.name for one in node.names} - FREE_NAMES.get(node.module or "", set())
+            if node.module not in imports or any(f"{node.module}.{name}" not in imports for name in names):
                 return f"import:{node.module}"
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             return "operator:matmul"
         elif isinstance(node, ast.Attribute) and (
             node.attr in OUT_OF_TORCH
+            or node.attr in FORBIDDEN_ATTRIBUTES
             or (node.attr.startswith("__") and node.attr != "__init__")
             or (has_triton and node.attr in triton_screen.KERNEL_FUNCTIONS)
         ):
             return f"attribute:{node.attr}"
         elif isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
             return f"name:{node.id}"
+        elif isinstance(node, ast.MatchClass):
+            return "syntax:match"  # its keywords are names of attributes
+        elif isinstance(node, ast.Attribute) and triton_screen.dotted_name(node.value) == "typing":
+            if node.attr not in typing.__all__:
+                return f"attribute:typing.{node.attr}"
         elif isinstance(node, ast.Call):
             reason = _call_reason(node, in_init, own)
             if reason is not None:
@@ -345,7 +368,8 @@ def screen_python(code: str) -> str | None:
 
 ALLOWED_SYMBOLS = re.compile(
     r"""(?x)^(?:
-    _?Py\w+ | _ZN?K?R?St\w* | _ZNKS\w+ | _ZNS[atsiod]\w* | _ZS[atsiod]\w* | _ZT[VIST]\w+
+    _?Py(?!Run_|_?Compile|Eval_Eval|Capsule_Import|Import_(?!ImportModule$)|Marshal)\w+
+    | _ZN?K?R?St\w* | _ZNKS\w+ | _ZNS[atsiod]\w* | _ZS[atsiod]\w* | _ZT[VIST]\w+
     | _Z(?:nw|na|dl|da)\w+ | __cxa_\w+ | __gxx_personality_v0 | _Unwind_\w+
     | __(?:stack_chk_fail|errno_location|tls_get_addr|gmon_start__|assert_fail|sched_cpucount) | _ITM_\w+
     | __(?:extendhf[sdxt]f2 | trunc[sdxt]fhf2 | (?:eq|ne|lt|le|gt|ge)hf2)  # _Float16
@@ -376,6 +400,10 @@ ALLOWED_SYMBOLS = re.compile(
 )
 
 
+# Symbols of C++ streams and paths of files, among those of the standard library.
+FILES = re.compile("filebuf|fstream|10filesystem")
+
+
 def screen_symbols(symbols: tuple[str, ...], binding: frozenset[str]) -> str | None:
     """Return the reason why a library that imports `symbols` is forbidden, or None if it is allowed.
 
@@ -386,6 +414,6 @@ def screen_symbols(symbols: tuple[str, ...], binding: frozenset[str]) -> str | N
     """
     for symbol in symbols:
         name = symbol.partition("@")[0]  # without its version, such as @GLIBC_2.2.5
-        if name not in binding and not ALLOWED_SYMBOLS.match(name):
+        if name not in binding and (not ALLOWED_SYMBOLS.match(name) or FILES.search(name)):
             return f"symbol:{name}"
     return None

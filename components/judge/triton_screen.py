@@ -26,7 +26,7 @@ DTYPE = re.compile(r"tl\.(?:dtype|b?float\d+|u?int\d+)")
 # Names of torch that may be used outside a kernel without a call.
 VALUES = re.compile(
     r"(?:\w+\.)*(?:Tensor|Module|Parameter|dtype|device|Size|no_grad|inference_mode|contiguous_format|inf|pi"
-    r"|channels_last(?:_3d)?|preserve_format"
+    r"|channels_last(?:_3d)?|preserve_format|Function|Sequential|ModuleList|ParameterList"
     r"|b?float\d*|u?int\d*|half|double|long|short|bool)"
 )
 # Names of modules that may be used in a kernel; the submodules lead to other modules, such as os.

@@ -252,6 +252,12 @@ def mutated(
     ],
 )
 def test_without_a_defence_inside_the_runner(
-    file: str, old: str, new: str, name: str, mutated: Callable[[str, str, str], Judge]
+    file: str,
+    old: str,
+    new: str,
+    name: str,
+    mutated: Callable[[str, str, str], Judge],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(candidate, "screen_python", lambda code: None)
     assert verdict(mutated(file, old, new), name).status == "correct"

@@ -48,6 +48,11 @@ ALLOWED_OPERATORS = frozenset(
     reshape alias detach as_strided slice select unsqueeze squeeze expand permute transpose t contiguous
     clone split unbind narrow lift_fresh _reshape_alias is_pinned copy_ fill_ zero_ _foreach_copy_""".split()
 )
+# Operators that compute in a kernel of their own although they are registered as compositions of others.
+COMPOSITES = re.compile(
+    r"max_pool1d|_saturate_weight_to_fp16|fbgemm_\w+|_?choose_qparams\w+|_rowwise_prune|_sobol_engine_\w+"
+    r"|quantized_(?:lstm|gru|rnn_relu|rnn_tanh)_cell"
+)
 # Dispatch keys of tensors with other layouts, which have kernels of their own, by device.
 LAYOUT_KEYS = {
     "cpu": ("SparseCPU", "SparseCsrCPU", "QuantizedCPU", "MkldnnCPU", "NestedTensorCPU"),
@@ -58,7 +63,7 @@ LAYOUT_KEYS = {
 # The functions that are left find operators, such as those that a candidate registers itself.
 ENGINES = re.compile(
     r"_jit_(?!get_operation|get_schemas_for_operator|get_all_schemas|resolve_packet)\w+|CompilationUnit|Graph(?:Executor\w*)?|_create_(?:function|method)\w*|_import_ir_module\w*"
-    r"|StaticModule|_fuse_to_static_module|_te|_nativert|_aoti"
+    r"|StaticModule|_fuse_to_static_module|_te|_nativert|_aoti|_set_neg|_set_conj"
 )
 
 
@@ -79,7 +84,8 @@ def compute_operators(device: str) -> list[tuple[str, str, str]]:
     """Return (dispatch key, namespace, name), such as ("CPU", "aten", "mm"), of each compute operator.
 
     The keys are "CPU" and, if `device` is cuda, "CUDA". A compute operator is an operator of torch that has a
-    kernel for the key, or one for all devices (CompositeExplicitAutograd), and is not in ALLOWED_OPERATORS.
+    kernel for the key or for all devices (CompositeExplicitAutograd), or is one of COMPOSITES, and is not in
+    ALLOWED_OPERATORS.
     The result is cached. If this is called before runners (sandboxed processes) are forked, they inherit the
     cache and need no time for it.
     """
@@ -90,7 +96,11 @@ def compute_operators(device: str) -> list[tuple[str, str, str]]:
         for key in (("CPU", "CUDA") if device == "cuda" else ("CPU",))
         for full, space, name in names
         if name.split(".")[0] not in ALLOWED_OPERATORS
-        and (has_kernel(full, key) or has_kernel(full, "CompositeExplicitAutograd"))
+        and (
+            has_kernel(full, key)
+            or has_kernel(full, "CompositeExplicitAutograd")
+            or COMPOSITES.fullmatch(name.split(".")[0])
+        )
     ]
 
 
@@ -99,10 +109,12 @@ def layout_operators(device: str) -> list[tuple[str, str, str]]:
     """Return (dispatch key, namespace, name) of each operator with a kernel for tensors of another layout.
 
     These are sparse, quantized, nested and oneDNN's tensors, on cpu and, if `device` is cuda, on a GPU. None
-    of these operators is needed, not even those that allocate or copy. The result is cached.
+    of these operators is needed, not even those that allocate or copy. Copies of tensors whose values are
+    negated or conjugated only when they are read are among them too. The result is cached.
     """
+    lazy = [(key, "aten", name) for key in ("Negative", "Conjugate") for name in ("copy_", "clone")]
     names = [(full, *full.split("::", 1)) for full in torch._C._dispatch_get_all_op_names()]
-    return [
+    return lazy + [
         (key, space, name)
         for place in sorted({"cpu", device})
         for key in LAYOUT_KEYS[place]
@@ -129,8 +141,9 @@ def block_operators(device: str) -> Callable[[], None]:
     candidate (the implementation of a PyTorch module, to be judged) runs, and the returned function after the
     candidate's module is constructed. Compute operators are all operators of torch but those that allocate,
     view or copy (`compute_operators`), and all that work on tensors of other layouts (`layout_operators`).
-    The exceptions are the operators of `may_construct`. The fusers of TorchScript are switched off, and the
-    attributes ENGINES, which compute without operators, are removed. The returned function does not look up
+    The exceptions are the operators of `may_construct`. The fusers of TorchScript are switched off, the
+    attributes ENGINES, which compute without operators, are removed, and numpy and scipy cannot be imported
+    any more. The returned function does not look up
     names of this module, so a candidate that replaces them changes nothing. A reference to each library
     object is leaked on purpose, because torch would restore the original kernels if the object were garbage
     collected.
@@ -157,6 +170,8 @@ def block_operators(device: str) -> Callable[[], None]:
         for module in (torch._C, torch, torch.jit):
             vars(module).pop(engine, None)
         sys.modules.pop(f"torch._C.{engine}", None)
+    for name in [one for one in sys.modules if one.partition(".")[0] in ("numpy", "scipy")]:
+        sys.modules[name] = None  # type: ignore[assignment]  # so that an import raises
     return partial(block, constructors)
 
 
