@@ -33,10 +33,11 @@ def idle_processes(reference: TaskReference, built: BuiltCandidate) -> Iterator[
     """Start a sandboxed process for a candidate that is going to wait for the GPU, and yield it in a list.
 
     `built` is the candidate, an implementation of a task's module that is judged, and `reference` has the
-    data of the task. The process has nothing of either yet. Making a process ready for CUDA takes nearly half
-    of the time for which judging a candidate needs the GPU exclusively, and several can be made ready at the
-    same time. Whoever uses the process removes it from the list; otherwise it ends with the context. On cpu,
-    or if memory for it is not free or it fails, the list is empty.
+    data of the task. The process has nothing of either yet, only a CUDA context and torch's first kernels.
+    The start of a candidate's process takes nearly half of the time for which judging it needs the GPU
+    exclusively, and this part of it can be done before. Whoever uses the process removes it from the list;
+    otherwise it ends with the context. On cpu, or if memory for it is not free or it fails, the list is
+    empty.
     """
     scheduler, processes = reference.scheduler, list[Runner]()
 

@@ -286,7 +286,7 @@ class ReferenceOutput:
         which of two nearly equal elements is the largest.
 
         With the parameter sandbox.tolerance=kernelbench, a floating-point output is also correct if
-        torch.allclose accepts it beside the reference output, with KernelBench's tolerance
+        it is close to the reference output by torch.allclose, with KernelBench's tolerance
         (`KERNELBENCH_TOLERANCES`) as absolute and as relative tolerance.
         """
         flat = _flat(output)

@@ -166,3 +166,21 @@ def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]
     runner.deadline = time.monotonic() + seconds
     runner.send({"op": "leave"})
     runner.send(header, descriptors)
+
+
+def switch_one(
+    idle: list[Runner], header: RoleHeader, descriptors: tuple[int, ...], seconds: float
+) -> Runner | None:
+    """Remove the processes `idle`, of which one takes the role of `header`, and return this one.
+
+    Returns None if there is none, or if all of them have ended, for example because memory was lacking.
+    """
+    while idle:
+        runner = idle.pop()
+        try:
+            switch_role(runner, header, descriptors, seconds=seconds)
+        except RunnerError:
+            runner.close()
+        else:
+            return runner
+    return None

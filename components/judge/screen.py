@@ -69,6 +69,12 @@ FORBIDDEN_ATTRIBUTES = frozenset(
 )
 # Names that calls may begin with, as long as they have no other meaning in the file.
 FIXED_NAMES = BUILTINS | {"self", "math", "cuda_extension"}
+# Names of torch that may be used without a call, outside a kernel of Triton: types, dtypes and constants.
+VALUES = re.compile(
+    r"(?:\w+\.)*(?:Tensor|Module|Parameter|dtype|device|Size|no_grad|inference_mode|contiguous_format|inf|pi"
+    r"|channels_last(?:_3d)?|preserve_format|Function"
+    r"|b?float\d*|u?int\d*|half|double|long|short|bool)"
+)
 # Methods that give a tensor's values to Python or to another library. The operator blocker of the runner
 # cannot block computations there.
 OUT_OF_TORCH = frozenset("numpy tolist apply_ map_ map2_ storage untyped_storage".split())
@@ -271,7 +277,7 @@ def _value_reason(node: ast.Attribute | ast.Name, own: OwnKernels, has_triton: b
 
     A module of torch or Triton may not be a value, because its functions could then be called under another
     name. The same holds for functions and other modules of torch, except types, dtypes and constants
-    (`triton_screen.VALUES`). A kernel may only be launched, because its attributes have the
+    (`VALUES`). A kernel may only be launched, because its attributes have the
     names of all modules.
     """
     name = triton_screen.dotted_name(node)
@@ -285,7 +291,7 @@ def _value_reason(node: ast.Attribute | ast.Name, own: OwnKernels, has_triton: b
     if root in own.modules:
         is_allowed = name in triton_screen.CALLS or bool(triton_screen.DTYPE.fullmatch(name))
     else:
-        is_allowed = bool(triton_screen.VALUES.fullmatch(name)) or name.rpartition(".")[0] in own.extensions
+        is_allowed = bool(VALUES.fullmatch(name)) or name.rpartition(".")[0] in own.extensions
     return None if is_allowed else f"attribute:{name}"
 
 

@@ -17,7 +17,7 @@ import torch
 
 from components.judge.correctness import Mismatch
 from components.judge.input_mixing import as_bits
-from components.judge.role_processes import switch_role
+from components.judge.role_processes import switch_one
 from components.judge.staged_inputs import StagedInputs
 from components.judge.task_reference import TaskReference
 from components.sandbox.inside import shared_memory
@@ -49,24 +49,6 @@ Operation = Literal["check", "time"]
 def _secret_generator(device: torch.device) -> torch.Generator:
     """Return a random number generator with a secret seed, because torch's default one is predictable."""
     return torch.Generator(device).manual_seed(secrets.randbits(63))
-
-
-def _switched(
-    idle: list[Runner], header: RoleHeader, descriptors: tuple[int, ...], seconds: float
-) -> Runner | None:
-    """Remove the processes `idle`, of which one takes the role of `header`, and return this one.
-
-    Returns None if there is none, or if all of them have ended, for example because memory was lacking.
-    """
-    while idle:
-        runner = idle.pop()
-        try:
-            switch_role(runner, header, descriptors, seconds=seconds)
-        except RunnerError:
-            runner.close()
-        else:
-            return runner
-    return None
 
 
 class TimedRunner:
@@ -131,7 +113,7 @@ class TimedRunner:
                 last = self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)
                 for index, tensor in enumerate(last):
                     reference.inputs.write(reference.inputs.original(0), index, tensor.view(-1))
-            self.runner = runner = _switched(
+            self.runner = runner = switch_one(
                 idle or [], header | {"device": processes.device}, descriptors, seconds
             ) or processes.start(header, descriptors, seconds=seconds)
             with self.scheduler.background_work(runner):

@@ -23,12 +23,6 @@ MODULES = frozenset("triton tl libdevice math".split())
 DECORATORS = frozenset(["triton.jit", "triton.autotune", "triton.heuristics"])
 CALLS = DECORATORS | {"triton.Config", "triton.cdiv", "triton.next_power_of_2", "tl.constexpr"}
 DTYPE = re.compile(r"tl\.(?:dtype|b?float\d+|u?int\d+)")
-# Names of torch that may be used outside a kernel without a call.
-VALUES = re.compile(
-    r"(?:\w+\.)*(?:Tensor|Module|Parameter|dtype|device|Size|no_grad|inference_mode|contiguous_format|inf|pi"
-    r"|channels_last(?:_3d)?|preserve_format|Function|Sequential|ModuleList|ParameterList"
-    r"|b?float\d*|u?int\d*|half|double|long|short|bool)"
-)
 # Names of modules that may be used in a kernel; the submodules lead to other modules, such as os.
 SUBMODULES = "core|standard|random|semantic|target_info|extra|math"
 BODY_NAMES = re.compile(

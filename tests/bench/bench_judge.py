@@ -201,7 +201,9 @@ def main() -> None:
             with mock.patch.object(measurement, "idle_processes", return_value=none):
                 alone = seconds_together(judge, task, files)
             print(
-                f"{alone:.2f} s each without idle processes: {alone / together:.2f} times as long", flush=True
+                f"{alone:.2f} s each if a process starts when its candidate has the GPU: "
+                f"{alone / together:.2f} times as long",
+                flush=True,
             )
         judge.close()
     own = sorted(seconds)[REPEATS // 2]

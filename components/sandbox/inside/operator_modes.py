@@ -170,8 +170,9 @@ def block_operators(device: str) -> Callable[[], None]:
         for module in (torch._C, torch, torch.jit):
             vars(module).pop(engine, None)
         sys.modules.pop(f"torch._C.{engine}", None)
-    for name in [one for one in sys.modules if one.partition(".")[0] in ("numpy", "scipy")]:
-        sys.modules[name] = None  # type: ignore[assignment]  # so that an import raises
+    modules: dict[str, Any] = sys.modules
+    for name in [one for one in modules if one.partition(".")[0] in ("numpy", "scipy")]:
+        modules[name] = None  # an import of the module raises ModuleNotFoundError then
     return partial(block, constructors)
 
 
