@@ -6,82 +6,40 @@ torch there. Their results are given to the timed process. A sandboxed process i
 (sandbox/runner_process.py).
 """
 
-import contextlib
 import functools
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 
-from components.core.errors import InfrastructureError
 from components.core.params import JudgeParams
 from components.judge.candidate import BuiltCandidate
-from components.judge.memory_plan import CONTEXT_BYTES
 from components.judge.task_reference import TaskReference
 from components.judge.timed_runner import TimedRunner
 from components.judge.verdict import LOAD_ERRORS, Rejected, rejecting
 from components.sandbox.build import EXTENSION_SUFFIX
-from components.sandbox.inside.runner_protocol import RoleHeader, ZygoteKind
+from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_factory import sealed_file
-from components.sandbox.runner_process import Runner, RunnerError
+from components.sandbox.runner_process import RunnerError
 
 # Largest size of what a process that prepares a candidate may leave for the timed one.
 MAX_PREPARED_BYTES = 128 << 20
 
 
-@contextlib.contextmanager
-def idle_processes(reference: TaskReference, built: BuiltCandidate) -> Iterator[list[Runner]]:
-    """Start a sandboxed process for a candidate that is going to wait for the GPU, and yield it in a list.
-
-    `built` is the candidate, an implementation of a task's module that is judged, and `reference` has the
-    data of the task. The process has nothing of either yet, only a CUDA context and torch's first kernels.
-    The start of a candidate's process takes nearly half of the time for which judging it needs the GPU
-    exclusively, and this part of it can be done before. Whoever uses the process removes it from the list;
-    otherwise it ends with the context. On cpu, or if memory for it is not free or it fails, the list is
-    empty.
-    """
-    scheduler, processes = reference.scheduler, list[Runner]()
-
-    def close() -> None:
-        while processes:
-            processes.pop().close()
-
-    with scheduler.reserve_spare_memory(CONTEXT_BYTES) as is_reserved, contextlib.ExitStack() as cleanup:
-        cleanup.callback(close)
-        if is_reserved:
-            header: RoleHeader = {"role": "idle", "zygote": _zygote(built)}
-            seconds = reference.params.sandbox.run_seconds
-            try:
-                processes.append(reference.processes.factory.spawn(header, seconds=seconds))
-                with scheduler.background_work(processes[0]):
-                    processes[0].receive()
-                processes[0].stop()
-            except (RunnerError, InfrastructureError):
-                close()
-        yield processes
-
-
 def start_candidate(
-    params: JudgeParams,
-    reference: TaskReference,
-    built: BuiltCandidate,
-    limits: int = 1,
-    *,
-    idle: list[Runner] | None = None,
+    params: JudgeParams, reference: TaskReference, built: BuiltCandidate, limits: int = 1
 ) -> TimedRunner:
     """Start a sandboxed process that loads the candidate `built`, and return it as a timed runner.
 
     `params` are the judge's settings, and `reference` has the data of the candidate's task. The process may
-    exist for `limits` times `sandbox.run_seconds`. If there is a process in `idle` (`idle_processes`), it is
-    taken. If the candidate's constructor calls an operator that torch may not compute in this process, the
-    constructor is run in another process, which records the results of such operators, and the process that
-    is timed is started once more with these results (`_prepared`). Raises Rejected if loading fails; if an
-    extension of the candidate did not compile, its status is `build_failed`, and its log has the compiler's
-    messages.
+    exist for `limits` times `sandbox.run_seconds`. If the candidate's constructor calls an operator that
+    torch may not compute in this process, the constructor is run in another process, which records the
+    results of such operators, and the process that is timed is started once more with these results
+    (`_prepared`). Raises Rejected if loading fails; if an extension of the candidate did not
+    compile, its status is `build_failed`, and its log has the compiler's messages.
     """
     header = _header(params, built)
     content = built.library + built.triton_archive
     seconds = limits * params.sandbox.run_seconds
-    start = functools.partial(TimedRunner, reference, header, seconds=seconds, idle=idle)
+    start = functools.partial(TimedRunner, reference, header, seconds=seconds)
     try:
         with rejecting(LOAD_ERRORS), open(sealed_file(content), "rb") as library:
             try:
@@ -128,12 +86,8 @@ def _header(params: JudgeParams, built: BuiltCandidate) -> RoleHeader:
         "rules": params.sandbox.rules,
         "library_bytes": len(built.library),
         "triton_bytes": len(built.triton_archive),
-        "zygote": _zygote(built),
+        "zygote": "triton" if built.uses_triton else "plain",
     }
-
-
-def _zygote(built: BuiltCandidate) -> ZygoteKind:
-    return "triton" if built.uses_triton else "plain"
 
 
 def _prepared(reference: TaskReference, header: RoleHeader, library: int, seconds: float) -> bytes:

@@ -292,23 +292,6 @@ class DeviceScheduler:
                 self.free_bytes += wanted
                 self.condition.notify_all()
 
-    @contextlib.contextmanager
-    def reserve_spare_memory(self, size: int) -> Iterator[bool]:
-        """Reserve `size` bytes of device memory if they are unreserved and no thread waits for memory.
-
-        Yields whether they were reserved, which is never the case on cpu. They are reserved until the context
-        ends.
-        """
-        with self.condition:
-            is_reserved = self.is_exclusive and not self.memory_queue and self.free_bytes >= size
-            self.free_bytes -= size * is_reserved
-        try:
-            yield is_reserved
-        finally:
-            with self.condition:
-                self.free_bytes += size * is_reserved
-                self.condition.notify_all()
-
     def _take_memory(self, ticket: object, wanted: int) -> bool:
         """Reserve `wanted` bytes if they are free and `ticket` is the first entry of `memory_queue`.
 

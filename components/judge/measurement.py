@@ -18,7 +18,7 @@ from components.core.params import JudgeParams
 from components.core.progress import Report
 from components.judge.baselines import COMPILE, EAGER, NOOP, fastest_mode, start_early, start_modes
 from components.judge.candidate import BuiltCandidate
-from components.judge.candidate_runner import idle_processes, start_candidate
+from components.judge.candidate_runner import start_candidate
 from components.judge.gpu_state import steady
 from components.judge.limit import Limit, forget_bandwidth, limit_of
 from components.judge.source_runner import TOO_LONG
@@ -80,11 +80,7 @@ def measure_candidate(
     """
     if against is not None:
         compare_compile = None
-    with (
-        idle_processes(bench.reference, built) as idle,
-        _exclusive_device(bench, compare_compile),
-        bench.scheduler.limiting(params.sandbox.run_seconds),
-    ):
+    with _exclusive_device(bench, compare_compile), bench.scheduler.limiting(params.sandbox.run_seconds):
         baselines = bench.baselines
         runners: dict[Timed, TimedRunner] = {"eager": baselines.get(EAGER), "noop": baselines.get(NOOP)}
         with contextlib.ExitStack() as stack:
@@ -96,7 +92,7 @@ def measure_candidate(
                     runners["against"] = stack.enter_context(contextlib.closing(other))
                     with rejecting(RUN_ERRORS):
                         _verify(other, detailed=True)
-            candidate = start_candidate(params, bench.reference, built, idle=idle)
+            candidate = start_candidate(params, bench.reference, built)
             stack.enter_context(contextlib.closing(candidate))
             bench.timed_output_check.forget_deferred()
             report("comparing outputs with the reference")

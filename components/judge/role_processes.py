@@ -16,7 +16,7 @@ from components.core.errors import TaskError
 from components.core.records import Device
 from components.judge.task_layout import RunnerMemory, TaskLayout
 from components.sandbox.inside.runner_protocol import Role, RoleHeader, ZygoteKind
-from components.sandbox.runner_factory import RunnerFactory, check_length
+from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner, RunnerError
 
 # What torch says where there is no GPU, and the addition to it.
@@ -137,7 +137,8 @@ class OneProcess(TaskProcesses):
             header = header | {"zygote": self.zygote, "share": self.memory_share}
             self.runner = self.factory.spawn(header, descriptors, seconds=seconds)
         else:
-            switch_role(self.runner, header | {"device": self.device}, descriptors, seconds=seconds)
+            self.runner.deadline = time.monotonic() + seconds
+            switch_role(self.runner, header | {"device": self.device}, descriptors)
         return self.runner
 
     def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:
@@ -155,32 +156,11 @@ class OneProcess(TaskProcesses):
         """
 
 
-def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...], *, seconds: float) -> None:
+def switch_role(runner: Runner, header: RoleHeader, descriptors: tuple[int, ...]) -> None:
     """Tell a sandboxed process to end its role (what it executes) and to begin the role `header["role"]`.
 
-    `descriptors` are the file descriptors that the new role needs, and `seconds` limits its wall time. The
-    function does not wait; the next message of the process says whether it has begun. Raises RunnerError if
-    the process has ended or the header is too long.
+    `descriptors` are the file descriptors that the new role needs. The function does not wait; the next
+    message of the process says whether it has begun. Raises RunnerError if the process has ended.
     """
-    check_length(header)
-    runner.deadline = time.monotonic() + seconds
     runner.send({"op": "leave"})
     runner.send(header, descriptors)
-
-
-def switch_one(
-    idle: list[Runner], header: RoleHeader, descriptors: tuple[int, ...], seconds: float
-) -> Runner | None:
-    """Remove the processes `idle`, of which one takes the role of `header`, and return this one.
-
-    Returns None if there is none, or if all of them have ended, for example because memory was lacking.
-    """
-    while idle:
-        runner = idle.pop()
-        try:
-            switch_role(runner, header, descriptors, seconds=seconds)
-        except RunnerError:
-            runner.close()
-        else:
-            return runner
-    return None

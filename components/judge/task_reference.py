@@ -8,6 +8,7 @@ reference outputs. Each candidate runs in a new process, in which no data of an 
 
 import contextlib
 import secrets
+import time
 from collections.abc import Generator
 from typing import Any
 
@@ -228,12 +229,10 @@ class TaskReference:
         assert self.runner is not None
         runner = self.runner
         buffers = {"parameters": self.parameters, **buffers}
+        runner.deadline = time.monotonic() + self.params.sandbox.run_seconds
         with self.scheduler.background_work(runner):
             switch_role(
-                runner,
-                self.data.header(sets, buffers),
-                tuple(buffer.fd for buffer in buffers.values()),
-                seconds=self.params.sandbox.run_seconds,
+                runner, self.data.header(sets, buffers), tuple(buffer.fd for buffer in buffers.values())
             )
             runner.receive()
 

@@ -17,7 +17,6 @@ import torch
 
 from components.judge.correctness import Mismatch
 from components.judge.input_mixing import as_bits
-from components.judge.role_processes import switch_one
 from components.judge.staged_inputs import StagedInputs
 from components.judge.task_reference import TaskReference
 from components.sandbox.inside import shared_memory
@@ -64,15 +63,13 @@ class TimedRunner:
         header: RoleHeader,
         library: int | None,
         seconds: float,
-        idle: list[Runner] | None = None,
     ):
         """Start the process for the role `header["role"]`, such as `eager`, and wait until it is ready.
 
         A role is what the sandboxed process executes. The process gets a copy of the parameters of the task
         of `reference`. `library` is the file descriptor of a candidate's library or of torch.compile's
         archive, and None for the other baselines. `seconds` limits the wall time of the process until a later
-        call sets another limit. If `idle` has processes in the role `idle`, the last one is removed from it
-        and takes the role, and no process is started. Raises RunnerError if the process fails.
+        call sets another limit. Raises RunnerError if it fails.
         """
         self.reference = reference
         self.processes = processes = reference.processes
@@ -113,12 +110,10 @@ class TimedRunner:
                 last = self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)
                 for index, tensor in enumerate(last):
                     reference.inputs.write(reference.inputs.original(0), index, tensor.view(-1))
-            self.runner = runner = switch_one(
-                idle or [], header | {"device": processes.device}, descriptors, seconds
-            ) or processes.start(header, descriptors, seconds=seconds)
-            with self.scheduler.background_work(runner):
-                runner.receive()
-            runner.stop()  # between rounds, so that its threads cannot slow down other runners
+            self.runner = processes.start(header, descriptors, seconds=seconds)
+            with self.scheduler.background_work(self.runner):
+                self.runner.receive()
+            self.runner.stop()  # between rounds, so that its threads cannot slow down other runners
             cleanup.pop_all()
 
     def _resume(self, runner: Runner) -> None:

@@ -36,8 +36,8 @@ from components.sandbox.runner_process import (
     send,
 )
 
-# Maximum length of a RoleHeader. By default a packet on a local socket can have at most 208 KiB
-# (net.core.wmem_default), and a message to a zygote has a Confinement of a few KiB too.
+# Maximum length of a message to a zygote. By default a packet on a local socket can have at most 208 KiB
+# (net.core.wmem_default).
 HEADER_BYTES = 180_000
 # Maximum time to wait for a new runner, which includes the zygote's import of torch.
 START_SECONDS = 300
@@ -102,12 +102,6 @@ def sealed_file(content: bytes) -> int:
     return descriptor
 
 
-def check_length(header: RoleHeader) -> None:
-    """Raise RunnerError if the message that gives a sandboxed process its role is too long to be sent."""
-    if len(json.dumps(header)) > HEADER_BYTES:
-        raise RunnerError("error", f"sources and shapes are longer than {HEADER_BYTES} bytes")
-
-
 class RunnerFactory:
     """Factory that starts one zygote of each kind (seconds) and forks runners from them (milliseconds).
 
@@ -157,8 +151,9 @@ class RunnerFactory:
         that runners are forked from.
         """
         kind = header.get("zygote") or ("compile" if header["role"] == "compile" else "plain")
-        check_length(header)
         message = {**header, **self._confinement(header["role"], kind)}
+        if len(json.dumps(message)) > HEADER_BYTES:
+            raise RunnerError("error", f"sources and shapes are longer than {HEADER_BYTES} bytes")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as on_failure:
             on_failure.enter_context(ours)
@@ -212,7 +207,7 @@ class RunnerFactory:
         They depend on the runner's role (what it executes), and on the kind of the zygote (the process that
         it is forked from).
         """
-        candidate = role in ("candidate", "record", "construct", "idle")
+        candidate = role in ("candidate", "record", "construct")
         autotunes = (kind == "compile" or role == "compile_triton") and self.device == "cuda"
         limits = {
             "RLIMIT_FSIZE": TEMPORARY_BYTES,

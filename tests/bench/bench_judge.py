@@ -3,8 +3,7 @@
 The naive cycle is what the public workspace does for each candidate: a fresh Python that builds the kernel
 with `torch.utils.cpp_extension.load` (headers of torch), checks five inputs, then times eager,
 torch.compile and the candidate ten times each. Both judge the same kernel on the same task; the judge
-measures torch.compile for it too. On a GPU, several candidates are also judged at the same time without
-processes that were made ready for CUDA beforehand (`idle_processes`).
+measures torch.compile for it too.
 
     python tests/bench/bench_judge.py [--device cuda]
 
@@ -12,7 +11,6 @@ How true its figures are: judge_validity.py.
 """
 
 import argparse
-import contextlib
 import os
 import subprocess
 import sys
@@ -23,7 +21,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -36,7 +33,6 @@ from components.judge.candidate import read_workspace
 from components.judge.judge import Judge
 from components.judge.timed_runner import TimedRunner
 from components.sandbox.build import Builder
-from components.sandbox.runner_process import Runner
 
 TEMPLATE = PROJECT / "agent_workdir"
 REPEATS = 8
@@ -154,7 +150,7 @@ def latency(judge: Judge, task: KernelTask, files: dict[str, str], count: int, i
 
     def one(number: int) -> None:
         fresh = {
-            name: f"{text}// {time.time_ns()} {number}\n" if name.startswith("kernels/") else text
+            name: f"{text}// {in_flight} {number}\n" if name.startswith("kernels/") else text
             for name, text in files.items()
         }  # built anew
         verdict = judge.verdict(task, fresh, compare_compile=True)
@@ -174,13 +170,6 @@ def latency(judge: Judge, task: KernelTask, files: dict[str, str], count: int, i
     return records["all"]
 
 
-def seconds_together(judge: Judge, task: KernelTask, files: dict[str, str]) -> float:
-    """Return the seconds of an evaluation where `IN_FLIGHT` of them are made at the same time."""
-    started = time.perf_counter()
-    latency(judge, task, files, IN_FLIGHT, IN_FLIGHT)
-    return (time.perf_counter() - started) / IN_FLIGHT
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -195,16 +184,9 @@ def main() -> None:
             task, files, compare_compile=True
         )  # the zygote, the binding and the task's baselines: once per night and task
         seconds = latency(judge, task, files, REPEATS, 1)
-        together = seconds_together(judge, task, files)
-        if device == "cuda":
-            none = contextlib.nullcontext(list[Runner]())
-            with mock.patch.object(measurement, "idle_processes", return_value=none):
-                alone = seconds_together(judge, task, files)
-            print(
-                f"{alone:.2f} s each if a process starts when its candidate has the GPU: "
-                f"{alone / together:.2f} times as long",
-                flush=True,
-            )
+        started = time.perf_counter()
+        latency(judge, task, files, IN_FLIGHT, IN_FLIGHT)
+        together = (time.perf_counter() - started) / IN_FLIGHT
         judge.close()
     own = sorted(seconds)[REPEATS // 2]
     spread = (

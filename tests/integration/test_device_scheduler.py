@@ -2,13 +2,11 @@
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,12 +19,12 @@ import pytest
 import torch
 
 from components.core.config import resolve
-from components.judge import baselines, candidate_runner, measurement
+from components.judge import baselines
 from components.judge.baselines import COMPILE, Baseline, BaselineCache
 from components.judge.device_scheduler import MEMORY_SHARE, DeviceScheduler
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import LocalPool
-from components.sandbox.runner_process import Runner, RunnerError, has_ended
+from components.sandbox.runner_process import Runner, RunnerError
 
 
 @pytest.fixture
@@ -277,34 +275,16 @@ def test_a_baseline_that_died_is_forgotten_by_what_it_is() -> None:
     assert closed == ["fastest"] and list(cache.runners) == [COMPILE]
 
 
-def like_a_gpu() -> DeviceScheduler:
-    """Return a scheduler with a GPU's rules, of work on cpu."""
-    scheduler = DeviceScheduler("cpu")
-    scheduler.is_exclusive, scheduler.device_bytes = True, 1 << 40
-    scheduler.free_bytes = scheduler.reservable_bytes = 1 << 39
-    return scheduler
-
-
-def recorded_spawns(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Return a list of the first role of each process, and whether it starts while its thread measures."""
-    spawned: list[tuple[str, bool]] = []
-    spawn = judge.runner_factory.spawn
-
-    def recorded(header: Any, *descriptors: Any, seconds: float) -> Runner:
-        spawned.append((header["role"], judge.scheduler.measuring_thread == threading.get_ident()))
-        return spawn(header, *descriptors, seconds=seconds)
-
-    monkeypatch.setattr(judge.runner_factory, "spawn", recorded)
-    return spawned
-
-
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_where_a_candidate_holds_the_device_no_process_is_started(
+def test_where_a_candidate_holds_the_device_its_baselines_were_started_before(
     evaluation: bool, cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cold_judge.scheduler = scheduler = like_a_gpu()
+    scheduler = DeviceScheduler("cpu")  # a GPU's rules; the work is the cpu's
+    scheduler.is_exclusive, scheduler.device_bytes = True, 1 << 40
+    scheduler.free_bytes = scheduler.reservable_bytes = 1 << 39
+    cold_judge.scheduler = scheduler
     begun: list[tuple[str, bool]] = []
-    start, spawned = baselines.start_baseline, recorded_spawns(cold_judge, monkeypatch)
+    start = baselines.start_baseline
 
     def recorded(reference: Any, baseline: Baseline, **limits: float) -> Any:
         begun.append((str(baseline), scheduler.measuring_thread is not None))
@@ -322,39 +302,6 @@ def test_where_a_candidate_holds_the_device_no_process_is_started(
     assert sorted(begun) == [("compile", False), ("eager", False), ("noop", False)], (
         "each once, and none while somebody measures"
     )
-    assert spawned.count(("idle", False)) == 4 and "candidate" not in dict(spawned), (
-        "a candidate takes a process that was made ready before"
-    )
-    assert not any(measures for _, measures in spawned)
-    reserved = sum(bench.reference.bytes for bench in cold_judge.bench_cache.benches.values())
-    assert scheduler.free_bytes == scheduler.reservable_bytes - reserved
-
-
-def test_a_candidate_for_whose_process_no_memory_is_free_starts_one_of_its_own(
-    cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cold_judge.scheduler, spawned = like_a_gpu(), recorded_spawns(cold_judge, monkeypatch)
-    monkeypatch.setattr(candidate_runner, "CONTEXT_BYTES", 1 << 40)
-    verdict = cold_judge.verdict(corpus.TASK, corpus.files("honest", "simd"), compare_compile=None)
-    assert verdict.status == "correct" and spawned.count(("candidate", True)) == 1
-    assert "idle" not in dict(spawned)
-
-
-def test_a_candidate_whose_waiting_process_has_ended_gets_another_one(
-    cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cold_judge.scheduler, spawned = like_a_gpu(), recorded_spawns(cold_judge, monkeypatch)
-
-    @contextlib.contextmanager
-    def ended(*given: Any) -> Iterator[list[Runner]]:
-        with candidate_runner.idle_processes(*given) as processes:
-            processes[0].signal(signal.SIGKILL)
-            assert has_ended(processes[0].pidfd, 60)
-            yield processes
-
-    monkeypatch.setattr(measurement, "idle_processes", ended)
-    verdict = cold_judge.verdict(corpus.TASK, corpus.files("honest", "simd"), compare_compile=None)
-    assert verdict.status == "correct" and spawned[-2:] == [("noop", False), ("candidate", True)]
 
 
 def test_callers_measure_in_turn_however_many_threads_they_have(scheduler: DeviceScheduler) -> None:

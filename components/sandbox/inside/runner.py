@@ -114,8 +114,8 @@ def serve(connection: socket.socket, header: RoleHeader, descriptors: list[int],
     """
     while header:
         if "role" in header:
-            uses_tf32 = header.get("precision") == "tf32"
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = uses_tf32
+            torch.backends.cuda.matmul.allow_tf32 = header["precision"] == "tf32"
+            torch.backends.cudnn.allow_tf32 = header["precision"] == "tf32"
             play_role(connection, header, descriptors)
             for descriptor in descriptors:
                 with contextlib.suppress(OSError):  # closed already if it belonged to a buffer
@@ -133,14 +133,7 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
     judge gets the reason after the letter `W` (form of the output), `F` (forbidden operator) or `U` (result
     of an operator that was not recorded). Any other error is raised.
     """
-    if header["role"] == "idle":
-        if header["device"] == "cuda":
-            # The first kernels create the CUDA context and load torch's own kernels.
-            model = eval_mode(torch.nn.Linear(1, 1), header["device"])
-            model.load_state_dict(torch.nn.Linear(1, 1).state_dict())
-            torch.cuda.synchronize()
-        connection.send(b"R")
-    elif header["role"] == "describe":
+    if header["role"] == "describe":
         if "share" in header and header["device"] == "cuda":
             torch.cuda.set_per_process_memory_fraction(header["share"])
         connection.send(b"R" + json.dumps(reference.describe(header["code"], header["device"])).encode())
