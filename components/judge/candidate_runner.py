@@ -14,7 +14,7 @@ from components.core.params import JudgeParams
 from components.judge.candidate import BuiltCandidate
 from components.judge.task_reference import TaskReference
 from components.judge.timed_runner import TimedRunner
-from components.judge.verdict import LOAD_ERRORS, Rejected, rejecting
+from components.judge.verdict import LOAD_ERRORS, RUN_ERRORS, Rejected, rejecting
 from components.sandbox.build import EXTENSION_SUFFIX
 from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_factory import sealed_file
@@ -111,6 +111,9 @@ def _prepared(reference: TaskReference, header: RoleHeader, library: int, second
         try:
             with reference.scheduler.background_work(runner):
                 runner.receive()
+                if header["role"] == "compile_triton":
+                    with rejecting(RUN_ERRORS):
+                        runner.receive()
         finally:
             runner.close(wait=True)
         if (size := os.fstat(file.fileno()).st_size) > MAX_PREPARED_BYTES:

@@ -276,6 +276,7 @@ RUN_ERRORS: dict[str, Rejection] = {
     "timed_out": ("timed_out", "run_limit", "{text}"),
     "out_of_memory": ("out_of_memory", "memory_limit", "{text}"),
     "error": ("crashed", "exception", "{text}"),
+    "not_built": ("build_failed", "compiler", "{text}"),
     "protocol": ("crashed", "protocol", "{text}"),
     "wrong": ("wrong_output", "{text}", "the output has not the reference's form: {text}"),
     "forbidden": ("forbidden", "{text}", "computing with torch is forbidden: {text}"),

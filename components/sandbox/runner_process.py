@@ -38,7 +38,15 @@ STOP_SECONDS = 10
 # Pause between two looks at threads that have not stopped yet.
 LOOK_SECONDS = 2e-5
 RunnerErrorKind = Literal[
-    "crashed", "timed_out", "protocol", "error", "out_of_memory", "wrong", "forbidden", "unknown_result"
+    "crashed",
+    "timed_out",
+    "protocol",
+    "error",
+    "out_of_memory",
+    "wrong",
+    "forbidden",
+    "unknown_result",
+    "not_built",
 ]
 # Kinds of errors that runners report, by the first letter of the message.
 ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
@@ -47,6 +55,7 @@ ERROR_LETTERS: dict[bytes, RunnerErrorKind] = {
     b"W": "wrong",
     b"F": "forbidden",
     b"U": "unknown_result",
+    b"B": "not_built",
 }
 
 
@@ -58,7 +67,8 @@ class RunnerError(Exception):
     The kind "wrong" means an output that cannot be read or written, or whose tensors have another number,
     shapes, dtypes, devices or place in memory than they must have. The kind "forbidden" means a call of a
     blocked operator of torch. The kind "unknown_result" means that a constructor called an operator whose
-    result has not been recorded (inside/operator_modes.py). `text` is the detail, such as a traceback.
+    result has not been recorded (inside/operator_modes.py), and "not_built" that Triton could not compile a
+    kernel. `text` is the detail, such as a traceback.
     """
 
     def __init__(self, kind: RunnerErrorKind, text: str = ""):

@@ -1,13 +1,15 @@
 """Judge a published archive of kernels for KernelBench's tasks: what it claims, beside what is measured.
 
     python tests/bench/judge_archive.py ARCHIVE --out FOLDER [--device cuda] [--inline] [--level 1] \
-        [--rules kernel-only]
+        [--limit 20] [--rules kernel-only] [--default-mode]
 
 ARCHIVE is a file of JSON lines, or a folder of such files, as the authors publish them. Each line has
 `level_id`, `task_id`, `ref_code` (the task), `custom_code` (one Python file, or null) and `score_default`
 (the claimed speed-up over eager). The archive is read where it is and not copied.
 
-Every kernel is judged by both rules, or by those of `--rules`, and both tolerances, with weights by seed. A
+Every kernel is judged by both rules, or by those of `--rules`, and both tolerances, with weights by seed. It
+is compared with the fastest mode of torch.compile on its task, whose compilation takes most of the time, or
+by `--default-mode` with the default one, and only if it is faster than eager. A
 file whose extension does not compile, and that catches the error, answers without its kernel; such files are
 counted. OUT gets `rows.jsonl` (one line a kernel and label), `table.md` and `plot.svg`. Verdicts are kept in
 OUT/verdicts, so the same command goes on where it was interrupted.
@@ -62,7 +64,9 @@ def labelled(params: Params, rules: str, tolerance: str) -> Params:
     return params.model_copy(update={"sandbox": params.sandbox.model_copy(update=labels.model_dump())})
 
 
-def judged(entries: Sequence[dict[str, Any]], params: Params, out: Path) -> Iterator[dict[str, Any]]:
+def judged(
+    entries: Sequence[dict[str, Any]], params: Params, out: Path, every_mode: bool
+) -> Iterator[dict[str, Any]]:
     """Yield one row for each entry, judged with the labels of `params`."""
     pool = open_pool(params, out / "verdicts")
     try:
@@ -71,8 +75,8 @@ def judged(entries: Sequence[dict[str, Any]], params: Params, out: Path) -> Iter
                 Job(
                     KernelTask(code=entry["ref_code"]),
                     Candidate.of({"model_new.py": entry["custom_code"]}),
-                    "archive",
-                    compare_compile=True,
+                    "archive" if every_mode else "archive, default mode",
+                    compare_compile=every_mode,
                 )
             )
             for entry in entries
@@ -183,7 +187,12 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def judge_archive(
-    entries: Sequence[dict[str, Any]], params: Params, out: Path, only_rules: str | None = None
+    entries: Sequence[dict[str, Any]],
+    params: Params,
+    out: Path,
+    only_rules: str | None = None,
+    *,
+    every_mode: bool = True,
 ) -> list[dict[str, Any]]:
     """Judge all entries, by both rules or `only_rules`; write the files of OUT, and return the rows."""
     out.mkdir(parents=True, exist_ok=True)
@@ -192,7 +201,7 @@ def judge_archive(
         for rules, tolerance in COMBINATIONS:
             if only_rules not in (None, rules):
                 continue
-            for done in judged(entries, labelled(params, rules, tolerance), out):
+            for done in judged(entries, labelled(params, rules, tolerance), out, every_mode):
                 rows.append(done)
                 lines.write(json.dumps(done) + "\n")
                 print(
@@ -215,6 +224,7 @@ def main() -> None:
     parser.add_argument("--level", type=int)
     parser.add_argument("--limit", type=int)
     parser.add_argument("--rules", choices=["kernel-only", "any"], help="judge by these rules only")
+    parser.add_argument("--default-mode", action="store_true", help="of torch.compile, and no other")
     options = parser.parse_args()
     # Many files with torch's headers are built at once, so that one build takes minutes.
     params = resolve("smoke", (f"device={options.device}", "sandbox.build_seconds=600")).params
@@ -224,7 +234,8 @@ def main() -> None:
         if (not options.inline or "load_inline" in entry["custom_code"])
         and options.level in (None, entry["level_id"])
     ]
-    print(table(judge_archive(entries[: options.limit], params, options.out, options.rules)))
+    every_mode, chosen = not options.default_mode, entries[: options.limit]
+    print(table(judge_archive(chosen, params, options.out, options.rules, every_mode=every_mode)))
 
 
 if __name__ == "__main__":

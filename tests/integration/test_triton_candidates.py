@@ -76,14 +76,18 @@ def test_what_is_compiled_in_one_process_is_loaded_in_the_timed_one(judge_of_any
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("raise ValueError('no kernel')", ("load_failed", "import", "no kernel")),
+        ("raise ValueError('no kernel')", ("crashed", "exception", "no kernel")),
+        (
+            "raise type('E', (Exception,), {'__module__': 'triton.compiler.errors'})('at 3:4')",
+            ("build_failed", "compiler", "at 3:4"),
+        ),
         ("import time; time.sleep(1e6)", ("timed_out", "run_limit", "")),
         (
             "Path('triton').mkdir(); Path('triton/a').write_bytes(bytes(1 << 28))",
             ("load_failed", "too_large", ""),
         ),
         # The task's own implementation is not where the candidate's kernels are compiled.
-        ("import model", ("load_failed", "import", "No module named 'model'")),
+        ("import model", ("crashed", "exception", "No module named 'model'")),
     ],
 )
 def test_a_failure_of_the_first_call_is_a_verdict(

@@ -62,8 +62,9 @@ def main(
 
     `message` is the first message, which gives this process its role (`RoleHeader`), and `descriptors` are
     the file descriptors that came with it; `receive` reads further messages from `connection`. An error is
-    sent to the judge as a message, with the letter `M` if memory is lacking and `E` otherwise, and ends the
-    process. The function never returns.
+    sent to the judge as a message, with the letter `M` if memory is lacking, `B` if Triton cannot compile a
+    kernel or the GPU lacks what it needs, and `E` otherwise, and ends the process. The function never
+    returns.
     """
     code = 1
     try:
@@ -75,10 +76,12 @@ def main(
     except (SystemExit, KeyboardInterrupt) as error:
         connection.send(b"Eexit " + repr(error).encode()[:200])
     except BaseException as error:  # untrusted code may raise any exception
-        out_of_memory = reference.is_out_of_memory(error)
+        letter = b"B" if type(error).__module__.startswith("triton.") else b"E"
+        if reference.is_out_of_memory(error):
+            letter = b"M"
         text = "".join(traceback.format_exception(error, limit=-6))[-MAX_TRACEBACK:]
         try:
-            connection.send((b"M" if out_of_memory else b"E") + text.encode(errors="replace"))
+            connection.send(letter + text.encode(errors="replace"))
         except OSError:
             code = 2
     os._exit(code)
@@ -144,8 +147,7 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
         record_constructor(header, *descriptors)
         connection.send(b"R")
     elif header["role"] == "compile_triton":
-        compile_triton(header, *descriptors)
-        connection.send(b"R")
+        compile_triton(connection, header, *descriptors)
     elif header["role"] == "reference":
         with contextlib.closing(SharedTensors(header, descriptors)) as shared:
             make_references(connection, reference.ReferenceModel(header, shared), shared)
@@ -306,11 +308,12 @@ def record_constructor(header: RoleHeader, library: int, results: int) -> None:
         torch.save(mode.results, file)
 
 
-def compile_triton(header: RoleHeader, library: int, archive: int) -> None:
+def compile_triton(connection: socket.socket, header: RoleHeader, library: int, archive: int) -> None:
     """Call the candidate once with inputs of the task's `get_inputs`, and write Triton's cache to a file.
 
     `library` is the descriptor of the candidate's library and `archive` that of the empty file. `header` has
-    the sources of the task and of the candidate. The timed calls get other inputs and parameters.
+    the sources of the task and of the candidate. The timed calls get other inputs and parameters. The judge
+    gets R when the candidate is constructed, and D when the file is written. Any error is raised.
     """
     device = header["device"]
     task = define_module("model", header["code"])
@@ -320,11 +323,13 @@ def compile_triton(header: RoleHeader, library: int, archive: int) -> None:
     arguments = [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
     libraries = os.pread(library, header["library_bytes"], 0)
     module = eval_mode(construct_candidate(header, libraries), device)
+    connection.send(b"R")
     with torch.no_grad():
         module(*arguments)
     if device == "cuda":
         torch.cuda.synchronize()
     triton_cache.save(archive)
+    connection.send(b"D")
 
 
 def construct_candidate(header: RoleHeader, libraries: bytes) -> torch.nn.Module:

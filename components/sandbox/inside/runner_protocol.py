@@ -1,14 +1,14 @@
 """The types of the JSON messages that the judge sends to its runners, which are sandboxed processes.
 
-A role begins with a RoleHeader. A runner in the role `describe`, `record`, `construct` or `compile_triton`
-answers once, with the letter R and the result as JSON. In every other role it sends R when it is ready, then
-executes orders, JSON objects such as {"op": "warm"}, until the order `leave`, and sends the letter D after
-each. In the role `reference` the orders are `parameters` (draw the model's parameters), `fill` (make the
-inputs and, if asked, the outputs of a call) and `exact` (compute outputs in float64). In the roles that are
-measured, they are `warm` (make a call that is not timed), `time` (make the calls of a round, which the judge
-times), `check` (make calls and check the form of their outputs) and `release` (return free memory to the
-device). The role `compile` also has `save` (archive what torch.compile made). This file imports nothing of
-the project.
+A role begins with a RoleHeader. A runner in the role `describe`, `record` or `construct` answers once, with
+the letter R and the result as JSON, and one in the role `compile_triton` with R for the constructor and D for
+the call. In every other role it sends R when it is ready, then executes orders, JSON objects such as {"op":
+"warm"}, until the order `leave`, and sends the letter D after each. In the role `reference` the orders are
+`parameters` (draw the model's parameters), `fill` (make the inputs and, if asked, the outputs of a call) and
+`exact` (compute outputs in float64). In the roles that are measured, they are `warm` (make a call that is not
+timed), `time` (make the calls of a round, which the judge times), `check` (make calls and check the form of
+their outputs) and `release` (return free memory to the device). The role `compile` also has `save` (archive
+what torch.compile made). This file imports nothing of the project.
 """
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
