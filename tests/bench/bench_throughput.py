@@ -209,12 +209,15 @@ def measure_ours(models: list[str], device: str, repeats: int, end: float) -> No
 def measure_trl(models: list[str], device: str, repeats: int) -> None:
     """Measure optimizer steps of TRL's SFTTrainer on all rows, packed."""
     from datasets import Dataset, disable_progress_bars
+    from datasets.fingerprint import Hasher
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
     disable_progress_bars()
+    # The rows are never cached, so fingerprints need no pickling, which some versions of pyarrow refuse.
+    Hasher.hash = classmethod(lambda _, value: f"{id(value)}-{time.time_ns()}")
     # Without the package flash_attn, TRL's packed rows need a mask that is quadratic in the micro-batch.
     has_flash = device == "cuda" and importlib.util.find_spec("flash_attn") is not None
     for model in models:
