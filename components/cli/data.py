@@ -75,6 +75,25 @@ def data_import(
     return _summary_output(summary, out_folder)
 
 
+@data_app.command("convert")
+@with_common_options()
+def data_convert(
+    folder: Annotated[Path, typer.Argument(help="folder with definitions and workloads")], out_folder: Out
+) -> Output:
+    """Write the definitions of FlashInfer-Bench or SOL-ExecBench as task files, which are a suite.
+
+    A definition that does not fit a kernel task is left out, and the reason printed. Each file takes up to 8
+    of the definition's workloads.
+    """
+    from components.evaluation.definitions import convert
+
+    converted = convert(folder, out_folder)
+    if converted.left_out:
+        print_table(("left out", "reason"), sorted(converted.left_out.items()), markup=False)
+    print_line(f"{out_folder}: {len(converted.files)} tasks, {len(converted.left_out)} left out")
+    return Output({"files": [str(file) for file in converted.files], "left_out": converted.left_out})
+
+
 @data_app.command("check")
 @with_common_options()
 def data_check(options: CommonOptions, dataset: Dataset) -> Output:
