@@ -3,6 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Iterator
+from statistics import median
 
 import judge_fixtures as corpus
 import pytest
@@ -261,3 +262,15 @@ def test_two_tasks_that_differ_in_a_text_that_the_model_reads_are_two(lenient: J
             "Model.__doc__", "ModelNew.__doc__"
         )
         assert lenient.verdict(KernelTask(code=marked), {"model_new.py": answer}).status == "correct"
+
+
+def test_a_short_task_is_as_fast_as_itself(lenient: Judge) -> None:
+    """A call takes about 10 us, which is less than what the judge does between two calls."""
+    source = task("x: return x.softmax(1)", "[torch.randn(1, 4096)]")
+    ratios = []
+    for number in range(25):
+        files = {"model_new.py": f"{source.code.replace('class Model(', 'class ModelNew(')}# {number}\n"}
+        speedup = lenient.verdict(source, files, compare_compile=None).speedup.eager
+        assert speedup is not None
+        ratios.append(speedup.estimate)
+    assert 0.91 <= median(ratios) <= 1.1, ratios
