@@ -265,7 +265,7 @@ def test_two_tasks_that_differ_in_a_text_that_the_model_reads_are_two(lenient: J
 
 
 def test_a_short_task_is_as_fast_as_itself(lenient: Judge) -> None:
-    """A call takes about 10 us, which is less than what the judge does between two calls."""
+    """A call takes less time than what the judge does between two calls."""
     source = task("x: return x.softmax(1)", "[torch.randn(1, 4096)]")
     ratios = []
     for number in range(25):
