@@ -150,10 +150,10 @@ def task_source(definition: Definition, workloads: list[Workload]) -> str:
     """
     if bad := [name for name in (*definition.axes, *definition.inputs) if not name.isidentifier()]:
         raise Unfit(f"{bad[0]!r} is no name in Python")
-    if not re.fullmatch(r"\w[\w.+-]*", definition.name):
+    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", definition.name):
         raise Unfit(f"{definition.name!r} is no name of a file")
-    tensors = {**definition.inputs, **definition.outputs}
-    if missing := sorted({tensor.dtype for tensor in tensors.values()} - RANDOM.keys()):
+    tensors = [*definition.inputs.values(), *definition.outputs.values()]
+    if missing := sorted({tensor.dtype for tensor in tensors} - RANDOM.keys()):
         raise Unfit(f"dtype {missing[0]}")
     if any(tensor.shape is None for tensor in definition.outputs.values()):
         raise Unfit("an output is a number")
