@@ -68,13 +68,17 @@ def test_a_check_of_the_memory_alone_agrees_with_the_verdicts(
 def test_a_task_whose_candidates_need_more_memory_than_its_admission_is_not_admitted(
     ci_params: Params, tmp_path: Path
 ) -> None:
-    """A data set holds no task that the judge it was built with cannot judge."""
+    """A data set holds no task that the judge it was built with cannot judge.
+
+    A judge with more memory, such as one whose GPU is shared no longer, is asked again.
+    """
     sandbox = ci_params.sandbox.model_copy(update={"device_bytes": 3_000_000_000})
     pool = LocalPool(ci_params.model_copy(update={"sandbox": sandbox}), tmp_path / "verdicts")
     with contextlib.closing(pool):
         refusal = pool.admit(corpus.CODE).result()
     assert (refusal.admitted, refusal.reason) == (False, "too_large"), refusal
     assert "judging it takes" in refusal.evidence["detail"]
+    assert not [*(tmp_path / "verdicts").rglob("*.json")]
 
 
 def test_spread_is_that_of_the_parameters_with_which_the_output_varies_least(judge: Judge) -> None:

@@ -289,7 +289,8 @@ class LocalPool:
         The result is read from the journal (the folder of stored results) or measured. With `headroom`, the
         task must compile and leave device memory for other tasks, and its time under torch.compile is
         measured too. With `memory_only`, nothing is measured (`check`), and a refusal is not written to the
-        journal. A result with the reason `infrastructure` is not written either.
+        journal. A refusal as `infrastructure` or `too_large` is never written, because the judge may work and
+        have more memory the next time.
         """
         window = self.params.data.eager_seconds
         key = admission_key(self.protocol, window, code, headroom=headroom, memory_only=memory_only)
@@ -299,7 +300,8 @@ class LocalPool:
                 self.params,
                 lambda: self.judge.admit(code, window, headroom=headroom, memory_only=memory_only),
             )
-            if admission.admitted or not (memory_only or admission.reason == "infrastructure"):
+            passing = memory_only or admission.reason in ("infrastructure", "too_large")
+            if admission.admitted or not passing:
                 write_json(journal_path(self.verdicts, key), asdict(admission))
             return admission
 
