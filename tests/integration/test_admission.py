@@ -33,7 +33,8 @@ def test_a_task_in_half_precision_is_admitted_unless_float8_would_pass(
     admission = judge.admit(in_dtype(corpus.CODE, dtype), EAGER_SECONDS)
     assert admission.admitted, admission
     assert admission.evidence["outputs"] == [{"shape": [256, 1024], "dtype": dtype}]
-    signs = in_dtype(source("torch.sign(x * self.scale)"), dtype)
+    # Of each factor: a product can be 0 in half precision, and nothing else in float64.
+    signs = in_dtype(source("torch.sign(x) * torch.sign(self.scale)"), dtype)
     assert judge.admit(signs, (0.0, 1.0)).reason == "float8_passes"
     both = source("torch.sign(x * self.scale), torch.sigmoid(x * self.scale).bfloat16()")
     assert judge.admit(both, (0.0, 1.0)).reason == "half_precision_passes"
