@@ -103,7 +103,7 @@ class Workload(BaseModel):
 
 
 class Unfit(Exception):
-    """Exception for a definition that is no kernel task; its text says why."""
+    """Exception for a definition that no kernel task can be made of; its text says why."""
 
 
 @dataclass
@@ -146,7 +146,7 @@ def convert(root: Path, out: Path) -> Converted:
 def task_source(definition: Definition, workloads: list[Workload]) -> str:
     """Return the source of the task of a definition with those of its workloads that need no file.
 
-    Raises Unfit if the definition does not fit a task.
+    Raises Unfit if the definition does not fit a task, and UserError if its source is not valid Python.
     """
     if bad := [name for name in (*definition.axes, *definition.inputs) if not name.isidentifier()]:
         raise Unfit(f"{bad[0]!r} is no name in Python")
@@ -216,7 +216,10 @@ def _calls(workloads: list[Workload], arguments: list[str]) -> list[tuple[Any, .
 
 
 def _renamed(definition: Definition) -> tuple[str, str]:
-    """Return the source without the names of a task's parts, and its function that makes inputs, or ""."""
+    """Return the source, in which nothing has the name of a task's part, and the name of its entrypoint.
+
+    The entrypoint is the function that makes the inputs, and its name is "" if there is none.
+    """
     code, entry = definition.reference, definition.custom_inputs_entrypoint or ""
     tree = parse_task(code, definition.name)
     clashes = {name: f"reference_{name}" for name in TASK_NAMES}
@@ -232,6 +235,7 @@ def _renamed(definition: Definition) -> tuple[str, str]:
 
 
 def _returns_dictionary(definition: Definition) -> bool:
+    """Return whether `run` returns its outputs by name; raise Unfit if the source has no such function."""
     tree = parse_task(definition.reference, definition.name)
     run = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "run"]
     if not run:

@@ -1,9 +1,10 @@
-"""Validity of the judge's figures: equal code, a known difference, doubled work.
+"""Validity of the judge's figures: equal code, a known difference, doubled work, a module beside itself.
 
     python tests/bench/judge_validity.py [--device cuda] [REPEATS]
 
 Both arms of a comparison are candidates that repeat the same work a given number of times, each in a runner
-of its own, measured in the judge's own rounds and with its own estimator.
+of its own, measured in the judge's own rounds and with its own estimator. On cpu, softmax over rows of 4,096
+numbers is also judged with itself by the rules `any`, so that the ratio to eager should be 1 for every size.
 """
 
 import argparse
@@ -155,6 +156,22 @@ def fixed_cost(judge: Judge) -> str:
     )
 
 
+def beside_itself(judge: Judge, rows: int, repeats: int) -> str:
+    """Return the geometric mean and the extremes of the ratios to eager of a module judged with itself."""
+    module = (
+        "import torch\n\nclass {}(torch.nn.Module):\n    def forward(self, x):\n        return x.softmax(1)\n"
+    )
+    inputs = f"def get_inputs():\n    return [torch.randn({rows}, 4096)]\n"
+    code = f"{module.format('Model')}\n{inputs}\ndef get_init_inputs():\n    return []\n"
+    ratios = []
+    for number in range(repeats):
+        files = {"model_new.py": f"{module.format('ModelNew')}# {number}\n"}
+        speedup = judge.verdict(KernelTask(code=code), files, compare_compile=None).speedup.eager
+        ratios.append(speedup.estimate if speedup else math.nan)
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    return f"{mean:.3f}, {min(ratios):.3f} to {max(ratios):.3f}"
+
+
 def report(judge: Judge, repeats: int) -> None:
     """Equal code, 3 % and 10 % more work, twice the work, and the cost of a call besides its work."""
     pairs = (
@@ -179,6 +196,15 @@ def main() -> None:
         judge = Judge(resolve("smoke", (f"device={chosen.device}",)).params, Path(folder))
         try:
             report(judge, chosen.repeats)
+        finally:
+            judge.close()
+    if chosen.device == "cuda":
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        judge = Judge(resolve("ci", ("sandbox.rules=any",)).params, Path(folder))
+        try:
+            for rows in (1, 4, 16, 64, 256, 1024):
+                print(f"{rows} rows beside itself: {beside_itself(judge, rows, chosen.repeats)}", flush=True)
         finally:
             judge.close()
 

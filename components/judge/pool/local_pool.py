@@ -300,8 +300,8 @@ class LocalPool:
                 self.params,
                 lambda: self.judge.admit(code, window, headroom=headroom, memory_only=memory_only),
             )
-            passing = memory_only or admission.reason in ("infrastructure", "too_large")
-            if admission.admitted or not passing:
+            may_change = memory_only or admission.reason in ("infrastructure", "too_large")
+            if admission.admitted or not may_change:
                 write_json(journal_path(self.verdicts, key), asdict(admission))
             return admission
 
