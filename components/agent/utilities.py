@@ -25,7 +25,7 @@ from components.core.errors import InfrastructureError, UserError
 from components.core.files import atomic_write
 from components.judge.candidate import read_workspace
 from components.judge.pool.open_pool import judge_workdir
-from components.judge.verdict import Verdict, rates_line, workload_line
+from components.judge.verdict import Verdict, counter_lines, rates_line, workload_line
 from components.sandbox.build import Builder
 from components.sandbox.preflight import check_isolation
 
@@ -68,7 +68,8 @@ def _times(verdict: Verdict) -> str:
     which is 1, or 2 if the candidate is faster than eager mode, or 3 if it is also faster than torch.compile.
     The third has the memory and arithmetic rates that the candidate attains, if they are known
     (`rates_line`). If the task names workloads (several calls of its `get_inputs`), times and speed-ups are
-    geometric means over them, and instead of the rates a line for each workload follows.
+    geometric means over them, and instead of the rates a line for each workload follows. With
+    sandbox.counters a line for each kernel follows (`counter_lines`).
     """
     seconds = verdict.seconds
     ratios = [f"{ratio.estimate:.2f}x {name}" for name, ratio in verdict.speedup if ratio is not None]
@@ -77,7 +78,9 @@ def _times(verdict: Verdict) -> str:
         f"CUDA Extension: {_microseconds(seconds.candidate)}\n"
         f"Speed-up: {', '.join(ratios)}. Milestone: {verdict.milestone} of 3."
         + "".join(
-            f"\n{line}" for line in (rates_line(verdict), *map(workload_line, verdict.workloads)) if line
+            f"\n{line}"
+            for line in (rates_line(verdict), *map(workload_line, verdict.workloads), *counter_lines(verdict))
+            if line
         )
     )
 

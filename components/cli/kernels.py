@@ -49,6 +49,9 @@ def judge(
     cold_cache: Annotated[
         bool, typer.Option("--cold-cache", help="on a GPU: no input is in the L2 cache when calls begin")
     ] = False,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="on a GPU: also what its hardware counts in a call, by ncu")
+    ] = False,
     precise: Annotated[
         bool, typer.Option("--precise", help="measure in more rounds, for narrower intervals")
     ] = False,
@@ -65,16 +68,21 @@ def judge(
         "sandbox.weights": weights,
         "sandbox.tolerance": tolerance,
         "sandbox.input_cache": "cold" if cold_cache else "",
+        "sandbox.counters": "true" if counters else "",
     }
     overrides = [f"{name}={value}" for name, value in chosen.items() if value]
     # A service judges with its own number of rounds.
     is_remote = bool(options.resolve(*overrides, device=device).params.pool.service)
+    if counters and is_remote:
+        raise UserError(
+            "--counters: pool.service judges with its own parameters; set sandbox.counters there."
+        )
     defaults = () if precise or is_remote else QUICK
     resolved = options.resolve_for_judging(*overrides, defaults=defaults, device=device)
     if cold_cache and resolved.params.device == "cpu":
         raise UserError("--cold-cache: the device is cpu, and the option is for a GPU; add --device cuda.")
     from components.judge.pool.open_pool import judge_workdir
-    from components.judge.verdict import Labels, rates_line
+    from components.judge.verdict import Labels, counter_lines, rates_line
 
     verdict = judge_workdir(
         resolved.params, workdir, task, home_of(resolved) / "judge", print_line, against=against
@@ -92,6 +100,8 @@ def judge(
     if limit and seconds:
         allowed = f"{limit / seconds:.0%} of what the device allows, {limit * 1e6:.1f} us a call"
         print_line(f"  {allowed}. {rates_line(verdict)}".rstrip())
+    for line in counter_lines(verdict):
+        print_line(f"  {line}")
     if verdict.log:
         print_line(verdict.log)
     failed = verdict.status == "infrastructure"

@@ -129,6 +129,10 @@ class Sandbox(FrozenModel):
         "on a GPU: whether the inputs of a timed round may be in the L2 cache when its calls begin, or have "
         "been displaced from it"
     )
+    counters: bool = throughput(
+        "on a GPU: read its hardware counters in one more call of each correct candidate, which is not timed "
+        "(Nsight Compute, about ten seconds)"
+    )
     correctness_sets: Annotated[int, Field(ge=6)] = result(
         "secret input sets for correctness, over the input distributions"
     )

@@ -70,7 +70,7 @@ def with_compiled_kernels(
     """
     if not built.uses_triton:
         return built
-    header: RoleHeader = {**_header(params, built), "role": "compile_triton", "code": reference.code}
+    header = own_inputs_header(params, reference, built)
     with rejecting(LOAD_ERRORS), open(sealed_file(built.library), "rb") as library:
         archive = _prepared(reference, header, library.fileno(), params.sandbox.build_seconds)
     return replace(built, triton_archive=archive)
@@ -90,6 +90,27 @@ def _header(params: JudgeParams, built: BuiltCandidate) -> RoleHeader:
     }
 
 
+def own_inputs_header(params: JudgeParams, reference: TaskReference, built: BuiltCandidate) -> RoleHeader:
+    """Return a message with what a call of the candidate `built` with the task's own inputs needs.
+
+    These are the sources of the task, whose data `reference` has, and of the candidate. The message gives a
+    sandboxed process the role `compile_triton`.
+    """
+    header: RoleHeader = {**_header(params, built), "role": "compile_triton", "code": reference.code}
+    return _with_construction(reference, header)
+
+
+def _with_construction(reference: TaskReference, header: RoleHeader) -> RoleHeader:
+    """Return `header` with what the constructor of a candidate needs on the task of `reference`."""
+    return {
+        **header,
+        "precision": reference.params.precision,
+        "device": reference.params.device,
+        "init_inputs": reference.layout.description.init_inputs,
+        "construction_seed": reference.construction_seed,
+    }
+
+
 def _prepared(reference: TaskReference, header: RoleHeader, library: int, seconds: float) -> bytes:
     """Return, as bytes, what a sandboxed process in the role `header["role"]` leaves for the timed process.
 
@@ -99,13 +120,7 @@ def _prepared(reference: TaskReference, header: RoleHeader, library: int, second
     the candidate's library, and `seconds` limits the wall time. Raises RunnerError if the process fails, and
     Rejected if the result is larger than MAX_PREPARED_BYTES.
     """
-    header = {
-        **header,
-        "precision": reference.params.precision,
-        "device": reference.params.device,
-        "init_inputs": reference.layout.description.init_inputs,
-        "construction_seed": reference.construction_seed,
-    }
+    header = _with_construction(reference, header)
     with os.fdopen(os.memfd_create("prepared"), "rb") as file:
         runner = reference.processes.factory.spawn(header, (library, file.fileno()), seconds=seconds)
         try:

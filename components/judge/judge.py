@@ -25,6 +25,7 @@ from components.core.text import readable
 from components.judge.admission import admit, admit_workloads, named_workloads
 from components.judge.candidate import BuiltCandidate, build_candidate, screen_candidate
 from components.judge.candidate_runner import with_compiled_kernels
+from components.judge.counters import check_counters, count
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.measurement import blaming_the_other, measure_candidate
 from components.judge.statistics import geometric_mean, mean_ratio
@@ -91,6 +92,7 @@ class Judge:
                 "device=cuda: torch sees no GPU here; run with --set device=cpu, or on a machine with an "
                 "NVIDIA GPU."
             )
+        check_counters(params)
         self.runner_factory = factory or open_factory(params.sandbox, params.device, folder)
         _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -185,14 +187,17 @@ class Judge:
             speedups, seconds, evidence = measure_candidate(
                 self.params, bench, built, compare_compile, report, other, is_workload=is_workload
             )
-            candidate = {"candidate": built.digest, "extensions_not_built": sorted(built.failures)}
+            evidence |= {"candidate": built.digest, "extensions_not_built": sorted(built.failures)}
+            if self.params.sandbox.counters:
+                report("reading the GPU's counters")
+                evidence["counters"] = count(self.params, bench.reference, built)
             return make_verdict(
                 self.params,
                 "correct",
                 speedup=speedups,
                 seconds=seconds,
                 log=TRIVIAL_ANSWER.format(bench.trivial_answer) if bench.trivial_answer else "",
-                evidence=self._evidence(bench) | candidate | evidence,
+                evidence=self._evidence(bench) | evidence,
             )
 
     def _build(self, task: KernelTask, files: dict[str, str]) -> BuiltCandidate:

@@ -115,6 +115,15 @@ def python_paths() -> PathMap:
     return interpreter_paths() | {folder: f"/packages/{i}" for i, folder in enumerate(package_folders())}
 
 
+def interpreter() -> list[str]:
+    """Return a command inside a sandbox that starts Python without site packages.
+
+    It names the base interpreter, to which that of a virtual environment links, because this has the same
+    path inside.
+    """
+    return [os.path.realpath(getattr(sys, "_base_executable", sys.executable)), "-I", "-S"]
+
+
 @functools.cache
 def bubblewrap_supports(*options: str) -> bool:
     """Return whether bubblewrap can apply these options for this user, by running `true` with them.
@@ -333,6 +342,7 @@ def process_limit(value: int) -> int:
 def confined(
     command: list[str],
     *,
+    device: str = "cpu",
     paths: PathMap,
     writable: Mapping[str, Path],
     variables: Mapping[str, str],
@@ -345,14 +355,15 @@ def confined(
     """Yield a command that runs `command` in a sandbox with limits, and the descriptor of its filter.
 
     The sandbox applies the system-call filter that it reads from the descriptor, so the process that is
-    started must inherit the descriptor. `variables` are set inside in addition to `sandbox_environment`.
+    started must inherit the descriptor. With `device` "cuda", the device files of one GPU are visible inside.
+    `variables` are set inside in addition to `sandbox_environment`.
     `paths` are visible read-only, and `writable` are host folders by their path inside. `temporary_bytes` is
     the capacity of /tmp in bytes, `memory_bytes` limits the address space of each process, `file_bytes` each
     written file, and `seconds` the CPU time of each process. `uid` is the user of the command if this process
     can change uids (`can_change_uid`). When memory runs out, the kernel ends `command` before the judge.
     """
     sandbox = bubblewrap(
-        device="cpu",
+        device=device,
         paths=paths,
         writable=writable,
         variables=variables,

@@ -256,9 +256,7 @@ class RunnerFactory:
         environment = dict(isolation.BUBBLEWRAP_ENVIRONMENT)
         if isolated:
             paths = isolation.python_paths() | {INSIDE_FOLDER: "/sandbox", self.result_channel: "/native"}
-            # The base interpreter, to which that of a virtual environment links, has the same path inside.
-            base_interpreter = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-            interpreter = [base_interpreter, "-I", "-S"]
+            interpreter = isolation.interpreter()
             command = isolation.bubblewrap(
                 device=self.device,
                 paths=paths,

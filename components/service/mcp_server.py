@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.judge.candidate import read_candidate
-from components.judge.verdict import Verdict, rates_line
+from components.judge.verdict import Verdict, counter_lines, rates_line
 
 # Longest call of a tool, and time between two progress notifications, in seconds.
 CALL_SECONDS, PROGRESS_SECONDS = 45.0, 5.0
@@ -51,6 +51,7 @@ class Answer(BaseModel):
         default_factory=dict, description="times as fast as each baseline, with 95 % interval"
     )
     rates: str = Field(default="", description="attained rates beside those that the device was measured at")
+    counters: list[str] = Field(default_factory=list, description="what the GPU counted, kernel by kernel")
     log: str = ""
     measurements: int = Field(default=1, description="how often this candidate was measured for you")
     next: str = Field(default="", description="what to call next")
@@ -174,6 +175,7 @@ def _short(job: dict[str, Any]) -> Answer:
             if ratio is not None
         },
         rates=rates_line(Verdict.model_validate(verdict)),
+        counters=counter_lines(Verdict.model_validate(verdict)),
         log=verdict["log"],
         measurements=job["measurements"],
         next=""

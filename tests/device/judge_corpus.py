@@ -30,7 +30,7 @@ import torch
 from components.core.config import resolve
 from components.core.errors import InfrastructureError
 from components.judge.judge import Judge
-from components.judge.verdict import Rejected, Verdict
+from components.judge.verdict import Rejected, Verdict, counter_lines
 
 
 def judged(
@@ -105,8 +105,10 @@ def honest(judge: Judge, names: list[str], suffix: str, table: Path | None) -> l
     for name in names:
         started = time.monotonic()
         verdict = judged(judge, f"honest{suffix}", name)
-        marks.append("OK" if verdict.status == "correct" else "FAIL")
+        unread = "error" in verdict.evidence.get("counters", {})
+        marks.append("OK" if verdict.status == "correct" and not unread else "FAIL")
         line(table, f"honest/{name}", "correct", verdict, time.monotonic() - started, marks[-1])
+        print(*(f"      {text}\n" for text in counter_lines(verdict)), sep="", end="", flush=True)
     return marks
 
 

@@ -315,21 +315,29 @@ def compile_triton(connection: socket.socket, header: RoleHeader, library: int, 
     the sources of the task and of the candidate. The timed calls get other inputs and parameters. The judge
     gets R when the candidate is constructed, and D when the file is written. Any error is raised.
     """
+    call = call_with_own_inputs(header, os.pread(library, header["library_bytes"], 0))
+    connection.send(b"R")
+    with torch.no_grad():
+        call()
+    if header["device"] == "cuda":
+        torch.cuda.synchronize()
+    triton_cache.save(archive)
+    connection.send(b"D")
+
+
+def call_with_own_inputs(header: RoleHeader, libraries: bytes) -> Callable[[], Any]:
+    """Construct a candidate, and return a function that calls it with inputs of the task's `get_inputs`.
+
+    A candidate is an implementation of a task's module that is judged. `header` has the sources of both, and
+    `libraries` is what `construct_candidate` expects. Every call gets the same inputs. Any error is raised.
+    """
     device = header["device"]
     task = define_module("model", header["code"])
     inputs = reference.make_inputs(task, device)
     os.remove(str(task.__file__))  # the candidate has no use for the task's own implementation
     del sys.modules["model"]
     arguments = [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
-    libraries = os.pread(library, header["library_bytes"], 0)
-    module = eval_mode(construct_candidate(header, libraries), device)
-    connection.send(b"R")
-    with torch.no_grad():
-        module(*arguments)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    triton_cache.save(archive)
-    connection.send(b"D")
+    return functools.partial(eval_mode(construct_candidate(header, libraries), device), *arguments)
 
 
 def construct_candidate(header: RoleHeader, libraries: bytes) -> torch.nn.Module:
