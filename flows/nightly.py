@@ -255,7 +255,9 @@ def open_context(run: PipelineRun, progress: PageProgress, data: DatasetRecord) 
         )
         tracking.dataset(data.version, run.home / data.folder, data.figures)
         tracking.watch()
-        pool = open_pool(with_any_duration(run.params), run.home / "verdicts")
+        pool = open_pool(
+            with_any_duration(run.params), run.home / "verdicts", trains=not run.params.pool.trainers
+        )
     except BaseException:
         tracking.end("FAILED")
         raise

@@ -98,7 +98,7 @@ def train(
         try:
             with (
                 closing(OWN_SERVERS),
-                closing(open_pool(resolved.params, home_of(resolved) / "verdicts")) as pool,
+                closing(open_pool(resolved.params, home_of(resolved) / "verdicts", trains=True)) as pool,
                 progress_view as progress,
             ):
                 result = run_stage(

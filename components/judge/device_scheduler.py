@@ -113,11 +113,14 @@ class DeviceScheduler:
         self.left = TimeLeft()
         self.measuring_thread: int | None = None
 
-    def leave(self, share: float) -> None:
-        """Leave `share` of the device's memory to another process; call this before memory is reserved."""
-        self.reservable_bytes = int(MEMORY_SHARE * (1 - share) * self.device_bytes)
-        if self.is_exclusive:
-            self.reservable_bytes = max(1, self.reservable_bytes)  # 0 would be no limit
+    def leave(self, share: float, size: float = 0.0) -> None:
+        """Leave `share` of the device's memory and `size` bytes to a sampler and a trainer on the same GPU.
+
+        Call this before memory is reserved. Nothing is changed on cpu.
+        """
+        self.reservable_bytes = int(MEMORY_SHARE * ((1 - share) * self.device_bytes - size))
+        # On a GPU, 0 would be no limit.
+        self.reservable_bytes = max(1, self.reservable_bytes) if self.is_exclusive else 0
         self.free_bytes = self.reservable_bytes
 
     @property

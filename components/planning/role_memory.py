@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from components.core.errors import UserError
 from components.core.params import Params
-from components.planning.memory_model import rank_memory, roles_of, value_bytes
+from components.planning.memory_model import RankMemory, rank_memory, roles_of, value_bytes
 from components.planning.model_shapes import ModelShapes, policy_shapes
 
 # Memory in bytes of the GPUs that `pool.gpu` names, from their datasheets: H20, H100 SXM, H200.
@@ -87,8 +87,7 @@ def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
             # A sleeping vLLM keeps its weights in the memory of the host.
             asleep, host = ASLEEP_BYTES, weights
     judge = 0.0 if pool.judges else float(params.sandbox.device_bytes)
-    kept = {"states": memory.states, "reference": memory.reference, "context": memory.context}
-    working = {"gathered": memory.gathered, "gradients": memory.gradients, "computation": memory.computing}
+    kept, working = _kept(memory), _working(memory)
     training = kept | working | {"sampler": asleep}
     sampling = kept | {"sampler": awake, "judge or new weights": max(judge, BUCKET_BYTES)}
     networks = ["actor"] + ["critic"] * roles.has_critic + ["reference"] * roles.has_reference
@@ -98,6 +97,28 @@ def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
         holds=f"{', '.join(networks)}; {tokens:,} tokens",
         host=memory.host + host,
     )
+
+
+def _kept(memory: RankMemory) -> dict[str, float]:
+    return {"states": memory.states, "reference": memory.reference, "context": memory.context}
+
+
+def _working(memory: RankMemory) -> dict[str, float]:
+    return {"gathered": memory.gathered, "gradients": memory.gradients, "computation": memory.computing}
+
+
+def trainer_bytes(params: Params, shapes: ModelShapes) -> float:
+    """Return the largest number of bytes that one rank takes of a GPU which it shares with sampler and judge.
+
+    While the rank trains, a sampler with policy.sleep takes less than its share of the GPU. The difference is
+    subtracted, so that the sum of the result and the sampler's share is the largest use of both together.
+    """
+    tokens = max(params.engine.tokens_per_microbatch, params.policy.context)
+    roles, row = roles_of(params, shapes), params.policy.context
+    ranks = max(1, params.pool.trainers)
+    memory = rank_memory(shapes, params.engine, roles, ranks=ranks, tokens=tokens, row=row)
+    freed = max(0.0, _sampler_bytes(params) - ASLEEP_BYTES) if params.policy.sleep else 0.0
+    return sum(_kept(memory).values()) + max(0.0, sum(_working(memory).values()) - freed)
 
 
 def _context_bytes(params: Params, shapes: ModelShapes) -> float:

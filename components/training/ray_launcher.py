@@ -122,5 +122,7 @@ def _rank(config: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     os.environ[ERROR_FILE] = str(file)
     os.environ[RUN] = config["run"]
-    with closing(open_pool(with_any_duration(config["stage"]["params"]), config["verdicts"])) as pool:
+    with closing(
+        open_pool(with_any_duration(config["stage"]["params"]), config["verdicts"], trains=True)
+    ) as pool:
         run_stage(Stage(**config["stage"], pool=pool, progress=Quiet()))

@@ -135,30 +135,32 @@ def test_memory_is_waited_for_and_the_largest_takes_all(scheduler: DeviceSchedul
 @pytest.mark.parametrize(
     ("sets", "share"),
     [
-        ((), []),
-        (("policy.backend=vllm-server", "policy.servers=[]", "policy.gpu_memory_share=0.25"), [0.25]),
-        (("policy.backend=vllm-server", "policy.servers=[http://127.0.0.1:8000]"), []),
-        (("policy.backend=vllm-server", "pool.samplers=1", "policy.weight_transfer=disk"), []),
+        ((), 0.0),
+        (("policy.backend=vllm-server", "policy.servers=[]", "policy.gpu_memory_share=0.25"), 0.25),
+        (("policy.backend=vllm-server", "policy.servers=[http://127.0.0.1:8000]"), 0.0),
+        (("policy.backend=vllm-server", "pool.samplers=1", "policy.weight_transfer=disk"), 0.0),
     ],
 )
 def test_a_sampler_on_the_judges_gpu_keeps_its_memory(
     sets: tuple[str, ...],
-    share: list[float],
+    share: float,
     scheduler: DeviceScheduler,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    left: list[float] = []
+    left: list[tuple[float, float]] = []
     with (
         monkeypatch.context() as patch,
         contextlib.closing(LocalPool(resolve("ci", sets).params, tmp_path)) as pool,
     ):
-        patch.setattr(DeviceScheduler, "leave", lambda _, share: left.append(share))
-        assert isinstance(pool.judge, Judge) and left == share
-    scheduler.leave(0.25)
+        patch.setattr(DeviceScheduler, "leave", lambda _, *memory: left.append(memory))
+        assert isinstance(pool.judge, Judge) and left == [(share, 0.0)]
+    scheduler.leave(0.25, 200)
     with scheduler.reserve_memory(5000):
         assert scheduler.free_bytes == 0
-    assert scheduler.free_bytes == scheduler.reservable_bytes == 750
+    assert scheduler.free_bytes == scheduler.reservable_bytes == 580, "the share of both that is ever reserved"
+    scheduler.leave(0.5, 600)
+    assert scheduler.reservable_bytes == 1, "nothing is left, and 0 would be no limit"
 
 
 def test_who_needs_much_memory_is_not_passed_by(scheduler: DeviceScheduler) -> None:

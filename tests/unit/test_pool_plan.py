@@ -33,6 +33,7 @@ from components.planning.role_memory import (
     memory_of_roles,
     refusal,
     tensor_parallel,
+    trainer_bytes,
 )
 from components.training.run_stage import check_stages
 from flows import nightly
@@ -180,6 +181,14 @@ def test_every_profile_fits_its_own_gpus_with_a_tenth_to_spare(profile: str, gpu
         check_stages(params)
         for ppo in (params.warmup, params.agentic):
             assert ppo.advantages == "critic" or ppo.rollouts.samples > 1
+
+
+@pytest.mark.parametrize(("profile", "gpu"), [("smollm2", "h100"), ("hf-adapter", "h100")])
+def test_a_judge_that_shares_the_trainers_gpu_has_memory_for_a_task(profile: str, gpu: str) -> None:
+    params = resolve(profile, ("device=cuda", f"pool.gpu={gpu}")).params
+    trainer = trainer_bytes(params, public_shapes(PROFILE_MODELS[profile]))
+    sampler = params.policy.gpu_memory_share * GPU_BYTES[gpu]
+    assert trainer > 5e9 and params.sandbox.device_bytes <= GPU_BYTES[gpu] - sampler - trainer
 
 
 def test_profiles_of_hugging_face_models_are_those_that_a_public_model_stands_for() -> None:

@@ -6,6 +6,7 @@ name for one set of judgements) and protocol (a digest of the judge's settings).
 was killed and runs again therefore gets the same verdicts (docs/design/caching-and-resume.md).
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
 
 from components.core import telemetry
-from components.core.errors import InfrastructureError
+from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_bytes, digest_json, read_json, write_json
 from components.core.params import Params
 from components.core.task import KernelTask
@@ -185,7 +186,9 @@ class LocalPool:
     the journal's folder, with a file for each verdict or admission (the check whether a task can be judged).
     Entries are added to the journal and never changed. `folder` is where a judge on this machine keeps its
     builds and caches; by default it is the folder `judge` beside the journal. If `use_service` is true and a
-    service of this account (`cuda-agent serve`) runs on `folder`, the pool uses it and starts no judge.
+    service of this account (`cuda-agent serve`) runs on `folder`, the pool uses it and starts no judge. If
+    `trains` is true, this process trains the policy on the GPU of its judge, which leaves it the memory that
+    it is planned to need.
     """
 
     def __init__(
@@ -195,9 +198,11 @@ class LocalPool:
         folder: Path | None = None,
         *,
         use_service: bool = False,
+        trains: bool = False,
     ):
         self.params = params
         self.use_service = use_service
+        self.trains = trains
         self.verdicts = verdicts
         self.folder = folder if folder is not None else verdicts.parent / "judge"
         self.protocol = protocol_digest(params)
@@ -240,8 +245,16 @@ class LocalPool:
 
         judge = Judge(self.params, self.folder)
         policy = self.params.policy
-        if policy.backend == "vllm-server" and not policy.servers and not self.params.pool.samplers:
-            judge.scheduler.leave(policy.gpu_memory_share)  # to the server that a run starts on this GPU
+        # A server that a run starts on this GPU.
+        has_sampler = policy.backend == "vllm-server" and not policy.servers and not self.params.pool.samplers
+        share, size = policy.gpu_memory_share if has_sampler else 0.0, 0.0
+        if self.trains and self.params.device == "cuda":
+            from components.planning.model_shapes import policy_shapes
+            from components.planning.role_memory import trainer_bytes
+
+            with contextlib.suppress(UserError):  # of a policy that is given otherwise than by its parameters
+                size = trainer_bytes(self.params, policy_shapes(self.params))
+        judge.scheduler.leave(share, size)
         return judge
 
     def prepare(self) -> Future[None]:

@@ -25,13 +25,16 @@ if TYPE_CHECKING:
     from components.judge.judge import Judge
 
 
-def open_pool(params: Params, verdicts: Path, *, use_service: bool = False) -> LocalPool:
+def open_pool(
+    params: Params, verdicts: Path, *, use_service: bool = False, trains: bool = False
+) -> LocalPool:
     """Return a pool whose judges are where the parameters of the section pool say.
 
     A pool accepts candidates (implementations of a task's module) and returns verdicts. `verdicts` is the
     folder in which it keeps a file for each verdict (the journal). With `use_service`, a pool on this machine
     starts no judge if a service of this account (`cuda-agent serve`) runs on the pool's folder, and uses this
-    service. If the judge is on this machine, the isolation of runners, the sandboxed processes of candidates,
+    service. `trains` says that this process also trains, perhaps on the GPU of the judge. If the judge is on
+    this machine, the isolation of runners, the sandboxed processes of candidates,
     is checked at once, because the caller may do long work before the first candidate is judged. Raises
     IsolationUnavailable if runners cannot be isolated, and UserError if both `pool.service` and `pool.judges`
     are set.
@@ -42,7 +45,7 @@ def open_pool(params: Params, verdicts: Path, *, use_service: bool = False) -> L
         return HttpPool(params, verdicts)
     if not params.pool.judges:
         check_isolation(params.sandbox, params.device)
-    return LocalPool(params, verdicts, use_service=use_service)
+    return LocalPool(params, verdicts, use_service=use_service, trains=trains)
 
 
 def judge_workdir(
