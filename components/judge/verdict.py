@@ -219,24 +219,29 @@ def counter_lines(verdict: Verdict) -> list[str]:
     """Return a line for each kernel of one call, with what the GPU counted while Nsight Compute observed it.
 
     A line is, for example, `pass0: 9.7 us, DRAM 61 %, SM 6 %, occupancy 68 %, 32 registers, 0 accesses of
-    local memory, 0 bank conflicts.` (`counters.METRICS`). If the counters could not be read, the only line
-    says why. There are no lines unless sandbox.counters was set, and if several workloads were measured.
+    local memory, 0 bank conflicts.` (`counters.METRICS`). If the counters could not be read, a line says why.
+    If the task names workloads (several calls of its `get_inputs`), each line begins with its call. There are
+    no lines unless sandbox.counters was set.
     """
-    found = verdict.evidence.get("counters")
-    if not found:
-        return []
-    if "error" in found:
-        return [f"The GPU's counters were not read: {found['error']}"]
-    lines = [
-        f"{kernel['kernel']}: {_number(kernel['nanoseconds'], 1e-3, 1)} us, DRAM "
-        f"{_number(kernel['dram_percent'])} %, SM {_number(kernel['sm_percent'])} %, occupancy "
-        f"{_number(kernel['occupancy_percent'])} %, {_number(kernel['registers'])} registers, "
-        f"{_number(kernel['local_accesses'])} accesses of local memory, "
-        f"{_number(kernel['bank_conflicts'])} bank conflicts."
-        for kernel in found["kernels"]
-    ]
-    more = found["launches"] - len(lines)
-    return [*lines, f"{more} more kernels."] if more else lines
+    single = verdict.evidence.get("workloads", [{}])
+    calls = [f"{one.call}: " for one in verdict.workloads] or [""]
+    lines = []
+    for call, evidence in zip(calls, single, strict=False):
+        found = (verdict.evidence | evidence).get("counters", {"kernels": [], "launches": 0})
+        if "error" in found:
+            lines.append(f"{call}the GPU's counters were not read: {found['error']}")
+            continue
+        lines += [
+            f"{call}{kernel['kernel']}: {_number(kernel['nanoseconds'], 1e-3, 1)} us, DRAM "
+            f"{_number(kernel['dram_percent'])} %, SM {_number(kernel['sm_percent'])} %, occupancy "
+            f"{_number(kernel['occupancy_percent'])} %, {_number(kernel['registers'])} registers, "
+            f"{_number(kernel['local_accesses'])} accesses of local memory, "
+            f"{_number(kernel['bank_conflicts'])} bank conflicts."
+            for kernel in found["kernels"]
+        ]
+        if more := found["launches"] - len(found["kernels"]):
+            lines.append(f"{call}{more} more kernels.")
+    return lines
 
 
 def _number(value: float | None, factor: float = 1.0, digits: int = 0) -> str:

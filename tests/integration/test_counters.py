@@ -15,7 +15,7 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.judge.counters import check_counters, count, read_report
 from components.judge.judge import Judge
-from components.judge.verdict import Verdict, counter_lines
+from components.judge.verdict import Verdict, WorkloadFigures, counter_lines
 
 SIMD = corpus.files("honest", "simd")
 
@@ -62,7 +62,7 @@ def test_a_call_that_fails_leaves_the_verdict_without_counters(judge: Judge) -> 
         found = count(judge.params, bench.reference, built)
     assert found == {"error": "==ERROR== The application returned an error code (1)."}
     assert counter_lines(Verdict(status="correct", evidence={"counters": found})) == [
-        "The GPU's counters were not read: ==ERROR== The application returned an error code (1)."
+        "the GPU's counters were not read: ==ERROR== The application returned an error code (1)."
     ]
 
 
@@ -77,6 +77,11 @@ def test_a_report_without_numbers_or_kernels() -> None:
         Verdict(status="correct", evidence={"counters": {"kernels": [kernel], "launches": 3}})
     )
     assert lines[0].startswith("f: ? us, DRAM ? %") and lines[1] == "2 more kernels."
+    figures = tuple(WorkloadFigures(call=call) for call in ("get_inputs(2)", "get_inputs(8)"))
+    single = [{"counters": {"kernels": [kernel], "launches": 1}}, {"counters": {"error": "no report."}}]
+    lines = counter_lines(Verdict(status="correct", evidence={"workloads": single}, workloads=figures))
+    assert lines[0].startswith("get_inputs(2): f: ? us")
+    assert lines[1] == "get_inputs(8): the GPU's counters were not read: no report."
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,9 @@ def test_a_sampler_on_the_judges_gpu_keeps_its_memory(
     scheduler.leave(0.25, 200)
     with scheduler.reserve_memory(5000):
         assert scheduler.free_bytes == 0
-    assert scheduler.free_bytes == scheduler.reservable_bytes == 580, "the share of both that is ever reserved"
+    assert scheduler.free_bytes == scheduler.reservable_bytes == 580, (
+        "the share of both that is ever reserved"
+    )
     scheduler.leave(0.5, 600)
     assert scheduler.reservable_bytes == 1, "nothing is left, and 0 would be no limit"
 
