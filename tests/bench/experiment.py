@@ -142,6 +142,8 @@ class Experiment:
 
     def cold(self, seed: int) -> Path:
         params, out = self.params(seed), self.out / f"{seed} cold start"
+        if params.coldstart.language_model:
+            return self.stage("coldstart", out.name, params, Path(params.policy.source))
         if self.part != "evaluation" and not (out / MANIFEST).is_file():
             tasks = compose_training_tasks(seed, params.data, params.device)
             coldstart(params, tasks, out, dataset="", code="experiment", progress=Lines())
@@ -210,7 +212,8 @@ def main() -> None:
             command += [word for value in chosen.sets for word in ("--set", value)]
             subprocess.run(command, check=True, cwd=PROJECT)
         verdicts = "verdicts of evaluations" if chosen.part == "evaluation" else "verdicts"
-        pool = open_pool(resolve(chosen.profile, tuple(chosen.sets)).params, out / verdicts)
+        trains = chosen.part != "evaluation"
+        pool = open_pool(resolve(chosen.profile, tuple(chosen.sets)).params, out / verdicts, trains=trains)
         experiment = Experiment(out, chosen.profile, tuple(chosen.sets), chosen.part, pool)
         try:
             if chosen.schedules:
