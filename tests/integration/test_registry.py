@@ -392,7 +392,7 @@ def test_only_a_version_that_is_not_there_is_called_missing(
 def test_a_night_without_judges_ends_its_run_and_the_monitor_of_the_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise UserError("pool: no judge; start one.")
 
     monkeypatch.setattr(nightly, "open_pool", fail)
