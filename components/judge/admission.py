@@ -19,8 +19,9 @@ from components.core.params import JudgeParams
 from components.core.task import check_contract
 from components.core.workloads import Workload, workloads_of
 from components.judge.baselines import COMPILE, EAGER, NOOP, Baseline, start_baseline
-from components.judge.correctness import FLOAT32_FLOOR, HALF_DTYPES, PART_NUMEL, ReferenceOutput, max_abs
+from components.judge.correctness import PART_NUMEL, ReferenceOutput
 from components.judge.device_scheduler import DeviceScheduler
+from components.judge.error_measures import FLOAT32_FLOOR, HALF_DTYPES, max_abs
 from components.judge.limit import limit_of
 from components.judge.memory_plan import MemoryBudget, plan_layout
 from components.judge.role_processes import OneProcess, task_errors

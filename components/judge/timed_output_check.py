@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from components.judge.correctness import (
+from components.judge.correctness import PART_NUMEL, first_mismatch
+from components.judge.error_measures import (
     HALF_DTYPES,
-    PART_NUMEL,
     block_limits,
     block_size,
-    first_mismatch,
     max_abs,
     rounding_error,
     row_magnitudes,

@@ -1,6 +1,6 @@
 """Rejection fine-tuning (stage 2): the policy of the warm-up learns from a selection of its attempts.
 
-The policy samples in the agent loop, and `rejection_filter.select` chooses the trajectories.
+The policy samples in the agent loop, and `fine_tuning.select` chooses the trajectories.
 rejection.replay_share sets the share of cold-start demonstrations in each batch. Without them, a small policy
 memorises the tasks that it is tuned on and can no longer solve others. Rejected trajectories are stored too,
 because value pretraining learns from all trajectories.
@@ -18,10 +18,9 @@ from components.core.errors import StageFailed
 from components.core.stage_params import Rejection
 from components.core.task import KernelTask
 from components.training.engine import DeepSpeedEngine
-from components.training.fine_tuning import Row, demonstrations, fine_tune
+from components.training.fine_tuning import Row, demonstrations, fine_tune, select
 from components.training.metrics import reward_figures
 from components.training.networks import Actor
-from components.training.rejection_filter import select
 from components.training.rollouts import RunEpisode, TrainedPolicy, choose_tasks
 from components.training.stage import Stage, StageResult, derived_seed
 from components.training.training_loop import finish
@@ -33,7 +32,7 @@ MAX_TASKS_AFTER = 32
 def run(stage: Stage, episode: RunEpisode) -> StageResult:
     """Sample trajectories with the policy of the checkpoint `stage.actor`, and fine-tune it on a selection.
 
-    `rejection_filter.select` chooses trajectories with a high reward and without faulty tool calls. `episode`
+    `fine_tuning.select` chooses trajectories with a high reward and without faulty tool calls. `episode`
     is the function that samples one trajectory. After the fine-tuning, the policy is sampled again on some of
     the tasks, to measure its effect. Raises StageFailed if fewer than rejection.min_kept trajectories are
     chosen.

@@ -8,8 +8,8 @@ from training_fixtures import params, stage
 from components.agent.trajectory import ToolCall, Trajectory, Turn
 from components.judge.verdict import Verdict
 from components.training.critic import StoredRow, split_by_task
+from components.training.fine_tuning import has_loop, select
 from components.training.rejection import schedule
-from components.training.rejection_filter import has_loop, select
 from components.training.rollouts import choose_tasks
 
 

@@ -8,7 +8,8 @@ import torch
 
 from components.core.params import Params
 from components.judge.baselines import COMPILED_TOLERANCE
-from components.judge.correctness import FLOAT32_FLOOR, ReferenceOutput, smallest_limits
+from components.judge.correctness import ReferenceOutput
+from components.judge.error_measures import FLOAT32_FLOOR, smallest_limits
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.timed_output_check import TIMED_MULTIPLE, departures, suspicious_calls
 from components.sandbox.inside.operator_modes import computing_in_float64
