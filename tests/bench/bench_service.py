@@ -95,7 +95,7 @@ def main() -> None:
         judges = stack.enter_context(contextlib.closing(WarmJudges(params, home / "judge")))
         judge = stack.enter_context(judges.using(params))
         pool = SameJudgePool(params, home / "local", judge)
-        stack.callback(pool.executor.shutdown)
+        stack.callback(pool.threads.close)
         listener = stack.enter_context(bind("0", has_tokens=False))
         service = JobService(judges, params, home / "service", [task])
         stack.callback(service.close)

@@ -161,7 +161,7 @@ def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path)
     assert runner is not None
     runner.signal(9)  # as the kernel does when memory runs out
     assert pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "0")).result(600).status == "correct"
-    pool.executor.shutdown()
+    pool.threads.close()
 
 
 def test_timed_rounds_on_a_gpu_have_a_core_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_pool_measures_once_per_epoch(ci_params: Params, judge: Judge, tmp_path:
     ).result(600)
     assert evaluated.status == "correct" and evaluated.speedup.compile is not None
     for each in (pool, again):
-        each.executor.shutdown()
+        each.threads.close()
 
 
 def test_candidate_with_a_lone_surrogate_has_a_digest() -> None:

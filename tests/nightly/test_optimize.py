@@ -251,7 +251,7 @@ def pool(judge: Judge, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loc
     made = LocalPool(judge.params, tmp_path_factory.mktemp("pool") / "verdicts")
     made._judge = judge
     yield made
-    made.executor.shutdown()
+    made.threads.close()
 
 
 @pytest.fixture(scope="module")

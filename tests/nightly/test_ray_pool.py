@@ -76,7 +76,7 @@ def make_pool(request: pytest.FixtureRequest, ci_params: Params) -> Iterator[Mak
 
     yield make
     for pool in made:
-        pool.executor.shutdown(cancel_futures=True)
+        pool.threads.close()
     made[0].close()
     environment.undo()
 

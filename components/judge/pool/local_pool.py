@@ -9,7 +9,7 @@ was killed and runs again therefore gets the same verdicts (docs/design/caching-
 import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, TypeVar
@@ -19,6 +19,7 @@ from components.core.errors import InfrastructureError, UserError
 from components.core.files import digest_bytes, digest_json, read_json, write_json
 from components.core.params import Params
 from components.core.task import KernelTask
+from components.judge.pool.task_threads import TaskThreads
 from components.judge.verdict import Admission, Verdict, protocol_digest
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ class LocalPool:
         self.folder = folder if folder is not None else verdicts.parent / "judge"
         self.protocol = protocol_digest(params)
         threads = max(1, params.pool.judges) * params.sandbox.build_workers
-        self.executor = ThreadPoolExecutor(threads, thread_name_prefix="judge")
+        self.threads = TaskThreads(threads)
         self.lock = threading.Lock()
         self.in_flight: dict[str, Future[Any]] = {}
         self._judge: Backend | None = None
@@ -263,7 +264,7 @@ class LocalPool:
         A job is a request for a verdict or an admission. When the returned future is done, the judge is ready
         for jobs, while its processes may still be starting.
         """
-        return self.executor.submit(lambda: self.judge.prepare())
+        return self.threads.submit("", lambda: self.judge.prepare())
 
     def submit(self, job: Job) -> Future[Verdict]:
         """Return a future of the verdict on a job, which is read from the journal or measured.
@@ -280,7 +281,7 @@ class LocalPool:
                 write_json(journal_path(self.verdicts, key), verdict.model_dump())
             return verdict
 
-        return self._measure_once(key, measure, Verdict.model_validate)
+        return self._measure_once(key, job.task.task_id, measure, Verdict.model_validate)
 
     def ask(self, job: Job) -> Verdict:
         """Return the judge's verdict on a job (a candidate and its task) for which no verdict is stored."""
@@ -318,14 +319,17 @@ class LocalPool:
                 write_json(journal_path(self.verdicts, key), asdict(admission))
             return admission
 
-        return self._measure_once(key, measure, lambda record: Admission(**record))
+        return self._measure_once(key, key, measure, lambda record: Admission(**record))
 
-    def _measure_once(self, key: str, measure: Callable[[], T], read: Callable[[Any], T]) -> Future[T]:
+    def _measure_once(
+        self, key: str, task: str, measure: Callable[[], T], read: Callable[[Any], T]
+    ) -> Future[T]:
         """Return a future of the result for `key`, and have a thread call `measure` only if there is none.
 
-        `key` is the result's key in the journal, the folder of stored results. If `measure` has been
-        submitted for `key` and has not ended, its future is returned. If the journal has an entry for `key`,
-        the future is already done, and its result is the entry as converted by `read`.
+        `key` is the result's key in the journal, the folder of stored results, and `task` names the task on
+        behalf of which `measure` is called (`TaskThreads`). If `measure` has been submitted for `key` and has
+        not ended, its future is returned. If the journal has an entry for `key`, the future is already done,
+        and its result is the entry as converted by `read`.
         """
         path = journal_path(self.verdicts, key)
         with self.lock:
@@ -335,7 +339,7 @@ class LocalPool:
                 done: Future[T] = Future()
                 done.set_result(read(read_json(path)))
                 return done
-            future = self.executor.submit(measure)
+            future = self.threads.submit(task, measure)
             self.in_flight[key] = future
             telemetry.WAITING.inc()
 
@@ -363,7 +367,7 @@ class LocalPool:
         A job is a request for a verdict or an admission. A service, or judges that another process has
         started on the Ray cluster, are not ended.
         """
-        self.executor.shutdown(wait=True, cancel_futures=True)
+        self.threads.close()
         with self.lock:
             judge, self._judge = self._judge, None
         if judge is not None:
