@@ -108,7 +108,6 @@ def store_gc(
     from components.cli.models import open_promotion
     from components.registry.models import evidence, references
     from components.storage.gc import plan, reason_to_keep, remove
-    from components.storage.s3 import S3Store
     from flows.home_gc import removable
     from flows.run_context import home_lock
 
@@ -129,9 +128,9 @@ def store_gc(
             remove(store, group)
         removed.append({"group": group.name, "bytes": group.bytes})
         print_line(f"{verb}  {group.bytes:>14,}  {group.name}")
-    uploads = store.abandoned(max(age, timedelta(days=1))) if isinstance(store, S3Store) else []
+    uploads = store.abandoned(max(age, timedelta(days=1)))
     for key, upload in uploads:
-        if delete and isinstance(store, S3Store):
+        if delete:
             store.abandon(key, upload)
         print_line(f"{verb}  unfinished upload  {key}")
     with home_lock(home) if delete else contextlib.nullcontext():

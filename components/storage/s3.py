@@ -127,10 +127,6 @@ class S3Store:
             self.client.delete_object(Bucket=self.bucket, Key=name)
 
     def abandoned(self, older_than: timedelta) -> list[tuple[str, str]]:
-        """Return (key, upload id) of every unfinished upload in parts that is older than `older_than`.
-
-        Such uploads use storage, but a list of the objects does not show them.
-        """
         limit = datetime.now(UTC) - older_than
         with self._faults(self.prefix, "listing"):
             return [

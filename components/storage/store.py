@@ -12,15 +12,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from components.core.errors import UserError
-from components.core.files import MANIFEST, atomic_write, digest_file, sync
+from components.core.files import MANIFEST, atomic_write, digest_file, remove_tree, sync
 
 # Pattern of a valid key.
 KEY = re.compile(r"[A-Za-z0-9][\w.,=+@ -]*(/[A-Za-z0-9_][\w.,=+@ -]*)*")
+# Folder of a store of files that has the SHA-256 of each object.
+NOTES = ".sha256"
 # Error numbers with which os.link fails on file systems without hard links.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -56,6 +58,15 @@ class Store(Protocol):
 
     def remove(self, key: str) -> None:
         """Delete the object `key`; nothing happens if there is none."""
+
+    def abandoned(self, older_than: timedelta) -> list[tuple[str, str]]:
+        """Return the place and the id of each unfinished write that began earlier than `older_than` ago.
+
+        Such a write was killed. It uses storage, but is in no list of the objects.
+        """
+
+    def abandon(self, key: str, upload: str) -> None:
+        """Free the storage of an unfinished write, given by its place and its id."""
 
 
 def check_key(key: str) -> str:
@@ -141,13 +152,24 @@ class FolderStore:
                     break
                 folder.rmdir()
 
+    def abandoned(self, older_than: timedelta) -> list[tuple[str, str]]:
+        limit = (datetime.now(UTC) - older_than).timestamp()
+        return [
+            (path.relative_to(self.root).as_posix(), "")
+            for path in sorted(self.root.rglob(".*"))
+            if path != self.root / NOTES and path.is_dir() and path.stat().st_mtime < limit
+        ]
+
+    def abandon(self, key: str, upload: str) -> None:
+        remove_tree(self.root / key)
+
     def _note(self, key: str) -> Path:
         """Return the path of the file with the SHA-256 of the object `key`.
 
         This file is not in the same folder as the object, because libraries load the folder of a checkpoint
         in the store directly and that folder must contain no other files.
         """
-        return self.root / ".sha256" / check_key(key)
+        return self.root / NOTES / check_key(key)
 
     def _recorded(self, key: str) -> str:
         """Return the SHA-256 that was recorded when the object `key` was written, or "".

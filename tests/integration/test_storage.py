@@ -180,6 +180,24 @@ def test_an_interrupted_upload_leaves_nothing_and_is_made_anew(
     assert (tmp_path / "back").read_bytes() == LARGE
 
 
+def test_what_a_killed_write_left_in_a_folder_is_found_and_removed(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    store.put("runs/1/report", file(tmp_path, b"kept"))
+    left = [tmp_path / "store/runs/1/.ab12", tmp_path / "store/.sha256/runs/1/.report.x"]
+    for folder in left:
+        folder.mkdir()
+        (folder / "object").write_bytes(b"half")
+    assert store.abandoned(timedelta(days=1)) == []
+    places = [(folder.relative_to(tmp_path / "store").as_posix(), "") for folder in left]
+    assert sorted(store.abandoned(timedelta(0))) == sorted(places)
+    for place in places:
+        store.abandon(*place)
+    assert not any(folder.exists() for folder in left) and not store.abandoned(timedelta(0))
+    assert [entry.key for entry in store.entries()] == ["runs/1/report"]
+    store.get("runs/1/report", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == b"kept"
+
+
 @pytest.mark.parametrize("size", [1000, len(LARGE)])
 def test_of_two_writers_that_both_saw_nothing_one_is_refused(
     bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
