@@ -34,10 +34,9 @@ def open_pool(
     folder in which it keeps a file for each verdict (the journal). With `use_service`, a pool on this machine
     starts no judge if a service of this account (`cuda-agent serve`) runs on the pool's folder, and uses this
     service. `trains` says that this process also trains, perhaps on the GPU of the judge. If the judge is on
-    this machine, the isolation of runners, the sandboxed processes of candidates,
-    is checked at once, because the caller may do long work before the first candidate is judged. Raises
-    IsolationUnavailable if runners cannot be isolated, and UserError if both `pool.service` and `pool.judges`
-    are set.
+    this machine, the isolation of runners, the sandboxed processes of candidates, is checked at once, because
+    the caller may do long work before the first candidate is judged. Raises IsolationUnavailable if runners
+    cannot be isolated, and UserError if both `pool.service` and `pool.judges` are set.
     """
     if params.pool.service:
         if params.pool.judges:

@@ -143,10 +143,9 @@ def block_operators(device: str) -> Callable[[], None]:
     view or copy (`compute_operators`), and all that work on tensors of other layouts (`layout_operators`).
     The exceptions are the operators of `may_construct`. The fusers of TorchScript are switched off, the
     attributes ENGINES, which compute without operators, are removed, and numpy and scipy cannot be imported
-    any more. The returned function does not look up
-    names of this module, so a candidate that replaces them changes nothing. A reference to each library
-    object is leaked on purpose, because torch would restore the original kernels if the object were garbage
-    collected.
+    any more. The returned function does not look up names of this module, so a candidate that replaces them
+    changes nothing. A reference to each library object is leaked on purpose, because torch would restore the
+    original kernels if the object were garbage collected.
     """
     library, partial, refuse = torch._C._dispatch_library, functools.partial, _refuse
     leak, as_object = ctypes.pythonapi.Py_IncRef, ctypes.py_object
