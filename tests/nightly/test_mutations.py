@@ -13,7 +13,7 @@ import pytest
 
 from components.judge import (
     candidate,
-    correctness,
+    error_measures,
     input_mixing,
     measurement,
     staged_inputs,
@@ -111,16 +111,16 @@ def test_one_family_of_timed_inputs(cold_judge: Judge, monkeypatch: pytest.Monke
 
 
 def test_tolerance_of_the_public_harnesses(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(correctness, "FLOAT32_FLOOR", 1e-2)
-    monkeypatch.setattr(correctness, "block_limits", lambda dtype, block: ())
+    monkeypatch.setattr(error_measures, "FLOAT32_FLOOR", 1e-2)
+    monkeypatch.setattr(error_measures, "block_limits", lambda dtype, block: ())
     sandbox = cold_judge.params.sandbox.model_copy(update={"absolute_tolerance": 1e-2})
     cold_judge.params = cold_judge.params.model_copy(update={"sandbox": sandbox})
     assert verdict(cold_judge, "half_precision").status == "correct"
 
 
 def test_comparison_that_nan_passes(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = correctness.row_magnitudes
-    for module in (correctness, timed_output_check):
+    honest = error_measures.row_magnitudes
+    for module in (error_measures, timed_output_check):
         monkeypatch.setattr(module, "row_magnitudes", lambda error: honest(error.nan_to_num(0.0)))
     assert verdict(cold_judge, "nan_answer").status == "correct"
 
