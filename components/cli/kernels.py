@@ -79,8 +79,9 @@ def judge(
         )
     defaults = () if precise or is_remote else QUICK
     resolved = options.resolve_for_judging(*overrides, defaults=defaults, device=device)
-    if cold_cache and resolved.params.device == "cpu":
-        raise UserError("--cold-cache: the device is cpu, and the option is for a GPU; add --device cuda.")
+    for option, is_chosen in (("--cold-cache", cold_cache), ("--counters", counters)):
+        if is_chosen and resolved.params.device == "cpu":
+            raise UserError(f"{option}: the device is cpu, and the option is for a GPU; add --device cuda.")
     from components.judge.pool.open_pool import judge_workdir
     from components.judge.verdict import Labels, counter_lines, rates_line
 

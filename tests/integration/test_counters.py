@@ -9,8 +9,10 @@ from pathlib import Path
 
 import judge_fixtures as corpus
 import pytest
+from typer.testing import CliRunner
 
-from components.core.config import resolve
+from components.cli.main import app
+from components.core.config import PROJECT, resolve
 from components.core.errors import UserError
 from components.core.params import Params
 from components.judge.counters import check_counters, count, read_report
@@ -100,3 +102,10 @@ def test_counters_that_cannot_be_read_are_refused(
     params: Params = resolve("", ("sandbox.counters=true", *sets)).params
     with pytest.raises(UserError, match=says):
         check_counters(params)
+
+
+@pytest.mark.parametrize("option", ["--counters", "--cold-cache"])
+def test_options_for_a_gpu_are_refused_on_cpu(option: str) -> None:
+    done = CliRunner().invoke(app, ["judge", str(PROJECT / "agent_workdir"), "--device", "cpu", option])
+    assert isinstance(done.exception, UserError)
+    assert str(done.exception).startswith(f"{option}: the device is cpu")
