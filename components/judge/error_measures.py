@@ -33,8 +33,9 @@ ROUNDING_FLOOR = 0.25, 2.0
 # Largest absolute value in an output whose errors are computed in float32. A difference of larger values
 # could overflow.
 LARGEST_SCALE = 1e37
-# Multiple of the reference output's error that must still be right for a block to be compared, and the same
-# in half precision, where rounding alone is an eighth of what a block may differ.
+# A block is compared only if the reference output's error in it, multiplied by this number, is still within
+# the block's limit. The second number is for half precision, where rounding alone makes an error of an eighth
+# of the limit.
 BLOCK_MULTIPLE, HALF_BLOCK_MULTIPLE = 16, 8
 
 

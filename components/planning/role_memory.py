@@ -72,11 +72,7 @@ def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
     `sandbox.device_bytes` is 0.
     """
     policy, engine, pool = params.policy, params.engine, params.pool
-    ranks, size = max(1, pool.trainers), GPU_BYTES[pool.gpu]
-    # A trajectory that is longer than tokens_per_microbatch has a micro-batch of its own.
-    tokens = max(engine.tokens_per_microbatch, policy.context)
-    roles = roles_of(params, shapes)
-    memory = rank_memory(shapes, engine, roles, ranks=ranks, tokens=tokens, row=policy.context)
+    size, roles, tokens, memory = GPU_BYTES[pool.gpu], roles_of(params, shapes), *_first_rank(params, shapes)
     weights = value_bytes(engine) * shapes.parameters
     awake, asleep, host = 0.0, 0.0, 0.0
     if policy.backend == "transformers" and engine.zero_stage == 3:
@@ -92,10 +88,20 @@ def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
     sampling = kept | {"sampler": awake, "judge or new weights": max(judge, BUCKET_BYTES)}
     networks = ["actor"] + ["critic"] * roles.has_critic + ["reference"] * roles.has_reference
     return RoleMemory(
-        gpus=ranks,
+        gpus=max(1, pool.trainers),
         parts=max(training, sampling, key=lambda parts: sum(parts.values())),
         holds=f"{', '.join(networks)}; {tokens:,} tokens",
         host=memory.host + host,
+    )
+
+
+def _first_rank(params: Params, shapes: ModelShapes) -> tuple[int, RankMemory]:
+    """Return the tokens of the first rank's largest micro-batch, and the memory that the rank takes."""
+    # A trajectory that is longer than tokens_per_microbatch has a micro-batch of its own.
+    tokens = max(params.engine.tokens_per_microbatch, params.policy.context)
+    roles, ranks = roles_of(params, shapes), max(1, params.pool.trainers)
+    return tokens, rank_memory(
+        shapes, params.engine, roles, ranks=ranks, tokens=tokens, row=params.policy.context
     )
 
 
@@ -113,10 +119,7 @@ def trainer_bytes(params: Params, shapes: ModelShapes) -> float:
     While the rank trains, a sampler with policy.sleep takes less than its share of the GPU. The difference is
     subtracted, so that the sum of the result and the sampler's share is the largest use of both together.
     """
-    tokens = max(params.engine.tokens_per_microbatch, params.policy.context)
-    roles, row = roles_of(params, shapes), params.policy.context
-    ranks = max(1, params.pool.trainers)
-    memory = rank_memory(shapes, params.engine, roles, ranks=ranks, tokens=tokens, row=row)
+    _, memory = _first_rank(params, shapes)
     freed = max(0.0, _sampler_bytes(params) - ASLEEP_BYTES) if params.policy.sleep else 0.0
     return sum(_kept(memory).values()) + max(0.0, sum(_working(memory).values()) - freed)
 

@@ -1,4 +1,4 @@
-"""Validity of the judge's figures: equal code, a known difference, doubled work, a module beside itself.
+"""Validity of the judge's figures: equal code, a known difference, doubled work, a task's own code.
 
     python tests/bench/judge_validity.py [--device cuda] [REPEATS]
 
@@ -156,8 +156,8 @@ def fixed_cost(judge: Judge) -> str:
     )
 
 
-def beside_itself(judge: Judge, rows: int, repeats: int) -> str:
-    """Return the geometric mean and the extremes of the ratios to eager of a module judged with itself."""
+def own_code(judge: Judge, rows: int, repeats: int) -> str:
+    """Return the geometric mean and the extremes of the ratios to eager of a task's own code as candidate."""
     module = (
         "import torch\n\nclass {}(torch.nn.Module):\n    def forward(self, x):\n        return x.softmax(1)\n"
     )
@@ -204,7 +204,7 @@ def main() -> None:
         judge = Judge(resolve("ci", ("sandbox.rules=any",)).params, Path(folder))
         try:
             for rows in (1, 4, 16, 64, 256, 1024):
-                print(f"{rows} rows beside itself: {beside_itself(judge, rows, chosen.repeats)}", flush=True)
+                print(f"{rows} rows, own code: {own_code(judge, rows, chosen.repeats)}", flush=True)
         finally:
             judge.close()
 
