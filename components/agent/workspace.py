@@ -153,9 +153,9 @@ def _starter(code: str, evidence: dict[str, Any]) -> str | None:
     ]
     forward.body = parse_python("\n".join(lines)).body
     model.name = "ModelNew"
-    for node in ast.walk(model):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
-            node.args = []  # super(Model, self) becomes super()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == "Model":
+            node.id = "ModelNew"
     return ast.unparse(ast.fix_missing_locations(_module(tree))) + "\n"
 
 

@@ -1,6 +1,8 @@
 """Metrics, suites and the evaluation's durability."""
 
 import math
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from components.agent.workspace import Workspace
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.params import Params
@@ -17,6 +20,7 @@ from components.core.task import KernelTask, cast_task, dtype_of, write_tasks
 from components.evaluation.metrics import by_level, changes, summarise
 from components.evaluation.results import Attempt, TaskResult
 from components.evaluation.suites import load_suite
+from components.judge.screen import screen_python
 from components.judge.verdict import Ratio, Speedup, Verdict, milestone
 
 TASK = """
@@ -269,7 +273,9 @@ RETURNS = {
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS)
 @pytest.mark.parametrize("returned", RETURNS)
-def test_a_task_is_cast_however_it_is_written(constructor: str, returned: str) -> None:
+def test_a_task_and_its_starter_are_cast_however_it_is_written(
+    constructor: str, returned: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = (
         "import torch\nfrom torch import nn\nN = 1\nclass Model(nn.Module):\n"
         f"{CONSTRUCTORS[constructor]}    def forward(self, x):\n        return x\n\n\n"
@@ -280,6 +286,14 @@ def test_a_task_is_cast_however_it_is_written(constructor: str, returned: str) -
     exec(task.code, namespace)
     tensors = [namespace["get_inputs"]()[0], *namespace["Model"]().parameters()]
     assert {tensor.dtype for tensor in tensors} == {torch.float16} and dtype_of(task.code) == "float16"
+    names = ["line.weight", "line.bias"] if "Linear" in CONSTRUCTORS[constructor] else []
+    shape = {"shape": [2], "dtype": "float16"}
+    evidence = {"inputs": [shape], "outputs": [shape], "parameters": names}
+    starter = Workspace(task.model_copy(update={"evidence": evidence})).files["model_new.py"]
+    assert screen_python(starter) is None
+    monkeypatch.setitem(sys.modules, "cuda_extension", types.ModuleType("cuda_extension"))
+    exec(starter, namespace)
+    assert [value.dtype for value in namespace["ModelNew"]().parameters()] == [torch.float16] * len(names)
 
 
 def test_the_hugging_face_layout_loads_like_the_checkout(tmp_path: Path) -> None:
