@@ -144,9 +144,9 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
     The end is the beginning of `night` plus the budget night.hours, less a reserve for what follows training.
     `before` is the evaluation of the first policy of this run. What follows training is expected to last as
     long as in the newest finished run with the same profile in the folder of all runs, and at least as long
-    as `before`. Without such a run it is expected to last twice as long as `before`, and at least FIRST_SHARE
-    of the budget is reserved, because the gates (conditions of promotion) judge a sample of exploits too.
-    Measured times are multiplied by MARGIN, and SPARE_SECONDS are added.
+    as `before`. Without such a run at least FIRST_SHARE of the budget is reserved, because the gates
+    (conditions of promotion) judge a sample of exploits too. Measured times are multiplied by MARGIN, and
+    SPARE_SECONDS are added.
     """
     hours = run.params.night.hours
     if not hours:
@@ -158,11 +158,8 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
         if record.get("profile") == run.profile and "tail_seconds" in record
     ]
     budget = hours * 3600
-    if earlier:
-        reserve = MARGIN * max(before.seconds, float(earlier[0]))
-    else:
-        reserve = max(MARGIN * 2 * before.seconds, FIRST_SHARE * budget)
-    return night.started + budget - reserve - SPARE_SECONDS
+    least = MARGIN * float(earlier[0]) if earlier else FIRST_SHARE * budget
+    return night.started + budget - max(MARGIN * before.seconds, least) - SPARE_SECONDS
 
 
 def may_begin(run: PipelineRun, name: StageName, deadline: float | None) -> bool:

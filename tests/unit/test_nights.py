@@ -124,7 +124,7 @@ def test_time_is_kept_for_what_was_measured_after_training_or_a_tenth_of_the_bud
         assert deadline is not None
         return 1000.0 + 3600.0 - deadline
 
-    assert left(1.0) == 380.0 and left(400.0) == 1020.0
+    assert left(1.0) == 380.0 and left(400.0) == 520.0
     write_json(tmp_path / "runs" / "a" / "run.json", {"profile": run.profile, "tail_seconds": 40.0})
     assert left(1.0) == 70.0 and left(80.0) == 120.0
     for name, damage in {"b": "{", "c": "[1]"}.items():
