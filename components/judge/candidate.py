@@ -254,27 +254,21 @@ def _refuse_run_time_compilers(tree: ast.Module) -> None:
     compiled while the candidate runs.
     """
     for node in ast.walk(tree):
-        names: list[str] = []
-        match node:
-            case ast.Import(names=imported):
-                names = [name.name for name in imported]
-            case ast.ImportFrom(module=str(module)):
-                names = [module]
-            case ast.Attribute(value=ast.Name(id="torch"), attr="compile"):
-                raise Rejected(
-                    "load_failed",
-                    "unsupported:torch.compile",
-                    "torch.compile starts compilers while the candidate runs, which may start no process.",
-                )
-        for name in names:
-            package = name.partition(".")[0]
-            if package in COMPILED_AT_RUN_TIME:
-                raise Rejected(
-                    "load_failed",
-                    f"unsupported:{package}",
-                    f"{name} compiles kernels while the candidate runs; only kernels that the judge itself "
-                    "builds, from load_inline, load or kernels/, are judged.",
-                )
+        if isinstance(node, ast.Attribute) and triton_screen.dotted_name(node) == "torch.compile":
+            raise Rejected(
+                "load_failed",
+                "unsupported:torch.compile",
+                "torch.compile starts compilers while the candidate runs, which may start no process.",
+            )
+    for name in triton_screen.imported_modules(tree):
+        package = name.partition(".")[0]
+        if package in COMPILED_AT_RUN_TIME:
+            raise Rejected(
+                "load_failed",
+                f"unsupported:{package}",
+                f"{name} compiles kernels while the candidate runs; only kernels that the judge itself "
+                "builds, from load_inline, load or kernels/, are judged.",
+            )
 
 
 def _validated(requested: bytes) -> list[CheckedExtension]:

@@ -133,20 +133,10 @@ def _largest(measured: list[float], device: Device, measure: Callable[[], float]
 def _seconds(work: Callable[[], Any], device: Device, calls: int = CALLS) -> float:
     """Return the seconds of one call of `work`: the least of `REPETITIONS` averages over `calls` calls.
 
-    A first average is left out. On cpu the seconds are the CPU time of one thread, and on cuda wall time.
+    On cpu the seconds are the CPU time of one thread, and on cuda wall time.
     """
-    clock = time.thread_time if device == "cpu" else time.perf_counter
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    times = []
-    try:
-        for _ in range(1 + REPETITIONS):
-            start = clock()
-            for _ in range(calls):
-                work()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            times.append((clock() - start) / calls)
-    finally:
-        torch.set_num_threads(threads)
-    return min(times[1:])
+    from torch.utils import benchmark  # its import takes 0.2 s
+
+    clock = time.thread_time if device == "cpu" else benchmark.timer
+    timer = benchmark.Timer("work()", globals={"work": work}, timer=clock)
+    return min(timer.timeit(calls).mean for _ in range(REPETITIONS))

@@ -118,15 +118,7 @@ def screen_files(files: dict[str, str]) -> str | None:
 
 def uses_extensions(tree: ast.AST) -> bool:
     """Return whether a Python file imports torch.utils.cpp_extension; `tree` is the file's syntax tree."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (
-            node.module == EXTENSION_MODULE
-            or (node.module == "torch.utils" and any(n.name == "cpp_extension" for n in node.names))
-        ):
-            return True
-        if isinstance(node, ast.Import) and any(name.name == EXTENSION_MODULE for name in node.names):
-            return True
-    return False
+    return EXTENSION_MODULE in triton_screen.imported_modules(tree)
 
 
 def called_function(call: ast.Call) -> str:

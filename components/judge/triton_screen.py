@@ -44,13 +44,17 @@ def dotted_name(node: ast.expr) -> str:
 
 
 def imported_modules(tree: ast.AST) -> list[str]:
-    """Return the names of the modules that a file imports, such as `torch` and `triton.language`."""
+    """Return the names of what a file imports, such as `torch`, `triton.language` and `math.sqrt`.
+
+    What is imported from a module has the module's name before its own, and the module is named too.
+    """
     names: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names += [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom):
-            names.append(node.module or "")
+            module = node.module or ""
+            names += [module, *(f"{module}.{name.name}" for name in node.names)]
     return names
 
 

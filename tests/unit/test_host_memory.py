@@ -1,4 +1,4 @@
-"""Host memory by the machine and by the limits of control groups of both versions."""
+"""Host memory by the machine and by the limits of control groups."""
 
 from pathlib import Path
 
@@ -36,12 +36,6 @@ def v2(group: str, limit: str, usage: int, inactive: int = 0) -> dict[str, str]:
 
 
 V2_MOUNT = "cgroup2 /sys/fs/cgroup cgroup2 rw,nosuid 0 0\n"
-V1_MOUNTS = (
-    "tmpfs /sys/fs/cgroup tmpfs rw 0 0\n"
-    "cgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n"
-    "cgroup2 /sys/fs/cgroup/unified cgroup2 rw 0 0\n"
-)
-V1_MEMBERSHIP = "5:cpu:/\n4:memory:/docker/abc\n0::/\n"
 
 
 def test_without_limits_it_is_what_the_machine_reports(tmp_path: Path) -> None:
@@ -61,25 +55,6 @@ def test_file_pages_that_can_be_freed_are_available(tmp_path: Path) -> None:
 
 def test_memory_beyond_a_limit_is_none_and_not_negative(tmp_path: Path) -> None:
     assert available_bytes(machine(tmp_path, "0::/\n", V2_MOUNT, v2("", str(GIB), 2 * GIB))) == 0
-
-
-@pytest.mark.parametrize("folder", ["memory/docker/abc", "memory"], ids=["host's path", "container's mount"])
-def test_version_1(tmp_path: Path, folder: str) -> None:
-    files = {
-        f"{folder}/memory.limit_in_bytes": f"{8 * GIB}\n",
-        f"{folder}/memory.usage_in_bytes": f"{3 * GIB}\n",
-        f"{folder}/memory.stat": f"inactive_file 7\ntotal_inactive_file {GIB}\n",
-    }
-    assert available_bytes(machine(tmp_path, V1_MEMBERSHIP, V1_MOUNTS, files)) == 6 * GIB
-
-
-def test_version_1_without_a_limit(tmp_path: Path) -> None:
-    files = {
-        "memory/docker/abc/memory.limit_in_bytes": "9223372036854771712\n",
-        "memory/docker/abc/memory.usage_in_bytes": f"{3 * GIB}\n",
-        "memory/docker/abc/memory.stat": "total_inactive_file 0\n",
-    }
-    assert available_bytes(machine(tmp_path, V1_MEMBERSHIP, V1_MOUNTS, files)) == 64 * GIB
 
 
 def test_this_machine_has_some() -> None:
