@@ -12,7 +12,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from components.agent.episode import RolloutRequest
-from components.agent.in_flight import BusyMeter
 from components.agent.rewards import load_reward
 from components.agent.trajectory import Trajectory, load_trajectories
 from components.core import stage_params
@@ -63,41 +62,6 @@ def choose_tasks(tasks: Sequence[KernelTask], count: int, *, seed: int, step: in
     return [tasks[orders[number][index]] for number, index in positions]
 
 
-class IdleTimes:
-    """Meter of the seconds in which the sampler, and in which the judge, is idle.
-
-    `sampling` and `judging` measure the seconds in which at least one completion, or one verdict, is waited
-    for. The rest is idle, and so are the sampler's pauses.
-    """
-
-    def __init__(self, sampling: BusyMeter, judging: BusyMeter):
-        self.sampling, self.judging = sampling, judging
-        self.last = time.monotonic()
-        # Seconds that the meters showed at the last call of `since_last`; `resume` adds what `sampling` has
-        # counted during a pause. `paused_at` is what `sampling` showed when the pause began.
-        self.last_sampling = self.last_judging = self.paused_at = 0.0
-
-    def pause(self) -> None:
-        self.paused_at = self.sampling.seconds()
-
-    def resume(self) -> None:
-        self.last_sampling += self.sampling.seconds() - self.paused_at
-
-    def since_last(self) -> Figures:
-        """Return the idle seconds since the last call, or since this object was made if this is the first.
-
-        The keys are `idle_sampler` and `idle_judge`, for the sampler and for the judge, which measures
-        kernels.
-        """
-        now, sampling, judging = time.monotonic(), self.sampling.seconds(), self.judging.seconds()
-        figures = {
-            "idle_sampler": now - self.last - (sampling - self.last_sampling),
-            "idle_judge": now - self.last - (judging - self.last_judging),
-        }
-        self.last, self.last_sampling, self.last_judging = now, sampling, judging
-        return figures
-
-
 class TrainedPolicy:
     """The policy that a stage trains, with its tokenizer, its sampler and the trajectories that it samples.
 
@@ -140,6 +104,9 @@ class TrainedPolicy:
         self.sampler: TransformersSampler | VllmSampler | None = None
         self.queue: TrajectoryQueue | None = None
         self.is_paused = False
+        # The time, and the seconds in which a completion and a verdict were waited for, when `sample` last
+        # returned.
+        self.read = (time.monotonic(), 0.0, 0.0)
         # The checkpoint of the newest weights, with which vLLM's transfer by disk is made.
         self.published = stage.out / "published"
         if self.world.rank > 0:
@@ -165,7 +132,6 @@ class TrainedPolicy:
             staleness=staleness,
             group=group,
         )
-        self.idle = IdleTimes(self.queue.sampling, self.queue.judging)
 
     def _request(self, wave: int) -> RolloutRequest:
         """Return the request to sample a trajectory of each task that `choose` returns for wave `wave`.
@@ -258,11 +224,9 @@ class TrainedPolicy:
         if isinstance(self.sampler, TransformersSampler) and not self.is_paused:
             self.sampler.pause()
             self.is_paused = True
-            self.idle.pause()
 
     def _resume(self) -> None:
         if isinstance(self.sampler, TransformersSampler) and self.is_paused:
-            self.idle.resume()
             self.is_paused = False
             self.sampler.resume()
 
@@ -295,9 +259,15 @@ class TrainedPolicy:
             self.queue.begin(step, count, steps)
             self.queue.take(folder, count, report, self._restore)
             dropped = self.queue.dropped - dropped
-            figures |= self.idle.since_last()
-            figures["idle_trainer"] = time.monotonic() - started
-            figures["dropped_for_age"] = dropped / (dropped + count)
+            now = (time.monotonic(), self.queue.sampling.seconds(), self.queue.judging.seconds())
+            passed, sampling, judging = (new - old for new, old in zip(now, self.read, strict=True))
+            self.read = now
+            figures |= {
+                "idle_sampler": passed - sampling,
+                "idle_judge": passed - judging,
+                "idle_trainer": now[0] - started,
+                "dropped_for_age": dropped / (dropped + count),
+            }
         self.world.barrier()
         if isinstance(self.sampler, VllmSampler):
             figures |= self.sampler.fleet.figures()
