@@ -55,10 +55,13 @@ def serve(
     from components.evaluation.suites import load_suite
     from components.service.server import bind
     from components.service.server import serve as serve_judges
-    from components.service.tokens import TokenFile
+    from components.service.tokens import TokenFile, read_tokens
 
     listed = load_suite(params, newest_dataset(home))
-    file = TokenFile(tokens) if tokens is not None else None
+    file = None
+    if tokens is not None:
+        read_tokens(tokens)
+        file = TokenFile(tokens)
     with contextlib.ExitStack() as resources:
         listener = resources.enter_context(bind(http, has_tokens=file is not None)) if http else None
 

@@ -4,7 +4,7 @@ A token is 256 random bits, so that its digest needs neither salt nor a slow has
 """
 
 import secrets
-import threading
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated
@@ -104,39 +104,23 @@ def revoke_token(path: Path, name: str) -> None:
         write_tokens(path, kept)
 
 
+@dataclass(frozen=True)
 class TokenFile:
-    """The tokens of the token file `path`, which `find` reads again whenever the file has changed.
+    """The tokens of the token file `path`, which `find` reads each time, so that changes apply at once."""
 
-    The constructor raises UserError if the file cannot be read or is damaged.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.lock = threading.Lock()
-        self.state = self._stat()
-        self.tokens = {token.digest: token for token in read_tokens(path)}
-
-    def _stat(self) -> tuple[int, int, int] | None:
-        try:
-            status = self.path.stat()
-        except OSError:
-            return None
-        return status.st_mtime_ns, status.st_size, status.st_ino
+    path: Path
 
     def find(self, secret: str) -> Token:
         """Return the token with this secret.
 
         Raises ServiceError with the HTTP status 401 if there is none or it has expired, and 503 if the file
-        has changed and cannot be read or is damaged.
+        cannot be read or is damaged.
         """
-        with self.lock:
-            if (state := self._stat()) != self.state:
-                try:
-                    self.tokens = {token.digest: token for token in read_tokens(self.path)}
-                except UserError as error:
-                    raise ServiceError(503, "the service's token file cannot be read.") from error
-                self.state = state
-        token = self.tokens.get(digest_bytes(secret.encode(errors="replace")))
+        try:
+            tokens = {token.digest: token for token in read_tokens(self.path)}
+        except UserError as error:
+            raise ServiceError(503, "the service's token file cannot be read.") from error
+        token = tokens.get(digest_bytes(secret.encode(errors="replace")))
         if token is None:
             raise ServiceError(401, "Authorization: unknown token; ask the service's operator for one.")
         now = datetime.now(UTC)
