@@ -17,6 +17,7 @@ from typing import Any
 from components.bootstrap.loop_nest import Line, Nest, Shape
 from components.bootstrap.operator_chain import CORE_OPERATORS, PALETTE, SLOPES, SOURCE
 from components.bootstrap.operator_code import ELEMENTWISE
+from components.bootstrap.source_names import plain_layout
 from components.bootstrap.tensor_losses import LOSSES
 from components.bootstrap.tensor_operator import (
     ALL_RANKS,
@@ -168,13 +169,13 @@ INPUT = re.compile(r"torch\.(randn?\(|randint\(0, \d+, \()([\d, ]+?),?\)+(\.bool
 
 
 def read_program(code: str) -> Program | None:
-    """Return the program of a source in the layout of composed tasks, or None for another source.
+    """Return the program of a source that can be written in the layout of composed tasks, or None.
 
-    The layout is TASK_LAYOUT, which has one operator in each line of forward. The program has the loop nests
-    and C++ lines that compute the task. Returns None also if a line of forward is not that of a tensor
-    operator, or if an input is not created by torch.rand, torch.randn or torch.randint.
+    The layout is TASK_LAYOUT, which has one operator in each line of forward (`plain_layout`). The program
+    has the loop nests and C++ lines that compute the task. Returns None also if a line of forward is not that
+    of a tensor operator, or if an input is not created by torch.rand, torch.randn or torch.randint.
     """
-    source = SOURCE.fullmatch(code)
+    source = SOURCE.fullmatch(plain_layout(code) or "")
     if source is None:
         return None
     names = source["arguments"].split(", ")
@@ -218,7 +219,7 @@ def uses_operator(code: str, name: str) -> bool:
     False if there is no operator `name`.
     """
     line, init = PATTERNS.get(name, (None, None))
-    texts = [text.strip().partition(" = ")[2] for text in code.splitlines()]
+    texts = [text.strip().partition(" = ")[2] for text in (plain_layout(code) or code).splitlines()]
     return all(any(map(pattern.fullmatch, texts)) for pattern in (line, init) if pattern) and line is not None
 
 

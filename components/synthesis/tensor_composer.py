@@ -2,8 +2,9 @@
 
 A task is a PyTorch module that a policy has to make faster: a single operator of
 components/bootstrap/tensor_operators.py or a short chain of them, on inputs of any rank, whose sizes are
-often no powers of two. The rule-based kernel writer can write kernels for all of these tasks. A chain becomes
-a task only if its output on a small input varies, and changes when any operator is left out.
+often no powers of two, in a source as people write it (source_style.py). The rule-based kernel writer can
+write kernels for all of these tasks. A chain becomes a task only if its output on a small input varies, and
+changes when any operator is left out.
 """
 
 import itertools
@@ -27,6 +28,7 @@ from components.core.params import Data
 from components.core.records import Device
 from components.core.task import KernelTask
 from components.synthesis.operator_ablation import composed_task, draw_weighted, passes_ablation
+from components.synthesis.source_style import restyle
 
 # Sizes that the dimensions of inputs may have, by rank. The last two dimensions of images and volumes are
 # equal in half of all tasks.
@@ -213,7 +215,7 @@ def compose_tensor_task(rng: random.Random, data: Data, device: Device) -> Kerne
         draws += 1
         measurable = 1.3 * fastest <= estimate_seconds(code, device) <= slowest / 1.3
         if (measurable or draws > MAX_DRAWS) and every_operator_matters(choices, shape):
-            return composed_task(code, tuple(names), data.held_out_seed)
+            return composed_task(restyle(code, names, rng), tuple(names), data.held_out_seed)
 
 
 def _draw_shape(rng: random.Random, numel: tuple[int, int]) -> Shape:

@@ -16,7 +16,7 @@ from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.progress import Quiet
 from components.synthesis.contamination import count_subtrees, similarity
-from components.synthesis.core_composer import compose_tasks, write_source
+from components.synthesis.core_composer import compose_tasks
 from components.synthesis.dataset import build_dataset
 from components.synthesis.task_filter import find_label_error
 from components.synthesis.tensor_composer import Choice, estimate_seconds, fill, write_tensor_source
@@ -144,6 +144,6 @@ def test_demonstrations_are_written_for_composed_tasks_of_both_kinds() -> None:
     for task, device in itertools.product(tasks, ("cpu", "cuda")):
         messages = make_demonstration(task, rng, PARAMS.coldstart, device)
         assert any("KERNEL(forward)" in message["content"] for message in messages)
-    core = write_source((("softmax", ()),), (64, 512))
+    other = tasks[0].code.replace("get_inputs", "make_inputs")
     with pytest.raises(ValueError, match="composed tasks only"):
-        make_demonstration(tasks[0].model_copy(update={"code": core + "\n"}), rng, PARAMS.coldstart, "cpu")
+        make_demonstration(tasks[0].model_copy(update={"code": other}), rng, PARAMS.coldstart, "cpu")

@@ -1,0 +1,232 @@
+"""Put values in place of the names in a task's source, and read the source in the layout of composed tasks.
+
+Composed tasks have one line `x = …` of `forward` for each operator, and numbers in place of named sizes
+(TASK_LAYOUT in operator_chain.py). People name sizes and arguments of the constructor, and write docstrings.
+"""
+
+import ast
+import copy
+import re
+from dataclasses import dataclass
+
+from components.bootstrap.operator_chain import SOURCE, TASK_LAYOUT
+from components.core.text import parse_python
+from components.core.workloads import assigns_workloads
+
+# Expressions by the names or attributes that they are assigned to.
+Names = dict[str, ast.expr]
+# Names of the inputs in the layout of composed tasks, in their order.
+INPUTS = "xyz"
+
+
+class NotAChain(Exception):
+    """Error raised if a source is no chain of known operators, applied to `x` one after another."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a task's source in which values are in place of the names of sizes.
+
+    `constants` are the values that the module names. `inputs` is the expression that get_inputs returns.
+    `attributes` are the expressions that the constructor assigns to attributes of `self`, in their order, and
+    `arguments` the names of the inputs of `forward`, whose statements are `forward`.
+    """
+
+    constants: Names
+    inputs: ast.expr
+    attributes: Names
+    arguments: list[str]
+    forward: list[ast.stmt]
+
+
+def plain_layout(code: str) -> str | None:
+    """Return the source of a task in the layout of composed tasks, or None if it cannot be written so.
+
+    In the result, numbers are in place of named sizes and of arguments and attributes of the constructor, and
+    docstrings and annotations are left out. Only sources are read in which each statement of `forward`
+    assigns one operator, or its result, to the first input, whatever it is called. A source that already has
+    the layout is returned unchanged.
+    """
+    if SOURCE.fullmatch(code):
+        return code
+    try:
+        return _plain(parts_of(parse_python(code)))
+    except (NotAChain, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _plain(parts: Parts) -> str:
+    if not isinstance(parts.inputs, ast.List | ast.Tuple) or not 1 <= len(parts.arguments) <= len(INPUTS):
+        raise NotAChain
+    names = parts.constants | {
+        name: ast.Name(letter) for name, letter in zip(parts.arguments, INPUTS, strict=False)
+    }
+    attributes = {name: ast.unparse(value) for name, value in parts.attributes.items()}
+    values = {name: text for name, text in attributes.items() if is_value(parts.attributes[name])}
+    lines = []
+    for statement in parts.forward:
+        if isinstance(statement, ast.Return) and statement.value is not None:
+            expression = statement.value
+        elif bound := assigned_names(statement):
+            ((name, expression),) = bound.items()
+            if ast.unparse(Substitution(names).visit(ast.Name(name))) != INPUTS[0]:
+                raise NotAChain
+        elif is_docstring(statement):
+            continue
+        else:
+            raise NotAChain
+        line = ast.unparse(Substitution(names).visit(expression))
+        lines.append(re.sub(r"self\.(\w+)", lambda match: values.get(match[1], match[0]), line))
+    return (
+        TASK_LAYOUT.format(
+            init="".join(
+                f"        self.{name} = {text}\n" for name, text in attributes.items() if name not in values
+            ),
+            arguments=", ".join(INPUTS[: len(parts.arguments)]),
+            lines="\n".join(f"        x = {line}" for line in lines if line != INPUTS[0]),
+            inputs=", ".join(map(ast.unparse, parts.inputs.elts)),
+        )
+        .replace("torch.nn.functional.", "F.")
+        .replace("'", '"')
+    )
+
+
+def parts_of(tree: ast.Module) -> Parts:
+    """Return the parts of a task's source, of which `tree` is the syntax tree.
+
+    Raises NotAChain if `forward` of the class Model or get_inputs is missing or has branches, or if the
+    source names workloads (several calls of get_inputs), which the layout of composed tasks has no place for.
+    """
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    model = next(
+        (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"), None
+    )
+    methods = {node.name: node for node in model.body if isinstance(node, ast.FunctionDef)} if model else {}
+    if "forward" not in methods or "get_inputs" not in functions or any(map(assigns_workloads, tree.body)):
+        raise NotAChain
+    constants = {
+        name: value
+        for statement in tree.body
+        for name, value in assigned_names(statement).items()
+        if is_value(value)
+    }
+    given = (
+        returned_expression(functions["get_init_inputs"].body, dict(constants))
+        if "get_init_inputs" in functions
+        else ast.List([])
+    )
+    return Parts(
+        constants,
+        returned_expression(functions["get_inputs"].body, dict(constants)),
+        constructed(methods["__init__"], given, constants) if "__init__" in methods else {},
+        [argument.arg for argument in methods["forward"].args.args[1:]],
+        methods["forward"].body,
+    )
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+def is_number(node: ast.expr) -> bool:
+    """Return whether the node is a number with or without a minus sign."""
+    node = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else node
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+
+
+def is_value(node: ast.expr) -> bool:
+    """Return whether the node is a number, or a tuple of numbers."""
+    return all(map(is_number, node.elts)) if isinstance(node, ast.Tuple) else is_number(node)
+
+
+def assigned_names(statement: ast.stmt) -> Names:
+    """Return the names that an assignment binds, with their expressions.
+
+    Only `a = …` and `a, b = …, …` are supported. The result is empty for other statements.
+    """
+    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        return {}
+    target, value = statement.targets[0], statement.value
+    pairs = (
+        zip(target.elts, value.elts, strict=True)
+        if isinstance(target, ast.Tuple)
+        and isinstance(value, ast.Tuple)
+        and len(target.elts) == len(value.elts)
+        else [(target, value)]
+    )
+    return {name.id: bound for name, bound in pairs if isinstance(name, ast.Name)}
+
+
+@dataclass
+class Substitution(ast.NodeTransformer):
+    """A transformer that replaces names by expressions.
+
+    A value or a name may be used several times. Any other expression is used at most once, because a chain
+    has no branches.
+    """
+
+    names: Names
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Replace a name of `names` by its expression, and leave any other name.
+
+        An expression that is neither a value nor a name is removed from `names`, so that it is used only
+        once.
+        """
+        value = self.names.get(node.id)
+        if value is None:
+            return node
+        return (
+            copy.deepcopy(value)
+            if is_value(value) or isinstance(value, ast.Name)
+            else self.names.pop(node.id)
+        )
+
+
+def returned_expression(body: list[ast.stmt], names: Names) -> ast.expr:
+    """Return the expression that statements without branches return, after substituting names in it.
+
+    Replaced are the names of `names` and those that the statements assign, which are added to `names`. Raises
+    NotAChain for other statements.
+    """
+    for statement in body:
+        if isinstance(statement, ast.Return) and statement.value is not None:
+            returned: ast.expr = Substitution(names).visit(statement.value)
+            return returned
+        bound = assigned_names(statement)
+        if bound:
+            names |= {name: Substitution(names).visit(value) for name, value in bound.items()}
+        elif not is_docstring(statement):
+            raise NotAChain
+    raise NotAChain
+
+
+def is_docstring(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def constructed(init: ast.FunctionDef, init_arguments: ast.expr, constants: Names) -> Names:
+    """Return the expressions that the constructor assigns to attributes of `self`, in their order.
+
+    In these expressions, the names of `constants` and the constructor's arguments are replaced by their
+    values. `init_arguments` is the list of the arguments' values that get_init_inputs returns. Raises
+    NotAChain if the constructor has another statement than such assignments, docstrings and the call of the
+    base class's constructor.
+    """
+    arguments = [argument.arg for argument in init.args.args[1:]]
+    values = init_arguments.elts if isinstance(init_arguments, ast.List | ast.Tuple) else []
+    names = (
+        constants
+        | dict(zip(reversed(arguments), reversed(init.args.defaults), strict=False))
+        | dict(zip(arguments, values, strict=False))
+    )
+    attributes: Names = {}
+    for statement in init.body:
+        if (
+            isinstance(statement, ast.Assign)
+            and isinstance(statement.targets[0], ast.Attribute)
+            and ast.unparse(statement.targets[0].value) == "self"
+        ):
+            attributes[statement.targets[0].attr] = Substitution(names).visit(statement.value)
+        elif not is_docstring(statement) and not ast.unparse(statement).startswith("super("):
+            raise NotAChain
+    return attributes
