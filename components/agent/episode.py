@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from components.agent.chat_template import ChatTemplate
 from components.agent.in_flight import BusyMeter, keep_in_flight
@@ -42,7 +42,6 @@ from components.policy.sampler import Completion, Sampler
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from components.policy.chat_client import ChatClient
 
 SHORTENED = "[an older observation, shortened]"
 # Number of tokens that must be left in the context window; with fewer, an episode ends.
@@ -135,10 +134,17 @@ def first_prompt(params: Params, code: str, *, in_turns: bool) -> str:
     return user_message(params.policy, code, in_turns=in_turns, device=params.device)
 
 
+class Versioned(Protocol):
+    """What an episode knows of its policy: the name of its weights."""
+
+    @property
+    def version(self) -> str: ...
+
+
 class Episode(abc.ABC):
     """One attempt of a policy at one task, whose record is returned as a trajectory when the attempt ends."""
 
-    def __init__(self, request: RolloutRequest, index: int, policy: Sampler | ChatClient):
+    def __init__(self, request: RolloutRequest, index: int, policy: Versioned):
         """Prepare the attempt of `policy` at the task `request.tasks[index]`."""
         self.task = request.tasks[index]
         self.request = request

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.trajectory import Trajectory
+from components.bootstrap.canonicalize import canonicalize
+from components.bootstrap.operator_chain import read_chain
 from components.core.config import is_gguf
 from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_json, digest_tree, read_json
@@ -48,7 +50,8 @@ class Policy:
     `name` is the folder of the policy, or the names of its server and model, for messages. `version` is the
     short name of its weights, which trajectories (records of attempts at tasks) contain. `digest` is equal
     for equal policies. `params` are the parameters with which the policy is sampled. `sample` returns one
-    trajectory for each task of a request, in the order of the tasks.
+    trajectory for each task of a request, in the order of the tasks. `knows` says whether a task with the
+    source it gets is one of those that the policy was made for.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Policy:
     digest: str
     params: Params
     sample: Callable[[RolloutRequest], list[Trajectory]]
+    knows: Callable[[str], bool] = lambda code: True
 
 
 def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
@@ -75,7 +79,16 @@ def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
     def sample(request: RolloutRequest) -> list[Trajectory]:
         return run_episodes(request, *loaded())
 
-    return Policy(str(folder), digest[:16], digest, params, sample)
+    knows = functools.partial(is_learned, params)
+    return Policy(str(folder), digest[:16], digest, params, sample, knows)
+
+
+def is_learned(params: Params, code: str) -> bool:
+    """Return whether a policy with the prompt of `params` has learned modules such as `code`.
+
+    A policy with the compact prompt knows chains of core operators, and one with the full prompt any module.
+    """
+    return params.policy.prompt == "full" or read_chain(canonicalize(code) or "") is not None
 
 
 def open_sampler(

@@ -211,22 +211,28 @@ def _balanced(kernel: str) -> bool:
 # --- whole demonstrations -----------------------------------------------------------------------------------
 
 
-def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) -> tuple[str, bool]:
-    """Return a kernel with a random schedule for a composed task, and whether it is right.
+def draw_kernel(code: str, device: Device, rng: random.Random) -> str:
+    """Return a kernel with a random schedule, a choice of how it computes, for the task with source `code`.
 
-    `code` is the source text of the composed task, a chain of operators that is written in the project's
-    fixed form. A schedule is a choice of how the kernel computes. `write_kernel` writes the kernel of a chain
-    of core operators (operator_chain.py) on inputs of two dimensions with one of the usual row lengths, and
-    `write_program` the kernel of any other task that can be read as loop nests. The kernel is made wrong with
-    the probability `wrong_share`. Raises ValueError if `code` is no composed task.
+    `write_kernel` writes the kernel of a chain of core operators (operator_chain.py) on inputs of two
+    dimensions with one of the usual row lengths, and `write_program` the kernel of any other task that can be
+    read as loop nests (`read_program`). Raises ValueError for other tasks.
     """
     chain, program = read_chain(code), read_program(code)
     if chain is not None and (program is None or program.shape[1:] in [(cols,) for cols in COLS]):
-        kernel = write_kernel(chain, draw_schedule(rng, device))
-    elif program is not None:
-        kernel = write_program(program, draw_nest_schedule(rng, device))
-    else:
-        raise ValueError("demonstrations are written for composed tasks only")
+        return write_kernel(chain, draw_schedule(rng, device))
+    if program is not None:
+        return write_program(program, draw_nest_schedule(rng, device))
+    raise ValueError("kernels are written for chains of the tensor operators only")
+
+
+def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) -> tuple[str, bool]:
+    """Return a kernel with a random schedule for the task with source `code`, and whether it is right.
+
+    The kernel is made wrong with the probability `wrong_share`. Raises ValueError if no rule writes kernels
+    for the task (`draw_kernel`).
+    """
+    kernel = draw_kernel(code, device, rng)
     if rng.random() < wrong_share:
         return mutate(kernel, rng), False
     return kernel, True

@@ -8,8 +8,10 @@ import ast
 import copy
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from components.bootstrap.operator_chain import SOURCE, TASK_LAYOUT
+from components.bootstrap.spelling import Speller, Spellings
 from components.core.text import parse_python
 from components.core.workloads import assigns_workloads
 
@@ -39,29 +41,34 @@ class Parts:
     forward: list[ast.stmt]
 
 
-def plain_layout(code: str) -> str | None:
+def plain_layout(code: str, known: Spellings) -> str | None:
     """Return the source of a task in the layout of composed tasks, or None if it cannot be written so.
 
     In the result, numbers are in place of named sizes and of arguments and attributes of the constructor, and
-    docstrings and annotations are left out. Only sources are read in which each statement of `forward`
-    assigns one operator, or its result, to the first input, whatever it is called. A source that already has
-    the layout is returned unchanged.
+    docstrings and annotations are left out. Calls of torch are spelled as in `known`. Only sources are read
+    in which each statement of `forward` assigns one operator, or its result, to the first input, whatever it
+    is called. A source that already has the layout is returned unchanged.
     """
     if SOURCE.fullmatch(code):
         return code
     try:
-        return _plain(parts_of(parse_python(code)))
+        return _plain(parts_of(parse_python(code)), known)
     except (NotAChain, SyntaxError, ValueError, RecursionError, MemoryError):
         return None
 
 
-def _plain(parts: Parts) -> str:
+def _plain(parts: Parts, known: Spellings) -> str:
     if not isinstance(parts.inputs, ast.List | ast.Tuple) or not 1 <= len(parts.arguments) <= len(INPUTS):
         raise NotAChain
     names = parts.constants | {
         name: ast.Name(letter) for name, letter in zip(parts.arguments, INPUTS, strict=False)
     }
-    attributes = {name: ast.unparse(value) for name, value in parts.attributes.items()}
+    speller = Speller(known, parts.attributes)
+    attributes = {
+        name: ast.unparse(speller.constructor(value))
+        for name, value in parts.attributes.items()
+        if not speller.function_of(value)
+    }
     values = {name: text for name, text in attributes.items() if is_value(parts.attributes[name])}
     lines = []
     for statement in parts.forward:
@@ -75,7 +82,7 @@ def _plain(parts: Parts) -> str:
             continue
         else:
             raise NotAChain
-        line = ast.unparse(Substitution(names).visit(expression))
+        line = speller.line(Substitution(names).visit(expression))
         lines.append(re.sub(r"self\.(\w+)", lambda match: values.get(match[1], match[0]), line))
     return (
         TASK_LAYOUT.format(
@@ -104,12 +111,11 @@ def parts_of(tree: ast.Module) -> Parts:
     methods = {node.name: node for node in model.body if isinstance(node, ast.FunctionDef)} if model else {}
     if "forward" not in methods or "get_inputs" not in functions or any(map(assigns_workloads, tree.body)):
         raise NotAChain
-    constants = {
-        name: value
-        for statement in tree.body
-        for name, value in assigned_names(statement).items()
-        if is_value(value)
-    }
+    constants: Names = {}
+    for statement in tree.body:
+        for name, value in assigned_names(statement).items():
+            number = _number(Substitution(constants).visit(value))
+            constants |= {name: number} if is_value(number) else {}
     given = (
         returned_expression(functions["get_init_inputs"].body, dict(constants))
         if "get_init_inputs" in functions
@@ -138,13 +144,23 @@ def is_value(node: ast.expr) -> bool:
     return all(map(is_number, node.elts)) if isinstance(node, ast.Tuple) else is_number(node)
 
 
+def _number(node: ast.expr) -> ast.expr:
+    """Return the number that arithmetic with numbers gives, or the node if it is something else."""
+    parts = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
+    if not isinstance(node, ast.BinOp) or not all(isinstance(part, parts) for part in ast.walk(node)):
+        return node
+    return ast.Constant(eval(ast.unparse(node)))
+
+
 def assigned_names(statement: ast.stmt) -> Names:
     """Return the names that an assignment binds, with their expressions.
 
-    Only `a = …` and `a, b = …, …` are supported. The result is empty for other statements.
+    Only `a = …`, `a = b = …` and `a, b = …, …` are supported. The result is empty for other statements.
     """
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+    if not isinstance(statement, ast.Assign):
         return {}
+    if len(statement.targets) > 1:
+        return {one.id: statement.value for one in statement.targets if isinstance(one, ast.Name)}
     target, value = statement.targets[0], statement.value
     pairs = (
         zip(target.elts, value.elts, strict=True)
@@ -165,6 +181,11 @@ class Substitution(ast.NodeTransformer):
     """
 
     names: Names
+
+    def visit_Starred(self, node: ast.Starred) -> Any:
+        """Replace `*sizes` by the elements of the tuple that the name has."""
+        value = self.visit(node.value)
+        return value.elts if isinstance(value, ast.Tuple) else ast.Starred(value, ast.Load())
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Replace a name of `names` by its expression, and leave any other name.

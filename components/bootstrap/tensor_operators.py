@@ -18,6 +18,7 @@ from components.bootstrap.loop_nest import Line, Nest, Shape
 from components.bootstrap.operator_chain import CORE_OPERATORS, PALETTE, SLOPES, SOURCE
 from components.bootstrap.operator_code import ELEMENTWISE
 from components.bootstrap.source_names import plain_layout
+from components.bootstrap.spelling import spellings
 from components.bootstrap.tensor_losses import LOSSES
 from components.bootstrap.tensor_operator import (
     ALL_RANKS,
@@ -164,6 +165,7 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w+)\\\}", group, re.escape(template)))
 
 
+SPELLINGS = spellings((row.line for row in OPERATORS.values()), (row.init for row in OPERATORS.values()))
 PATTERNS = {name: (_pattern(row.line), _pattern(row.init)) for name, row in OPERATORS.items()}
 INPUT = re.compile(r"torch\.(randn?\(|randint\(0, \d+, \()([\d, ]+?),?\)+(\.bool\(\))?")
 
@@ -175,7 +177,7 @@ def read_program(code: str) -> Program | None:
     has the loop nests and C++ lines that compute the task. Returns None also if a line of forward is not that
     of a tensor operator, or if an input is not created by torch.rand, torch.randn or torch.randint.
     """
-    source = SOURCE.fullmatch(plain_layout(code) or "")
+    source = SOURCE.fullmatch(plain_layout(code, SPELLINGS) or "")
     if source is None:
         return None
     names = source["arguments"].split(", ")
@@ -219,7 +221,9 @@ def uses_operator(code: str, name: str) -> bool:
     False if there is no operator `name`.
     """
     line, init = PATTERNS.get(name, (None, None))
-    texts = [text.strip().partition(" = ")[2] for text in (plain_layout(code) or code).splitlines()]
+    texts = [
+        text.strip().partition(" = ")[2] for text in (plain_layout(code, SPELLINGS) or code).splitlines()
+    ]
     return all(any(map(pattern.fullmatch, texts)) for pattern in (line, init) if pattern) and line is not None
 
 

@@ -43,7 +43,9 @@ Device = Annotated[str, typer.Option("--device", help="cpu or cuda; by default c
 Policy = Annotated[
     str,
     typer.Option(
-        "--policy", help="champion, a version, a folder, or the address of an OpenAI-compatible server"
+        "--policy",
+        help="champion, a version, a folder, the address of an OpenAI-compatible server, or rules, which "
+        "searches without a model",
     ),
 ]
 ServerModel = Annotated[

@@ -314,9 +314,10 @@ def _print_gates(gates: list[dict[str, Any]]) -> None:
 def find_policy(name: str, server_model: str, resolved: Resolved) -> Policy:
     """Return the policy that `name`, the value of `--policy`, stands for.
 
-    `name` is the address of an OpenAI-compatible server, a folder with a model, or the alias or number of a
-    registered version. `server_model` is the value of `--model`: one of the server's models, or "" for the
-    first. Raises UserError if there is no such policy, or if `server_model` is given for another one.
+    `name` is the address of an OpenAI-compatible server, a folder with a model, `rules` for the rule-based
+    kernel writer, or the alias or number of a registered version. `server_model` is the value of `--model`:
+    one of the server's models, or "" for the first. Raises UserError if there is no such policy, or if
+    `server_model` is given for another one.
     """
     from components.agent.policies import folder_policy, server_policy
 
@@ -335,10 +336,14 @@ def find_policy(name: str, server_model: str, resolved: Resolved) -> Policy:
         )
     if Path(name).is_dir():
         return folder_policy(Path(name), params, explicit)
+    if name == "rules":
+        from components.agent.rules import rules_policy
+
+        return rules_policy(params, explicit)
     if name.isdigit() or name in ("champion", "candidate", "previous"):
         return folder_policy(_registered_checkpoint(name, resolved), params, explicit)
     raise UserError(
-        f"--policy {name}: no such folder; give champion, a version's number, a folder, or an address "
+        f"--policy {name}: no such folder; give champion, a version's number, a folder, rules, or an address "
         "such as http://localhost:8000/v1."
     )
 

@@ -98,7 +98,14 @@ def evaluate(
         for task_id, found in admissions.items()
         if found.reason in MENDS
     }
-    measurable = [task for task in measurable if task.task_id not in refused]
+    # A workspace begins with a model_new.py that is made from the evidence.
+    measurable = [
+        task.model_copy(update={"evidence": admissions[task.task_id].evidence})
+        if task.task_id in admissions
+        else task
+        for task in measurable
+        if task.task_id not in refused
+    ]
     if not measurable or len(measurable) < share * len(tasks):
         raise UserError(
             f"{suite}: {left_out(refused, len(tasks))}; {len(measurable)} tasks remain, less than the share "

@@ -46,7 +46,7 @@ def test_a_folder_that_is_no_sound_policy_is_refused(
         ([], "no run was registered here yet"),
         (
             ["--policy", "no-such-folder"],
-            "no such folder; give champion, a version's number, a folder, or an address",
+            "no such folder; give champion, a version's number, a folder, rules, or an address",
         ),
         (["--policy", "."], r"config\.json is missing"),
         (["--levels", "4"], "its levels are: 1, 2, 3"),

@@ -26,7 +26,7 @@ from schedules import SEPARATE, VECTORISED
 from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.optimize.export import check_output_folder, drop_in, export, headline
 from components.agent.optimize.search import NOT_LEARNED, Outcome, find_kernel
-from components.agent.policies import folder_policy, with_policy_settings
+from components.agent.policies import folder_policy, is_learned, with_policy_settings
 from components.agent.trajectory import Trajectory
 from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.kernel_writer import write_kernel
@@ -53,6 +53,9 @@ class Scripted:
     def __init__(self, lines: Lines):
         self.lines = lines
         self.params = params(context=4096)
+
+    def knows(self, code: str) -> bool:
+        return is_learned(self.params, code)
 
     def sample(self, request: RolloutRequest) -> list[Trajectory]:
         return run_episodes(request, ScriptedSampler(TOKENIZER, self.lines), TOKENIZER)

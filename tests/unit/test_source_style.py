@@ -4,10 +4,11 @@ import itertools
 import random
 from typing import Any
 
+import pytest
 import torch
 
 from components.bootstrap.source_names import plain_layout
-from components.bootstrap.tensor_operators import read_program
+from components.bootstrap.tensor_operators import SPELLINGS, read_program
 from components.core.config import resolve
 from components.synthesis import tensor_composer
 from components.synthesis.core_composer import compose_tasks
@@ -33,7 +34,7 @@ def test_a_task_in_the_style_computes_the_same_and_is_read_as_the_same(monkeypat
         (shapes, output), (styled_shapes, styled_output) = outcome(task.code), outcome(styled)
         assert styled_shapes == shapes
         torch.testing.assert_close(styled_output, output, rtol=0, atol=0, equal_nan=True)
-        plain, program, same = plain_layout(styled), read_program(task.code), read_program(styled)
+        plain, program, same = plain_layout(styled, SPELLINGS), read_program(task.code), read_program(styled)
         assert plain is not None and outcome(plain)[0] == shapes
         assert program is not None and same is not None and len(same.tensors) == len(program.tensors)
         assert same.shape == program.shape and len(same.parts) == len(program.parts)
@@ -76,6 +77,70 @@ def get_init_inputs():
 def test_sources_of_people_are_read_and_those_with_branches_are_not() -> None:
     program = read_program(PEOPLE)
     assert program is not None and program.shape == (4, 8) and program.tensors == ("x", "out")
-    assert plain_layout(PEOPLE.replace("        return torch.sum", "        if A: return torch.sum")) is None
-    assert plain_layout(PEOPLE.replace("A = torch.sigmoid(A)", "B = torch.sigmoid(A)")) is None
-    assert plain_layout(PEOPLE.replace("class Model", "class Other")) is None
+    assert (
+        plain_layout(PEOPLE.replace("        return torch.sum", "        if A: return torch.sum"), SPELLINGS)
+        is None
+    )
+    assert plain_layout(PEOPLE.replace("A = torch.sigmoid(A)", "B = torch.sigmoid(A)"), SPELLINGS) is None
+    assert plain_layout(PEOPLE.replace("class Model", "class Other"), SPELLINGS) is None
+
+
+def task(lines: str, init: str = "") -> str:
+    return (
+        f"import torch\nimport torch.nn as nn\n\nclass Model(nn.Module):\n    def __init__(self):\n        "
+        f"super().__init__()\n{init}\n    def forward(self, x, y):\n{lines}\n        return x\n\ndef "
+        "get_inputs():\n    return [torch.rand(8, 6, 16, 16), torch.rand(8, 6, 16, 16)]\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "spelled"),
+    [
+        ("torch.relu(x)", "F.relu(x)"),
+        ("x.sigmoid()", "torch.sigmoid(x)"),
+        ("torch.nn.functional.gelu(x)", "F.gelu(x)"),
+        ("F.leaky_relu(x)", "F.leaky_relu(x, 0.01)"),
+        ("F.leaky_relu(x, negative_slope=0.2)", "F.leaky_relu(x, 0.2)"),
+        ("torch.clamp(x, min=-1.0, max=1.0)", "torch.clamp(x, -1.0, 1.0)"),
+        ("torch.clamp(x, min=0.5)", "torch.clamp(x, min=0.5)"),
+        ("F.elu(x, alpha=1)", "F.elu(x)"),
+        ("F.hardtanh(x, min_val=-1, max_val=1)", "F.hardtanh(x)"),
+        ("torch.sum(x, 1)", "torch.sum(x, dim=1, keepdim=False)"),
+        ("x.mean(dim=(2, 3), keepdim=True)", "torch.mean(x, dim=(2, 3), keepdim=True)"),
+        ("torch.max(x, dim=1).values", "torch.max(x, dim=1, keepdim=False)[0]"),
+        ("torch.matmul(x.T, y)", "torch.matmul(x.transpose(-2, -1), y)"),
+        ("torch.bmm(x, y)", "torch.matmul(x, y)"),
+        ("x * torch.sigmoid(x)", "F.silu(x)"),
+        ("F.max_pool2d(x, 2)", "F.max_pool2d(x, kernel_size=2, stride=2, padding=0, dilation=1)"),
+        ("self.act(x)", "F.leaky_relu(x, 0.3)"),
+        ("self.pool(x)", "F.avg_pool2d(x, kernel_size=3, stride=2, padding=0)"),
+        ("self.soft(x)", "torch.softmax(x, dim=1)"),
+        ("torch.fft.rfft(x)", "torch.fft.rfft(x)"),
+    ],
+)
+def test_calls_are_spelled_as_the_lines_of_the_operators(written: str, spelled: str) -> None:
+    init = """        self.act = nn.LeakyReLU(0.3)
+        self.pool = nn.AvgPool2d(3, stride=2)
+        self.soft = torch.nn.Softmax(dim=1)
+"""
+    plain = plain_layout(task(f"        x = {written}", init), SPELLINGS)
+    assert plain is not None and f"        x = {spelled}\n" in plain
+
+
+@pytest.mark.parametrize(
+    ("written", "spelled"),
+    [
+        (
+            "nn.Conv2d(6, 8, kernel_size=3)",
+            "nn.Conv2d(6, 8, 3, stride=1, padding=0, dilation=1, groups=1, bias=True)",
+        ),
+        ("nn.GroupNorm(num_groups=2, num_channels=6)", "nn.GroupNorm(2, 6)"),
+        ("nn.BatchNorm2d(num_features=6)", "nn.BatchNorm2d(6)"),
+        ("nn.BatchNorm2d(6, affine=False)", "nn.BatchNorm2d(6, affine=False)"),
+        ("nn.Linear(16, 4)", "nn.Linear(16, 4, bias=True)"),
+        ("nn.Parameter(torch.randn(6, 1, 1))", "nn.Parameter(torch.randn((6, 1, 1)))"),
+    ],
+)
+def test_constructors_are_spelled_with_the_arguments_that_vary(written: str, spelled: str) -> None:
+    plain = plain_layout(task("        x = self.part(x)", f"        self.part = {written}\n"), SPELLINGS)
+    assert plain is not None and f"        self.part = {spelled}\n" in plain

@@ -145,5 +145,5 @@ def test_demonstrations_are_written_for_composed_tasks_of_both_kinds() -> None:
         messages = make_demonstration(task, rng, PARAMS.coldstart, device)
         assert any("KERNEL(forward)" in message["content"] for message in messages)
     other = tasks[0].code.replace("get_inputs", "make_inputs")
-    with pytest.raises(ValueError, match="composed tasks only"):
+    with pytest.raises(ValueError, match="chains of the tensor operators only"):
         make_demonstration(tasks[0].model_copy(update={"code": other}), rng, PARAMS.coldstart, "cpu")

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from components.agent.episode import RolloutRequest
 from components.agent.policies import Policy
 from components.agent.trajectory import Trajectory
-from components.bootstrap.canonicalize import canonicalize
-from components.bootstrap.operator_chain import read_chain
 from components.core.errors import UserError
 from components.core.files import digest_json
 from components.core.progress import Progress
@@ -30,7 +28,7 @@ FULL_TURNS = 30
 TEMPERATURE = 1.0
 SHORT_SECONDS = 2e-5  # eager time of a call below which call overhead dominates
 NOT_LEARNED = (
-    "The module was not recognised as a chain of the operators that this policy has learned; "
+    "The module was not recognised as a chain of the operators that this policy knows; "
     "a larger policy (--policy) is the one to ask."
 )
 UNJUDGEABLE = {
@@ -142,7 +140,7 @@ def find_kernel(
     begun, params = time.monotonic(), policy.params
     task, notes = admitted_task(task, origin, pool)
     compact = params.policy.prompt == "compact"
-    if compact and read_chain(canonicalize(task.code) or "") is None:
+    if not policy.knows(task.code):
         notes.append(NOT_LEARNED)
     attempts = attempts or (COMPACT_ATTEMPTS if compact else FULL_ATTEMPTS)
     turns = turns or (params.evaluation.max_turns if compact else FULL_TURNS)

@@ -1,0 +1,185 @@
+"""Rewrite calls of torch as the lines of the tensor operators spell them (tensor_operators.py).
+
+People write `torch.relu(x)`, `x.relu()`, or `self.act(x)` with `nn.ReLU()`, for `F.relu(x)`. They name
+arguments that the lines pass by position, pass by position what the lines name, and leave out defaults.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+NAMESPACES = frozenset("torch F nn.functional torch.nn.functional".split())
+# Names of arguments that the lines pass by position, by function.
+POSITIONAL = {
+    "leaky_relu": ("negative_slope",),
+    "softshrink": ("lambd",),
+    "hardshrink": ("lambd",),
+    "clamp": ("min", "max"),
+}
+# Functions with another name that compute the same.
+SAME = {"bmm": "matmul"}
+# Values of arguments that people leave out, or write although it is the default, as source texts.
+DEFAULTS = {
+    "keepdim": "False",
+    "min_val": "-1.0",
+    "max_val": "1.0",
+    "padding": "0",
+    "dilation": "1",
+    "alpha": "1.0",
+    "delta": "1.0",
+    "margin": "1.0",
+    "negative_slope": "0.01",
+    "lambd": "0.5",
+}
+
+
+# Expressions of an input x, and of a second one y, that a function computes too.
+EXPRESSIONS = {
+    "x * torch.sigmoid(x)": "F.silu(x)",
+    "torch.sigmoid(x) * x": "F.silu(x)",
+    "x / (1 + torch.abs(x))": "F.softsign(x)",
+    "torch.mean((x - y) ** 2)": "F.mse_loss(x, y)",
+}
+
+
+@dataclass(frozen=True)
+class Spellings:
+    """Calls of torch's functions and of constructors of its modules, as lines spell them, by their names.
+
+    A name is that of the function or class without its module. Arguments that vary are names.
+    """
+
+    functions: dict[str, ast.Call]
+    modules: dict[str, ast.Call]
+
+
+def spellings(lines: Iterable[str], constructors: Iterable[str]) -> Spellings:
+    """Return the calls in texts such as `torch.sum(x, dim={dim})`; of several, the first counts."""
+
+    def calls(texts: Iterable[str]) -> dict[str, ast.Call]:
+        found: dict[str, ast.Call] = {}
+        for text in texts:
+            for node in ast.walk(ast.parse(re.sub(r"\{(\w+)\}", r"\1", text))):
+                if isinstance(node, ast.Call):
+                    found.setdefault(ast.unparse(node.func).rpartition(".")[2], node)
+        return found
+
+    return Spellings(calls(lines), calls(constructors))
+
+
+def _equal(one: ast.expr, other: ast.expr) -> bool:
+    try:
+        return bool(ast.literal_eval(one) == ast.literal_eval(other))
+    except ValueError:
+        return False
+
+
+@dataclass
+class Speller(ast.NodeTransformer):
+    """A transformer that gives expressions of `forward` the spelling of `known`.
+
+    `attributes` are the expressions that the constructor assigns to attributes of `self`, by name.
+    """
+
+    known: Spellings
+    attributes: dict[str, ast.expr]
+
+    def line(self, expression: ast.expr) -> str:
+        """Return the source text of an expression in the spelling of the lines."""
+        text = ast.unparse(self.visit(expression))
+        return EXPRESSIONS.get(text, text)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """Spell the transposition of a matrix, and the first of a function's results."""
+        self.generic_visit(node)
+        if node.attr == "T":
+            return ast.parse(f"{ast.unparse(node.value)}.transpose(-2, -1)", mode="eval").body
+        if node.attr == "values":
+            return ast.Subscript(node.value, ast.Constant(0))
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        """Spell a call of a function, of a method of a tensor, or of a module without parameters."""
+        self.generic_visit(node)
+        namespace, _, name = ast.unparse(node.func).rpartition(".")
+        if namespace in NAMESPACES:
+            return self._call(name, node.args, node.keywords) or node
+        made = self.attributes.get(name) if namespace == "self" else None
+        if isinstance(made, ast.Call) and (function := self.function_of(made)):
+            return self._call(function, [*node.args, *made.args], made.keywords) or node
+        is_method = isinstance(node.func, ast.Attribute) and not re.match(r"(self|torch|F|nn)\b", namespace)
+        if isinstance(node.func, ast.Attribute) and is_method and name != "transpose":
+            return self._call(name, [node.func.value, *node.args], node.keywords) or node
+        return node
+
+    def function_of(self, made: ast.expr) -> str:
+        """Return the name of the function that a module computes, such as leaky_relu for nn.LeakyReLU(0.1).
+
+        `made` is the expression that makes the module. The result is "" for modules with parameters, for
+        other expressions, and for functions that no line has.
+        """
+        kind = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
+        names = {name.replace("_", ""): name for name in self.known.functions}
+        return names.get(kind.lower(), "")
+
+    def _call(self, name: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.expr | None:
+        """Return the call of a function with its arguments as the lines spell them, None if none has it."""
+        line = self.known.functions.get(SAME.get(name, name))
+        if line is None:
+            return None
+        placed = POSITIONAL.get(name, ())
+        named = [keyword.arg or "" for keyword in line.keywords]
+        tensors = max(1, len(line.args) - len(placed))
+        values = dict(zip((*placed, *named), arguments[tensors:], strict=False))
+        values |= {keyword.arg or "": keyword.value for keyword in keywords}
+        for argument, text in DEFAULTS.items():
+            default = ast.parse(text, mode="eval").body
+            if argument in (*placed, *named) and not (argument == "keepdim" and "dim" not in values):
+                values.setdefault(argument, default)
+            elif argument in values and _equal(values[argument], default):
+                del values[argument]
+        if not values.keys() >= set(placed):
+            placed = ()
+        if "stride" in named and ast.unparse(values.get("stride", ast.Constant(None))) == "None":
+            values["stride"] = values["kernel_size"]
+        order = [*(key for key in named if key in values), *(key for key in values if key not in named)]
+        return ast.Call(
+            line.func,
+            [*arguments[:tensors], *(values[place] for place in placed)],
+            [ast.keyword(key, values[key]) for key in order if key not in placed],
+        )
+
+    def constructor(self, made: ast.expr) -> ast.expr:
+        """Return the expression that makes a module or a parameter in the spelling of the lines."""
+        kind = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
+        if not isinstance(made, ast.Call) or kind not in self.known.modules:
+            return made
+        line, signature = self.known.modules[kind], inspect.signature(getattr(nn, kind, len))
+        if kind == "Parameter":
+            (drawn,) = made.args
+            if isinstance(drawn, ast.Call) and len(drawn.args) > 1:
+                drawn.args = [ast.Tuple(drawn.args, ast.Load())]
+            return ast.Call(line.func, [drawn], [])
+        given = signature.bind(*made.args, **{keyword.arg or "": keyword.value for keyword in made.keywords})
+        defaults = {
+            name: ast.parse(repr(parameter.default), mode="eval").body
+            for name, parameter in signature.parameters.items()
+            if parameter.default is not parameter.empty
+        }
+        placed = list(signature.parameters)[: len(line.args)]
+        varying = [keyword.arg or "" for keyword in line.keywords if isinstance(keyword.value, ast.Name)]
+        unusual = [
+            name
+            for name, value in given.arguments.items()
+            if name not in (*placed, *varying) and ast.unparse(value) != ast.unparse(defaults[name])
+        ]
+        values = defaults | given.arguments
+        return ast.Call(
+            line.func,
+            [values[name] for name in placed],
+            [ast.keyword(name, values[name]) for name in (*varying, *unusual)],
+        )
