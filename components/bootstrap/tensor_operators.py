@@ -204,14 +204,25 @@ def read_program(code: str) -> Program | None:
         state[attribute] = [
             f"{name}{end}" for end in operator.state if end != "_bias" or arguments.get("bias", True)
         ]
+        if len(shape) not in operator.ranks:
+            return None
         parts += new
         for part in new:
+            if not _keeps(part, shape):
+                return None
             if isinstance(part, Nest):
                 shape = part.shape
                 types |= {"out": part.code.type} if part.code.type != "float" else {}
     direct = sorted(created, key=lambda key: not created[key].startswith("nn.Parameter"))
     tensors = (*names, *(entry for key in direct for entry in state.get(key, ())), "out")
     return Program(tuple(parts), shapes["x"], tensors, types)
+
+
+def _keeps(part: Nest | Line, shape: Shape) -> bool:
+    """Return whether a line keeps the shape of the tensor that it changes, which its operand may enlarge."""
+    of = part.shape if isinstance(part, Line) else ()
+    pairs = zip(reversed(of), reversed(shape), strict=False)
+    return len(of) <= len(shape) and all(one in (1, size) for one, size in pairs)
 
 
 def uses_operator(code: str, name: str) -> bool:

@@ -144,3 +144,12 @@ def test_calls_are_spelled_as_the_lines_of_the_operators(written: str, spelled: 
 def test_constructors_are_spelled_with_the_arguments_that_vary(written: str, spelled: str) -> None:
     plain = plain_layout(task("        x = self.part(x)", f"        self.part = {written}\n"), SPELLINGS)
     assert plain is not None and f"        self.part = {spelled}\n" in plain
+
+
+def test_an_operand_that_enlarges_the_result_is_not_read() -> None:
+    line = "        x = x + self.bias"
+    assert read_program(task(line, "        self.bias = nn.Parameter(torch.randn(6, 1, 1))\n")) is not None
+    assert read_program(task(line, "        self.bias = nn.Parameter(torch.randn(2, 1, 6, 1, 1))\n")) is None
+    assert (
+        read_program(task(line, "        self.bias = nn.Parameter(torch.randn(3, 8, 6, 16, 16))\n")) is None
+    )
