@@ -6,7 +6,9 @@ Composed tasks have one line `x = …` of `forward` for each operator, and numbe
 
 import ast
 import copy
+import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,13 @@ from components.core.workloads import assigns_workloads
 
 # Expressions by the names or attributes that they are assigned to.
 Names = dict[str, ast.expr]
+# Arithmetic with the numbers that a module names.
+ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
 # Names of the inputs in the layout of composed tasks, in their order.
 INPUTS = "xyz"
 
@@ -53,7 +62,7 @@ def plain_layout(code: str, known: Spellings) -> str | None:
         return code
     try:
         return _plain(parts_of(parse_python(code)), known)
-    except (NotAChain, SyntaxError, ValueError, RecursionError, MemoryError):
+    except (NotAChain, SyntaxError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError):
         return None
 
 
@@ -145,11 +154,17 @@ def is_value(node: ast.expr) -> bool:
 
 
 def _number(node: ast.expr) -> ast.expr:
-    """Return the number that arithmetic with numbers gives, or the node if it is something else."""
-    parts = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
-    if not isinstance(node, ast.BinOp) or not all(isinstance(part, parts) for part in ast.walk(node)):
+    """Return the number that arithmetic with numbers gives, or the node if it is something else.
+
+    Powers are left as they are, because they could be too large to compute.
+    """
+    if not isinstance(node, ast.BinOp) or type(node.op) not in ARITHMETIC:
         return node
-    return ast.Constant(eval(ast.unparse(node)))
+    left, right = _number(node.left), _number(node.right)
+    if not is_number(left) or not is_number(right):
+        return node
+    value = ARITHMETIC[type(node.op)](ast.literal_eval(left), ast.literal_eval(right))
+    return ast.parse(repr(value), mode="eval").body
 
 
 def assigned_names(statement: ast.stmt) -> Names:

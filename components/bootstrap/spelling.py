@@ -72,6 +72,7 @@ def spellings(lines: Iterable[str], constructors: Iterable[str]) -> Spellings:
 
 
 def _equal(one: ast.expr, other: ast.expr) -> bool:
+    """Return whether two expressions are equal numbers or other literals."""
     try:
         return bool(ast.literal_eval(one) == ast.literal_eval(other))
     except ValueError:
@@ -156,14 +157,15 @@ class Speller(ast.NodeTransformer):
     def constructor(self, made: ast.expr) -> ast.expr:
         """Return the expression that makes a module or a parameter in the spelling of the lines."""
         kind = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
-        if not isinstance(made, ast.Call) or kind not in self.known.modules:
+        line = self.known.modules.get(kind)
+        if not isinstance(made, ast.Call) or line is None or not hasattr(nn, kind):
             return made
-        line, signature = self.known.modules[kind], inspect.signature(getattr(nn, kind, len))
         if kind == "Parameter":
-            (drawn,) = made.args
+            drawn = made.args[0]
             if isinstance(drawn, ast.Call) and len(drawn.args) > 1:
                 drawn.args = [ast.Tuple(drawn.args, ast.Load())]
             return ast.Call(line.func, [drawn], [])
+        signature = inspect.signature(getattr(nn, kind))
         given = signature.bind(*made.args, **{keyword.arg or "": keyword.value for keyword in made.keywords})
         defaults = {
             name: ast.parse(repr(parameter.default), mode="eval").body

@@ -177,6 +177,13 @@ def read_program(code: str) -> Program | None:
     has the loop nests and C++ lines that compute the task. Returns None also if a line of forward is not that
     of a tensor operator, or if an input is not created by torch.rand, torch.randn or torch.randint.
     """
+    try:
+        return _read(code)
+    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError):
+        return None  # arguments that torch refuses too
+
+
+def _read(code: str) -> Program | None:
     source = SOURCE.fullmatch(plain_layout(code, SPELLINGS) or "")
     if source is None:
         return None

@@ -62,11 +62,11 @@ class Model(nn.Module):
         A = torch.sigmoid(A)
         return torch.sum(A, dim=self.dim, keepdim=True)
 
-batch, n = 4, 2 ** 3
+batch, n = 4, 2 * (3 + 1)
 axis = 1
 
 def get_inputs():
-    A = torch.rand(batch, 8)
+    A = torch.rand(batch, n)
     return [A]
 
 def get_init_inputs():
@@ -153,3 +153,17 @@ def test_an_operand_that_enlarges_the_result_is_not_read() -> None:
     assert (
         read_program(task(line, "        self.bias = nn.Parameter(torch.randn(3, 8, 6, 16, 16))\n")) is None
     )
+
+
+def test_damaged_sources_are_no_programs_and_raise_nothing() -> None:
+    rng = random.Random(0)
+    for source in (
+        PEOPLE,
+        task("        x = self.c(x)", "        self.c = nn.Conv2d(6, 8, kernel_size=3)\n"),
+    ):
+        for _ in range(300):
+            first = rng.randrange(len(source))
+            damaged = source[:first] + rng.choice(["", "*", "(", " 9 ** 9 ** 9 ", "None"])
+            read_program(damaged + source[first + rng.randrange(12) :])
+    assert read_program(PEOPLE.replace("2 * (3 + 1)", "9 ** 9 ** 9")) is None
+    assert read_program(PEOPLE.replace("2 * (3 + 1)", "4 // 0")) is None
