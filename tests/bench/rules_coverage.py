@@ -1,0 +1,97 @@
+"""Which tasks of a suite the rule-based kernel writer knows, and whether its kernels are right when small.
+
+    python tests/bench/rules_coverage.py FOLDER [--seed N]
+
+FOLDER has task files, for instance KernelBench/level1 of a KernelBench checkout. For each task that is known,
+the sizes that the module names are made smaller, and a kernel for the cpu with a random schedule is built and
+compared with torch's output in float64. Tasks that are still large then, or do not run, are counted apart.
+Kernels at the tasks' own sizes are judged by `cuda-agent evaluate --policy rules --suite FOLDER`.
+"""
+
+import argparse
+import random
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "nightly"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
+
+from kernel_bench import build, call
+
+from components.bootstrap.demonstrations import draw_kernel
+from components.bootstrap.tensor_operators import read_program
+
+# A size with a name on the level of the module.
+SIZE = re.compile(r"^(\w+(?: = \w+)*) *= *(\d[\d *]*?) *(?:#.*)?$", re.MULTILINE)
+# Largest number of input elements that is tried, and largest values of sizes: of images, and of others.
+MAX_NUMEL, SMALL_SIDE, SMALL_BATCH, SMALL = 3_000_000, 24, 4, 64
+
+
+def reduced(code: str) -> str:
+    """Return the source with smaller sizes."""
+
+    def smaller(match: re.Match[str]) -> str:
+        name, value = match[1], eval(match[2])
+        sides = re.search("height|width|depth|length|dim[123]", name)
+        limit = SMALL_SIDE if sides else SMALL_BATCH if "batch" in name else SMALL
+        return f"{name} = {min(value, limit)}"
+
+    return SIZE.sub(smaller, code)
+
+
+@torch.no_grad()
+def is_right(code: str, kernel: str) -> bool:
+    """Return whether the kernel computes the task; its error may be 20 times that of torch in float32."""
+    space: dict = {}
+    exec(code, space)
+    torch.manual_seed(1)
+    model, inputs = space["Model"](*space["get_init_inputs"]()).eval(), space["get_inputs"]()
+    state = [value.clone() for value in model.state_dict().values()]
+    expected = model(*inputs).contiguous()
+    exact = model.double()(*(x.double() if x.is_floating_point() else x for x in inputs))
+    out = torch.full_like(expected, float("nan") if expected.is_floating_point() else -1)
+    with tempfile.TemporaryDirectory() as folder:
+        call(build([kernel], Path(folder)), 0, [value.reshape(-1) for value in (*inputs, *state, out)])
+    scale = exact.abs().max().item() or 1.0
+    own = (expected - exact).abs().max().item() / scale
+    return bool((out.double() - exact).abs().max().item() / scale <= max(1e-5, 20 * own))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    rng, files = random.Random(chosen.seed), sorted(chosen.folder.glob("*.py"))
+    torch.set_num_threads(1)
+    known, right, wrong, left_out = [], [], [], []
+    for file in files:
+        if read_program(file.read_text()) is None:
+            continue
+        known.append(file)
+        code, space = reduced(file.read_text()), {}
+        try:
+            exec(code, space)
+            numel = sum(x.numel() for x in space["get_inputs"]())
+            kernel = draw_kernel(code, "cpu", rng)
+            if numel > MAX_NUMEL:
+                raise ValueError(f"{numel} numbers")
+            (right if is_right(code, kernel) else wrong).append(file)
+        except (RuntimeError, ValueError) as error:
+            left_out.append(file)
+            print(f"left out: {file.name}, {str(error).splitlines()[0]}")
+    for file in wrong:
+        print(f"wrong: {file.name}")
+    print(
+        f"{len(known)} of {len(files)} known, {len(right)} right, {len(wrong)} wrong, {len(left_out)} left out"
+    )
+
+
+if __name__ == "__main__":
+    main()
