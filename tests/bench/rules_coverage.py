@@ -88,9 +88,8 @@ def main() -> None:
             print(f"left out: {file.name}, {str(error).splitlines()[0]}")
     for file in wrong:
         print(f"wrong: {file.name}")
-    print(
-        f"{len(known)} of {len(files)} known, {len(right)} right, {len(wrong)} wrong, {len(left_out)} left out"
-    )
+    results = f"{len(right)} right, {len(wrong)} wrong, {len(left_out)} left out"
+    print(f"{len(known)} of {len(files)} known: {results}")
 
 
 if __name__ == "__main__":
