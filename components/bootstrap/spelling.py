@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch import nn
-
 NAMESPACES = frozenset("torch F nn.functional torch.nn.functional".split())
 # Names of arguments that the lines pass by position, by function.
 POSITIONAL = {
@@ -156,6 +154,8 @@ class Speller(ast.NodeTransformer):
 
     def constructor(self, made: ast.expr) -> ast.expr:
         """Return the expression that makes a module or a parameter in the spelling of the lines."""
+        from torch import nn  # imported here because it takes a second
+
         kind = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
         line = self.known.modules.get(kind)
         if not isinstance(made, ast.Call) or line is None or not hasattr(nn, kind):
