@@ -25,7 +25,10 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
 }
+# Largest base and exponent of a power that is computed.
+MAX_POWER = 64
 # Names of the inputs in the layout of composed tasks, in their order.
 INPUTS = "xyz"
 
@@ -156,14 +159,17 @@ def is_value(node: ast.expr) -> bool:
 def _number(node: ast.expr) -> ast.expr:
     """Return the number that arithmetic with numbers gives, or the node if it is something else.
 
-    Powers are left as they are, because they could be too large to compute.
+    Raises OverflowError for a power that could be too large to compute.
     """
     if not isinstance(node, ast.BinOp) or type(node.op) not in ARITHMETIC:
         return node
     left, right = _number(node.left), _number(node.right)
     if not is_number(left) or not is_number(right):
         return node
-    value = ARITHMETIC[type(node.op)](ast.literal_eval(left), ast.literal_eval(right))
+    numbers = ast.literal_eval(left), ast.literal_eval(right)
+    if isinstance(node.op, ast.Pow) and max(map(abs, numbers)) > MAX_POWER:
+        raise OverflowError
+    value = ARITHMETIC[type(node.op)](*numbers)
     return ast.parse(repr(value), mode="eval").body
 
 

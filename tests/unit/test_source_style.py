@@ -62,7 +62,7 @@ class Model(nn.Module):
         A = torch.sigmoid(A)
         return torch.sum(A, dim=self.dim, keepdim=True)
 
-batch, n = 4, 2 * (3 + 1)
+batch, n = 4, 2 * 2 ** (1 + 1)
 axis = 1
 
 def get_inputs():
@@ -165,5 +165,5 @@ def test_damaged_sources_are_no_programs_and_raise_nothing() -> None:
             first = rng.randrange(len(source))
             damaged = source[:first] + rng.choice(["", "*", "(", " 9 ** 9 ** 9 ", "None"])
             read_program(damaged + source[first + rng.randrange(12) :])
-    assert read_program(PEOPLE.replace("2 * (3 + 1)", "9 ** 9 ** 9")) is None
-    assert read_program(PEOPLE.replace("2 * (3 + 1)", "4 // 0")) is None
+    assert read_program(PEOPLE.replace("2 * 2 ** (1 + 1)", "9 ** 9 ** 9")) is None
+    assert read_program(PEOPLE.replace("2 * 2 ** (1 + 1)", "4 // 0")) is None
