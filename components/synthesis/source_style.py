@@ -7,9 +7,10 @@ annotations. It computes the same from the same inputs, and its parameters have 
 """
 
 import ast
+import itertools
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from components.core.text import parse_python
 
@@ -60,26 +61,24 @@ BEGINNINGS = ("Simple model that performs", "Model that performs", "A model that
 class _Style:
     """The names that one source in the style gives to values, which `rng` decides.
 
-    `constants` are the sizes on the level of the module as source texts by name, and `parameters` the
-    arguments of the constructor by name, with the text that get_init_inputs returns, or None for those that
-    have their value as default.
+    All values are source texts. `constants` are the sizes on the level of the module by name, and
+    `parameters` the values of the constructor's arguments by name. `given` has what get_init_inputs returns
+    for each argument that has no default.
     """
 
     def __init__(self, rng: random.Random):
         self.rng = rng
         self.constants: dict[str, str] = {}
-        self.parameters: dict[str, tuple[str, str | None]] = {}
+        self.parameters: dict[str, str] = {}
+        self.given: dict[str, str] = {}
 
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
 
     def constant(self, name: str, value: str) -> str:
         """Return a name on the level of the module for `value`: `name`, with a number if it is taken."""
-        free = name
-        for number in range(2, 99):
-            if self.constants.setdefault(free, value) == value:
-                break
-            free = f"{name}{number}"
+        free = _free_name(name, value, self.constants)
+        self.constants[free] = value
         return free
 
     def parameter(self, name: str, value: str) -> ast.expr:
@@ -90,18 +89,19 @@ class _Style:
         """
         if not self.chance(NAMED_SHARE):
             return ast.parse(value, mode="eval").body
-        free = next(
-            one
-            for one in (name, *(f"{name}{number}" for number in range(2, 99)))
-            if self.parameters.get(one, (value,))[0] == value
-        )
-        if free not in self.parameters:
+        free = _free_name(name, value, self.parameters)
+        if free not in self.parameters and self.chance(NAMED_SHARE):
             equal = [key for key, text in self.constants.items() if text == value and len(value) > 1]
-            given = None
-            if self.chance(NAMED_SHARE):
-                given = equal[0] if equal and self.chance(NAMED_SHARE) else self.constant(free, value)
-            self.parameters[free] = (value, given)
+            reuses = equal and self.chance(NAMED_SHARE)
+            self.given[free] = equal[0] if reuses else self.constant(free, value)
+        self.parameters[free] = value
         return ast.Name(free)
+
+
+def _free_name(name: str, value: str, named: Mapping[str, str]) -> str:
+    """Return `name`, with a number if `named` has it with another value."""
+    numbered = (f"{name}{number}" for number in itertools.count(2))
+    return next(one for one in itertools.chain([name], numbered) if named.get(one, value) == value)
 
 
 def restyle(code: str, ops: Sequence[str], rng: random.Random) -> str:
@@ -127,10 +127,9 @@ def restyle(code: str, ops: Sequence[str], rng: random.Random) -> str:
         last = lines[-1]
         assert isinstance(last, ast.Assign)
         forward.body = [*lines[:-1], ast.Return(last.value)]
-    required = {name: value for name, value in style.parameters.items() if value[1] is not None}
-    defaults = {name: value for name, value in style.parameters.items() if value[1] is None}
-    init.args.args += [ast.arg(name) for name in (*required, *defaults)]
-    init.args.defaults = [ast.parse(value, mode="eval").body for value, _ in defaults.values()]
+    defaults = {name: value for name, value in style.parameters.items() if name not in style.given}
+    init.args.args += [ast.arg(name) for name in (*style.given, *defaults)]
+    init.args.defaults = [ast.parse(value, mode="eval").body for value in defaults.values()]
     if style.chance(WRITTEN_SHARE):
         _annotate(forward)
     if style.chance(WRITTEN_SHARE):
@@ -148,7 +147,7 @@ def restyle(code: str, ops: Sequence[str], rng: random.Random) -> str:
     return (
         "import torch\nimport torch.nn as nn\n" + "import torch.nn.functional as F\n" * used + f"\n{text}\n\n"
         f"{constants}\ndef get_inputs():\n{made}\n\ndef get_init_inputs():\n"
-        f"    return [{', '.join(str(given) for _, given in required.values())}]\n"
+        f"    return [{', '.join(style.given.values())}]\n"
     )
 
 
@@ -201,6 +200,7 @@ class _Attributes(ast.NodeTransformer):
                 keyword.value = self.style.parameter(keyword.arg, ast.unparse(keyword.value))
 
     def _attribute(self, name: str, value: ast.expr) -> ast.expr:
+        """Return an attribute of `self` for `value`, which the constructor makes, or `value` itself."""
         given = self.style.parameter(name, ast.unparse(value))
         if not isinstance(given, ast.Name):
             return value
