@@ -13,7 +13,8 @@ import re
 from dataclasses import dataclass, field
 
 from components.bootstrap.operator_chain import CORE_OPERATORS, PATTERNS, TASK_LAYOUT, read_chain
-from components.bootstrap.source_names import Names, NotAChain, is_number, parts_of, returned_expression
+from components.bootstrap.source_names import Names, NotAChain, parts_of, returned_expression
+from components.bootstrap.spelling import is_number, unfold
 from components.core.text import parse_python
 
 # Names of torch functions as they are written in composed tasks, such as F.relu for relu.
@@ -68,7 +69,12 @@ def _rewrite(tree: ast.Module) -> str:
         raise NotAChain
     names = parts.constants | {name: ast.Name(letter) for name, letter in zip(arguments, "xy", strict=False)}
     speller = _Speller(parts.attributes, rank)
-    steps = _unfold(speller.visit(returned_expression(parts.forward, names)))
+    steps = unfold(
+        speller.visit(returned_expression(parts.forward, names)),
+        lambda line: line if any(pattern.fullmatch(line) for pattern in PATTERNS.values()) else None,
+    )
+    if steps is None:
+        raise NotAChain
     return TASK_LAYOUT.format(
         init="".join(f"        {line}\n" for line in speller.init()).replace("1e-05", "1e-5"),
         arguments=", ".join("xy"[: len(arguments)]),
@@ -247,31 +253,3 @@ class _Speller(ast.NodeTransformer):
 def _with_decimal_point(node: ast.expr) -> ast.expr:
     """Return a number with a decimal point, or any other expression unchanged."""
     return ast.parse(repr(float(ast.unparse(node))), mode="eval").body if is_number(node) else node
-
-
-def _unfold(expression: ast.expr) -> list[str]:
-    """Split nested operators into the right-hand sides of `x = …`, in the order of computation.
-
-    For example, `F.relu(x * 2.0)` gives ["x * 2.0", "F.relu(x)"]. Raises NotAChain if a part of the
-    expression is not a known operator.
-    """
-    if isinstance(expression, ast.Name) and expression.id == "x":
-        return []
-    text, inner = ast.unparse(expression), _operand(expression)
-    while inner is not None:
-        # A sum is written in parentheses before a product.
-        line = re.sub(r"^\(x\)", "x", text.replace(ast.unparse(inner), "x", 1))
-        if any(pattern.fullmatch(line) for pattern in PATTERNS.values()):
-            return [*_unfold(inner), line]
-        inner = _operand(inner)
-    raise NotAChain
-
-
-def _operand(node: ast.expr) -> ast.expr | None:
-    """Return the first operand of an operator, or None if the node is not an operator.
-
-    The first operand is the first argument of a call, or the left side of an arithmetic expression.
-    """
-    if isinstance(node, ast.Call) and node.args:
-        return node.args[0]
-    return node.left if isinstance(node, ast.BinOp) else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from components.bootstrap.operator_chain import SOURCE, TASK_LAYOUT
-from components.bootstrap.spelling import Speller, Spellings
+from components.bootstrap.spelling import Speller, Spellings, is_number, is_value
 from components.core.text import parse_python
 from components.core.workloads import assigns_workloads
 
@@ -29,8 +29,8 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 # Largest base and exponent of a power that is computed.
 MAX_POWER = 64
-# Names of the inputs in the layout of composed tasks, in their order.
-INPUTS = "xyz"
+# Names of the inputs in the layout of composed tasks, in their order, and of results that are no longer used.
+INPUTS, GONE = "xyz", "_gone"
 
 
 class NotAChain(Exception):
@@ -57,9 +57,10 @@ def plain_layout(code: str, known: Spellings) -> str | None:
     """Return the source of a task in the layout of composed tasks, or None if it cannot be written so.
 
     In the result, numbers are in place of named sizes and of arguments and attributes of the constructor, and
-    docstrings and annotations are left out. Calls of torch are spelled as in `known`. Only sources are read
-    in which each statement of `forward` assigns one operator, or its result, to the first input, whatever it
-    is called. A source that already has the layout is returned unchanged.
+    docstrings and annotations are left out. Calls of torch are spelled as in `known`, and nested operators
+    get lines of their own. Only sources are read in which each operator of `forward` is applied to the result
+    of the one before, whatever the results are called. A source that already has the layout is returned
+    unchanged.
     """
     if SOURCE.fullmatch(code):
         return code
@@ -81,25 +82,28 @@ def _plain(parts: Parts, known: Spellings) -> str:
         for name, value in parts.attributes.items()
         if not speller.function_of(value)
     }
-    values = {name: text for name, text in attributes.items() if is_value(parts.attributes[name])}
-    lines = []
+    lines, last = list[str](), parts.arguments[0]
     for statement in parts.forward:
         if isinstance(statement, ast.Return) and statement.value is not None:
-            expression = statement.value
-        elif bound := assigned_names(statement):
+            lines += speller.lines(Substitution(names).visit(statement.value))
+            break
+        bound = assigned_names(statement)
+        if len(bound) == 1:
             ((name, expression),) = bound.items()
-            if ast.unparse(Substitution(names).visit(ast.Name(name))) != INPUTS[0]:
-                raise NotAChain
-        elif is_docstring(statement):
-            continue
-        else:
+            lines += speller.lines(Substitution(names).visit(expression))
+            # An earlier result is not part of a chain any more.
+            names |= {last: ast.Name(GONE), name: ast.Name(INPUTS[0])}
+            last = name
+        elif not is_docstring(statement):
             raise NotAChain
-        line = speller.line(Substitution(names).visit(expression))
-        lines.append(re.sub(r"self\.(\w+)", lambda match: values.get(match[1], match[0]), line))
+    if any(re.search(rf"\b{GONE}\b", line) for line in lines):
+        raise NotAChain
     return (
         TASK_LAYOUT.format(
             init="".join(
-                f"        self.{name} = {text}\n" for name, text in attributes.items() if name not in values
+                f"        self.{name} = {text}\n"
+                for name, text in attributes.items()
+                if not is_value(parts.attributes[name])
             ),
             arguments=", ".join(INPUTS[: len(parts.arguments)]),
             lines="\n".join(f"        x = {line}" for line in lines if line != INPUTS[0]),
@@ -143,17 +147,6 @@ def parts_of(tree: ast.Module) -> Parts:
 
 
 # --- names --------------------------------------------------------------------------------------------------
-
-
-def is_number(node: ast.expr) -> bool:
-    """Return whether the node is a number with or without a minus sign."""
-    node = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else node
-    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
-
-
-def is_value(node: ast.expr) -> bool:
-    """Return whether the node is a number, or a tuple of numbers."""
-    return all(map(is_number, node.elts)) if isinstance(node, ast.Tuple) else is_number(node)
 
 
 def _number(node: ast.expr) -> ast.expr:

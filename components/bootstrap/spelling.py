@@ -5,9 +5,10 @@ arguments that the lines pass by position, pass by position what the lines name,
 """
 
 import ast
+import copy
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 NAMESPACES = frozenset("torch F nn.functional torch.nn.functional".split())
@@ -48,15 +49,22 @@ EXPRESSIONS = {
 class Spellings:
     """Calls of torch's functions and of constructors of its modules, as lines spell them, by their names.
 
-    A name is that of the function or class without its module. Arguments that vary are names.
+    A name is that of the function or class without its module. Arguments that vary are names. `patterns` are
+    those of all lines.
     """
 
     functions: dict[str, ast.Call]
     modules: dict[str, ast.Call]
+    patterns: tuple[re.Pattern[str], ...]
 
 
-def spellings(lines: Iterable[str], constructors: Iterable[str]) -> Spellings:
-    """Return the calls in texts such as `torch.sum(x, dim={dim})`; of several, the first counts."""
+def spellings(
+    lines: Iterable[str], constructors: Iterable[str], patterns: Iterable[re.Pattern[str]]
+) -> Spellings:
+    """Return the calls in texts such as `torch.sum(x, dim={dim})`; of several, the first counts.
+
+    `patterns` are those of the lines.
+    """
 
     def calls(texts: Iterable[str]) -> dict[str, ast.Call]:
         found: dict[str, ast.Call] = {}
@@ -66,7 +74,56 @@ def spellings(lines: Iterable[str], constructors: Iterable[str]) -> Spellings:
                     found.setdefault(ast.unparse(node.func).rpartition(".")[2], node)
         return found
 
-    return Spellings(calls(lines), calls(constructors))
+    return Spellings(calls(lines), calls(constructors), tuple(patterns))
+
+
+def is_number(node: ast.expr) -> bool:
+    """Return whether the node is a number with or without a minus sign."""
+    node = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else node
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+
+
+def is_value(node: ast.expr) -> bool:
+    """Return whether the node is a number, or a tuple of numbers."""
+    return all(map(is_number, node.elts)) if isinstance(node, ast.Tuple) else is_number(node)
+
+
+def unfold(expression: ast.expr, spelled: Callable[[str], str | None]) -> list[str] | None:
+    """Split nested operators into the right-hand sides of `x = …`, in the order of computation.
+
+    For example, `F.relu(x * 2.0)` gives ["x * 2.0", "F.relu(x)"]. `spelled` returns the line of an operator,
+    or None for another text. The result is None if a part of the expression is no operator.
+    """
+    if isinstance(expression, ast.Name) and expression.id == "x":
+        return []
+    text, operands = ast.unparse(expression), [expression]
+    while (operand := _operand(operands[-1])) is not None:
+        operands.append(operand)
+    # The innermost operand first, so that the last line has as much as one operator computes.
+    for inner in reversed(operands[1:]):
+        before, after = text.split(ast.unparse(inner), 1)
+        is_input = isinstance(inner, ast.Name) and inner.id == "x"
+        # Otherwise another x would be the input, and not the result of the inner operators.
+        if is_input or not re.search(r"\bx\b", before + after):
+            # A sum is written in parentheses before a product.
+            line = spelled(re.sub(r"^\(x\)", "x", f"{before}x{after}"))
+            earlier = unfold(inner, spelled) if line is not None else None
+            if line is not None and earlier is not None:
+                return [*earlier, line]
+    return None
+
+
+def _operand(node: ast.expr) -> ast.expr | None:
+    """Return the first operand of an operator, or None if the node is not an operator.
+
+    The first operand is the first argument of a call, the left side of an arithmetic expression, or the tuple
+    of results of which one is taken.
+    """
+    if isinstance(node, ast.Call) and node.args:
+        return node.args[0]
+    if isinstance(node, ast.Subscript):
+        return _operand(node.value)
+    return node.left if isinstance(node, ast.BinOp) else None
 
 
 def _equal(one: ast.expr, other: ast.expr) -> bool:
@@ -87,14 +144,25 @@ class Speller(ast.NodeTransformer):
     known: Spellings
     attributes: dict[str, ast.expr]
 
-    def line(self, expression: ast.expr) -> str:
-        """Return the source text of an expression in the spelling of the lines."""
-        text = ast.unparse(self.visit(expression))
-        return EXPRESSIONS.get(text, text)
+    def lines(self, expression: ast.expr) -> list[str]:
+        """Return the right-hand sides of `x = …` that compute an expression, one for each operator.
+
+        An expression that is not made of known operators is returned as one line.
+        """
+        spelled = self.visit(expression)
+        text = ast.unparse(spelled)
+        return unfold(spelled, self._line) or [EXPRESSIONS.get(text, text)]
+
+    def _line(self, text: str) -> str | None:
+        line = EXPRESSIONS.get(text, text).replace("'", '"')
+        return line if any(pattern.fullmatch(line) for pattern in self.known.patterns) else None
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """Spell the transposition of a matrix, and the first of a function's results."""
+        """Spell the transposition of a matrix, the first of a function's results, and a number of `self`."""
         self.generic_visit(node)
+        value = self.attributes.get(node.attr) if ast.unparse(node.value) == "self" else None
+        if value is not None and is_value(value):
+            return copy.deepcopy(value)
         if node.attr == "T":
             return ast.parse(f"{ast.unparse(node.value)}.transpose(-2, -1)", mode="eval").body
         if node.attr == "values":

@@ -147,11 +147,15 @@ OPERATORS = LINES | REDUCTIONS | ALONG | NORMS | LOSSES | SLIDING | PRODUCTS
 # --- reading ------------------------------------------------------------------------------------------------
 
 
+# Pattern of a number, a tuple or list of numbers, or a truth value.
+LITERAL = r"(?:True|False|-?\d[\d.]*(?:e-?\d+)?|[(\[][-\d., ]+[)\]])"
+
+
 def _pattern(template: str) -> re.Pattern[str]:
     """Return the pattern of a line or a statement, with a named group for each field `{NAME}` of `template`.
 
-    The field `{self}` matches an attribute such as `self.scale`, and any other field matches any text. A
-    field that occurs again matches only the same text.
+    The field `{self}` matches an attribute such as `self.scale`, and any other field a number, a tuple or
+    list of numbers, or a truth value. A field that occurs again matches only the same text.
     """
     seen: set[str] = set()
 
@@ -160,13 +164,17 @@ def _pattern(template: str) -> re.Pattern[str]:
         if name in seen:
             return f"(?P={name})"
         seen.add(name)
-        return rf"(?P<{name}>self[.]\w+)" if name == "self" else f"(?P<{name}>.+?)"
+        return rf"(?P<{name}>self[.]\w+)" if name == "self" else rf"(?P<{name}>{LITERAL})"
 
     return re.compile(re.sub(r"\\\{(\w+)\\\}", group, re.escape(template)))
 
 
-SPELLINGS = spellings((row.line for row in OPERATORS.values()), (row.init for row in OPERATORS.values()))
 PATTERNS = {name: (_pattern(row.line), _pattern(row.init)) for name, row in OPERATORS.items()}
+SPELLINGS = spellings(
+    (row.line for row in OPERATORS.values()),
+    (row.init for row in OPERATORS.values()),
+    (line for line, _ in PATTERNS.values()),
+)
 INPUT = re.compile(r"torch\.(randn?\(|randint\(0, \d+, \()([\d, ]+?),?\)+(\.bool\(\))?")
 
 

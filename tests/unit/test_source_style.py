@@ -81,7 +81,6 @@ def test_sources_of_people_are_read_and_those_with_branches_are_not() -> None:
         plain_layout(PEOPLE.replace("        return torch.sum", "        if A: return torch.sum"), SPELLINGS)
         is None
     )
-    assert plain_layout(PEOPLE.replace("A = torch.sigmoid(A)", "B = torch.sigmoid(A)"), SPELLINGS) is None
     assert plain_layout(PEOPLE.replace("class Model", "class Other"), SPELLINGS) is None
 
 
@@ -144,6 +143,39 @@ def test_calls_are_spelled_as_the_lines_of_the_operators(written: str, spelled: 
 def test_constructors_are_spelled_with_the_arguments_that_vary(written: str, spelled: str) -> None:
     plain = plain_layout(task("        x = self.part(x)", f"        self.part = {written}\n"), SPELLINGS)
     assert plain is not None and f"        self.part = {spelled}\n" in plain
+
+
+@pytest.mark.parametrize(
+    ("lines", "plain"),
+    [
+        ("        x = torch.tanh(F.gelu(x) * y)", ["F.gelu(x)", "x * y", "torch.tanh(x)"]),
+        ("        return F.relu(x * 2.0 + 1.0)", ["x * 2.0", "x + 1.0", "F.relu(x)"]),
+        ("        a = F.relu(x)\n        b = a * y\n        return b", ["F.relu(x)", "x * y"]),
+        ("        x = torch.cumsum(x * y, dim=1)", ["torch.cumsum(x * y, dim=1)"]),
+        ("        x = torch.cumsum(x, dim=1) - x", ["torch.cumsum(x, dim=1) - x"]),
+        ("        x = x / torch.norm(x)", ["x / torch.norm(x)"]),
+    ],
+)
+def test_nested_operators_and_results_with_names_get_lines(lines: str, plain: list[str]) -> None:
+    found = plain_layout(task(lines), SPELLINGS)
+    assert found is not None
+    read = [line.strip() for line in found.splitlines() if line.startswith("        x = ")]
+    assert read == [f"x = {line}" for line in plain] and read_program(found) is not None
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "        x = F.relu(x) + x",
+        "        a = F.relu(x)\n        return a + x",
+        "        a = F.relu(x)\n        b = torch.tanh(a)\n        return torch.sigmoid(a)",
+        "        a = x\n        x = F.relu(x)\n        return x * a",
+        "        x = torch.cumsum(F.relu(x), dim=1) - x",
+        "        x = x - x",
+    ],
+)
+def test_a_result_that_is_used_later_is_no_chain(lines: str) -> None:
+    assert read_program(task(lines)) is None
 
 
 def test_an_operand_that_enlarges_the_result_is_not_read() -> None:
