@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.kernel_writer import draw_schedule, write_kernel
 from components.bootstrap.nest_writer import draw_nest_schedule, write_program
 from components.bootstrap.operator_chain import COLS, read_chain
@@ -255,10 +256,12 @@ def make_demonstration(
     writes the first one again, or a third one if both are wrong, without measuring it. The last turn of such
     an episode has no tool call. Raises ValueError if `task` is no composed task.
     """
-    kernel, right = _attempt(task.code, coldstart.wrong_share, device, rng)
+    # The prompt of an episode on this task has the same source (`agent.episode.first_prompt`).
+    code = canonicalize(task.code) or task.code
+    kernel, right = _attempt(code, coldstart.wrong_share, device, rng)
     if rng.random() >= coldstart.multi_turn_share:
         return [
-            {"role": "user", "content": task.code},
+            {"role": "user", "content": code},
             {"role": "assistant", "content": write_call(kernel, device)},
         ]
 
@@ -266,14 +269,14 @@ def make_demonstration(
         return _turn(f"{write_call(kernel, device)}\n{MEASURE_CALL}", outcome.observation)
 
     first = simulate_outcome(kernel, right, device, rng)
-    messages = [{"role": "user", "content": task.code + IN_TURNS}, *measured(kernel, first)]
+    messages = [{"role": "user", "content": code + IN_TURNS}, *measured(kernel, first)]
     if first.milestone < 3:
         # Later attempts have other schedules and are wrong less often.
-        later, later_right = _attempt(task.code, coldstart.wrong_share / 3, device, rng)
+        later, later_right = _attempt(code, coldstart.wrong_share / 3, device, rng)
         second = simulate_outcome(later, later_right, device, rng)
         messages += measured(later, second)
         if not second.is_better_than(first):
             if not right:
-                kernel, _ = _attempt(task.code, coldstart.wrong_share / 3, device, rng)
+                kernel, _ = _attempt(code, coldstart.wrong_share / 3, device, rng)
             messages += _turn(write_call(kernel, device), f"Written {kernel_path(device)}.")
     return [*messages, {"role": "assistant", "content": DONE}]

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from components.agent.episode import first_prompt
+from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.source_names import plain_layout
 from components.bootstrap.tensor_operators import SPELLINGS, read_program
 from components.core.config import resolve
+from components.policy.prompts import IN_TURNS
 from components.synthesis import tensor_composer
 from components.synthesis.core_composer import compose_tasks
 from components.synthesis.source_style import restyle
@@ -39,6 +42,16 @@ def test_a_task_in_the_style_computes_the_same_and_is_read_as_the_same(monkeypat
         assert program is not None and same is not None and len(same.tensors) == len(program.tensors)
         assert same.shape == program.shape and len(same.parts) == len(program.parts)
         assert styled == restyle(task.code, task.ops, random.Random(number))
+
+
+def test_a_demonstration_has_the_prompt_of_an_episode() -> None:
+    rng, rewritten = random.Random(0), 0
+    for composed in itertools.islice(compose_tasks(7, PARAMS.data), 60):
+        said = make_demonstration(composed, rng, PARAMS.coldstart, "cpu")[0]["content"]
+        in_turns = said.endswith(IN_TURNS)
+        assert said == first_prompt(PARAMS, composed.code, in_turns=in_turns)
+        rewritten += composed.code not in said
+    assert 0 < rewritten < 30
 
 
 def test_composed_tasks_name_sizes_and_arguments_and_have_docstrings() -> None:
