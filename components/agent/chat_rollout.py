@@ -11,7 +11,8 @@ import functools
 import json
 from typing import Any
 
-from components.agent.episode import SHORTENED, Episode, RolloutRequest, run_all
+from components.agent.episode import SHORTENED, Episode, RolloutRequest
+from components.agent.in_flight import run_all
 from components.agent.tool_parser import native_calls, parse_calls
 from components.agent.tool_schemas import descriptions
 from components.agent.trajectory import Trajectory

@@ -19,13 +19,13 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from components.agent.chat_template import ChatTemplate
-from components.agent.in_flight import BusyMeter, keep_in_flight
+from components.agent.in_flight import BusyMeter, run_all
 from components.agent.rewards import Reward, milestone, reward_of
 from components.agent.tool_parser import Request
 from components.agent.tools import JudgeFailed, Tools
@@ -269,36 +269,6 @@ class Episode(abc.ABC):
             },
         )
         return dataclasses.replace(trajectory, reward=reward_of(trajectory, self.request.reward))
-
-
-def run_all(
-    request: RolloutRequest,
-    run: Callable[[int], Coroutine[Any, Any, Trajectory]],
-    capacity: Callable[[], int],
-) -> list[Trajectory]:
-    """Run the coroutine `run(index)` for every task of `request`, and return the trajectories in their order.
-
-    At most `capacity()` coroutines, but at least one, run at a time. If a coroutine raises an error, or this
-    call is interrupted, the other coroutines and the judge jobs that have not begun are cancelled. The error
-    is raised when the threads of the coroutines have ended, which wait for the judge jobs that have begun.
-    """
-    found: dict[int, Trajectory] = {}
-    indices = iter(range(len(request.tasks)))
-
-    async def one(index: int) -> None:
-        found[index] = await run(index)
-        request.on_progress(len(found), len(request.tasks))
-
-    async def every() -> None:
-        try:
-            await keep_in_flight(lambda: next((one(index) for index in indices), None), capacity)
-        except BaseException:
-            request.stopped.set()
-            request.pool.drop()
-            raise
-
-    asyncio.run(every())
-    return [found[index] for index in range(len(request.tasks))]
 
 
 class TokenEpisode(Episode):

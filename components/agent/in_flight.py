@@ -5,15 +5,21 @@ because a waiting thread costs little. Scarce resources are limited elsewhere: s
 the sampler, jobs of the judge by the pool of judges, and shell commands by the number of cores (`shell.py`).
 """
 
+from __future__ import annotations
+
 import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from components.core.errors import StageFailed
+
+if TYPE_CHECKING:
+    from components.agent.episode import RolloutRequest
+    from components.agent.trajectory import Trajectory
 
 # Largest number of threads for the blocking parts of trajectories; they are started when they are needed.
 MAX_THREADS = 8192
@@ -91,3 +97,33 @@ async def keep_in_flight(
 async def _wait_and_clear(event: asyncio.Event) -> None:
     await event.wait()
     event.clear()
+
+
+def run_all(
+    request: RolloutRequest,
+    run: Callable[[int], Coroutine[Any, Any, Trajectory]],
+    capacity: Callable[[], int],
+) -> list[Trajectory]:
+    """Run the coroutine `run(index)` for every task of `request`, and return the trajectories in their order.
+
+    At most `capacity()` coroutines, but at least one, run at a time. If a coroutine raises an error, or this
+    call is interrupted, the other coroutines and the judge jobs that have not begun are cancelled. The error
+    is raised when the threads of the coroutines have ended, which wait for the judge jobs that have begun.
+    """
+    found: dict[int, Trajectory] = {}
+    indices = iter(range(len(request.tasks)))
+
+    async def one(index: int) -> None:
+        found[index] = await run(index)
+        request.on_progress(len(found), len(request.tasks))
+
+    async def every() -> None:
+        try:
+            await keep_in_flight(lambda: next((one(index) for index in indices), None), capacity)
+        except BaseException:
+            request.stopped.set()
+            request.pool.drop()
+            raise
+
+    asyncio.run(every())
+    return [found[index] for index in range(len(request.tasks))]

@@ -1,32 +1,39 @@
 """The rule-based kernel writer as a policy: random schedules, of which the fastest that is right is kept.
 
 It needs no model. It writes kernels for modules that are chains of the tensor operators
-(components/bootstrap/tensor_operators.py), however people write them, and none for other modules. As a row
-beside trained policies it shows what a search over schedules reaches without learning.
+(components/bootstrap/tensor_operators.py), however people write them, and none for other modules. Beside a
+trained policy its figures show what measuring random schedules reaches, without any training.
 """
 
 import asyncio
+import functools
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
-from components.agent.episode import Episode, RolloutRequest, run_all
+from components.agent.episode import Episode, RolloutRequest
+from components.agent.in_flight import run_all
 from components.agent.policies import Policy, with_policy_settings
 from components.agent.tool_parser import parse_calls
 from components.agent.trajectory import Trajectory
 from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.demonstrations import MEASURE_CALL, draw_kernel, write_call
-from components.core.files import digest_json
+from components.core.files import digest_file, digest_json
 from components.core.params import Params
 from components.core.records import Device
 
 NAME = "rules"
+# Folder of the source files on which the kernels depend.
+RULES = Path(__file__).parents[1] / "bootstrap"
 # The text of a turn without a kernel, which ends an episode.
 NO_RULE = "No rule writes a kernel for this module."
 
 
 @dataclass(frozen=True)
 class _Writer:
-    version: str = NAME
+    """The rules, which have a version as weights do: the beginning of the digest of their source files."""
+
+    version: str
 
 
 def rules_policy(params: Params, chosen: frozenset[str]) -> Policy:
@@ -35,9 +42,9 @@ def rules_policy(params: Params, chosen: frozenset[str]) -> Policy:
     `chosen` are the dotted keys of the parameters that the user has set, which keep their values.
     """
     params = with_policy_settings(params, {"prompt": "compact"}, chosen)
-    return Policy(
-        NAME, NAME, digest_json([NAME]), params, _sample, lambda code: _draw(code, "cpu", 0) is not None
-    )
+    digest = digest_json([digest_file(file) for file in sorted(RULES.glob("*.py"))])
+    sample = functools.partial(_sample, writer=_Writer(digest[:16]))
+    return Policy(NAME, digest[:16], digest, params, sample, lambda code: _draw(code, "cpu", 0) is not None)
 
 
 def _draw(code: str, device: Device, seed: int) -> str | None:
@@ -48,9 +55,9 @@ def _draw(code: str, device: Device, seed: int) -> str | None:
         return None
 
 
-def _sample(request: RolloutRequest) -> list[Trajectory]:
+def _sample(request: RolloutRequest, writer: _Writer) -> list[Trajectory]:
     async def run(index: int) -> Trajectory:
-        return await (await asyncio.to_thread(_RuleEpisode, request, index, _Writer())).run()
+        return await (await asyncio.to_thread(_RuleEpisode, request, index, writer)).run()
 
     return run_all(request, run, capacity=lambda: len(request.tasks))
 
@@ -58,7 +65,7 @@ def _sample(request: RolloutRequest) -> list[Trajectory]:
 class _RuleEpisode(Episode):
     """Episode (one attempt at a task) whose turns write and measure kernels with random schedules.
 
-    The last of several turns writes the fastest of them again, unless the one before it is the fastest.
+    The last of several turns writes the best of them again.
     """
 
     # The milestone and the speed-up over eager mode of the best kernel so far, and its text.
@@ -68,12 +75,13 @@ class _RuleEpisode(Episode):
         """Write a kernel, and measure it if there are more turns."""
         device, turn = self.params.device, len(self.turns)
         is_last = turn == self.request.max_turns - 1
-        kernel = _draw(self.task.code, device, self.request.turn_seed(self.index, turn))
+        if turn and is_last:
+            kernel: str | None = self.best[2]
+        else:
+            kernel = _draw(self.task.code, device, self.request.turn_seed(self.index, turn))
         if kernel is None:
             await asyncio.to_thread(self.perform, NO_RULE, [], cut=False)
             return
-        if turn and is_last:
-            kernel = self.best[2]
         text = write_call(kernel, device) + ("" if is_last else f"\n{MEASURE_CALL}")
         await asyncio.to_thread(self.perform, text, parse_calls(text), cut=False)
         if not is_last and self.tools.verdicts:

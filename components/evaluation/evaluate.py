@@ -35,7 +35,6 @@ from components.evaluation.results import (
     RESULTS,
     Attempt,
     Evaluation,
-    Measurement,
     NotMeasurable,
     TaskResult,
     load_evaluation,
@@ -99,10 +98,9 @@ def evaluate(
         if found.reason in MENDS
     }
     # A workspace begins with a model_new.py that is made from the evidence.
+    updates = {task_id: {"evidence": found.evidence} for task_id, found in admissions.items()}
     measurable = [
-        task.model_copy(update={"evidence": admissions[task.task_id].evidence})
-        if task.task_id in admissions
-        else task
+        task.model_copy(update=updates.get(task.task_id, {}))
         for task in measurable
         if task.task_id not in refused
     ]
@@ -397,28 +395,9 @@ def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, dege
         seconds=verdict.seconds,
         speedup=verdict.speedup,
         workloads=verdict.workloads,
-        attempts=tuple(
-            Attempt(
-                status="infrastructure" if attempt.finish_reason == "server" else attempt.final.status,
-                reward=attempt.reward,
-                turns=len(attempt.turns),
-                finish_reason=attempt.finish_reason,
-                first=_first_answer(attempt),
-            )
-            for attempt in attempts
-        ),
+        attempts=tuple(map(Attempt.of, attempts)),
         source=task.code,
         files=attempts[0].files,
         evidence=verdict.evidence,
         degenerate=degenerate,
     )
-
-
-def _first_answer(attempt: Trajectory) -> Measurement:
-    """Return the status and the speed-up over eager of the first kernel of an episode that was judged.
-
-    The status is `infrastructure` if the policy's server answered no turn.
-    """
-    if attempt.finish_reason == "server" and not attempt.turns:
-        return Measurement(status="infrastructure")
-    return Measurement.of(attempt.verdicts[0])

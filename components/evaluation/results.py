@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
+from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel, TaskDtype
@@ -64,6 +65,22 @@ class Attempt(FrozenModel):
     turns: int = 0
     finish_reason: str = ""
     first: Measurement | None = None
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Self:
+        """Return the record of `trajectory`.
+
+        The first kernel has the status `infrastructure` if the policy's server answered no turn.
+        """
+        by_server = trajectory.finish_reason == "server"
+        first = Measurement.of(trajectory.verdicts[0])
+        return cls(
+            status="infrastructure" if by_server else trajectory.final.status,
+            reward=trajectory.reward,
+            turns=len(trajectory.turns),
+            finish_reason=trajectory.finish_reason,
+            first=Measurement(status="infrastructure") if by_server and not trajectory.turns else first,
+        )
 
 
 def _milestone(fields: dict[str, Any]) -> Literal[-1, 1, 2, 3]:

@@ -133,7 +133,7 @@ def _largest(measured: list[float], device: Device, measure: Callable[[], float]
 def _seconds(work: Callable[[], Any], device: Device, calls: int = CALLS) -> float:
     """Return the seconds of one call of `work`: the least of `REPETITIONS` averages over `calls` calls.
 
-    On cpu the seconds are the CPU time of one thread, and on cuda wall time.
+    On cpu the seconds are those that one thread computes, and on cuda those that pass.
     """
     from torch.utils import benchmark  # its import takes 0.2 s
 

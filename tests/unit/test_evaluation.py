@@ -1,26 +1,19 @@
 """Metrics, suites and the evaluation's durability."""
 
 import math
-import sys
-import types
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 
-from components.agent.workspace import Workspace
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.params import Params
-from components.core.records import TaskDtype
-from components.core.task import KernelTask, cast_task, dtype_of, write_tasks
+from components.core.task import KernelTask, write_tasks
 from components.evaluation.metrics import by_level, changes, summarise
 from components.evaluation.results import Attempt, TaskResult
 from components.evaluation.suites import load_suite
-from components.judge.screen import screen_python
 from components.judge.verdict import Ratio, Speedup, Verdict, milestone
 
 TASK = """
@@ -215,85 +208,6 @@ def test_a_kernelbench_checkout_has_levels_and_numeric_order(tmp_path: Path) -> 
             (1, "10_B"),
             (3, "1_C"),
         ]
-
-
-CAST_TASK = """import torch
-import torch.nn as nn
-
-
-class Model(nn.Module):
-    def __init__(self, size):
-        super(Model, self).__init__()
-        self.linear = nn.Linear(size, 3)
-        self.register_buffer("steps", torch.arange(3))  # § stays an integer
-
-    def forward(self, x, index, factor):
-        return (self.linear(x) + self.steps)[index] * factor
-
-
-def get_inputs():
-    return [torch.rand(4, 8), torch.randint(0, 4, (5,)), 2.0]
-
-
-def get_init_inputs():
-    return [8]
-"""
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_suite_in_another_dtype_casts_modules_and_inputs(dtype: TaskDtype, tmp_path: Path) -> None:
-    (tmp_path / "a.py").write_text(CAST_TASK)
-    params = resolve("ci", (f"evaluation.suite={tmp_path}", f"evaluation.dtype={dtype}")).params
-    (task,) = load_suite(params, tmp_path)
-    namespace: dict[str, Any] = {}
-    exec(task.code, namespace)
-    model, inputs = namespace["Model"](*namespace["get_init_inputs"]()), namespace["get_inputs"]()
-    half = getattr(torch, dtype)
-    assert [inputs[0].dtype, inputs[1].dtype, inputs[2]] == [half, torch.int64, 2.0]
-    assert [value.dtype for value in model.state_dict().values()] == [torch.int64, half, half]
-    assert model(*inputs).dtype == half and dtype_of(task.code) == dtype
-    (unchanged,) = load_suite(suite_params(str(tmp_path)), tmp_path)
-    assert unchanged.code == CAST_TASK and unchanged.task_id != task.task_id
-
-
-CONSTRUCTORS = {
-    "usual": "    def __init__(self):\n        super().__init__()\n        self.line = nn.Linear(3, 3)\n\n",
-    "one_line": "    def __init__(self): super().__init__()\n\n",
-    "none": "",
-    "returns": "    def __init__(self):\n        super().__init__()\n        self.line = nn.Linear(3, 3)\n"
-    "        if self.line.bias is not None:\n            return\n\n",
-}
-RETURNS = {
-    "list": "    return [torch.randn(3)]",
-    "tuple": "    return torch.randn(3), 3",
-    "choice": "    return [torch.randn(3)] if N else [torch.randn(4)]",
-    "nested": "    def f():\n        return torch.randn(3)\n    return [f()]",
-}
-
-
-@pytest.mark.parametrize("constructor", CONSTRUCTORS)
-@pytest.mark.parametrize("returned", RETURNS)
-def test_a_task_and_its_starter_are_cast_however_it_is_written(
-    constructor: str, returned: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = (
-        "import torch\nfrom torch import nn\nN = 1\nclass Model(nn.Module):\n"
-        f"{CONSTRUCTORS[constructor]}    def forward(self, x):\n        return x\n\n\n"
-        f"def get_inputs():\n{RETURNS[returned]}\n\n\ndef get_init_inputs():\n    return []\n"
-    )
-    task = cast_task(KernelTask(code=code), "float16")
-    namespace: dict[str, Any] = {}
-    exec(task.code, namespace)
-    tensors = [namespace["get_inputs"]()[0], *namespace["Model"]().parameters()]
-    assert {tensor.dtype for tensor in tensors} == {torch.float16} and dtype_of(task.code) == "float16"
-    names = ["line.weight", "line.bias"] if "Linear" in CONSTRUCTORS[constructor] else []
-    shape = {"shape": [2], "dtype": "float16"}
-    evidence = {"inputs": [shape], "outputs": [shape], "parameters": names}
-    starter = Workspace(task.model_copy(update={"evidence": evidence})).files["model_new.py"]
-    assert screen_python(starter) is None
-    monkeypatch.setitem(sys.modules, "cuda_extension", types.ModuleType("cuda_extension"))
-    exec(starter, namespace)
-    assert [value.dtype for value in namespace["ModelNew"]().parameters()] == [torch.float16] * len(names)
 
 
 def test_the_hugging_face_layout_loads_like_the_checkout(tmp_path: Path) -> None:
