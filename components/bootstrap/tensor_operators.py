@@ -8,6 +8,7 @@ operators are below, and the others in tensor_reductions.py, tensor_losses.py an
 """
 
 import ast
+import functools
 import random
 import re
 from collections.abc import Callable
@@ -178,6 +179,7 @@ SPELLINGS = spellings(
 INPUT = re.compile(r"torch\.(randn?\(|randint\(0, \d+, \()([\d, ]+?),?\)+(\.bool\(\))?")
 
 
+@functools.lru_cache(maxsize=64)  # several kernels of a task are written one after the other
 def read_program(code: str) -> Program | None:
     """Return the program of a source that can be written in the layout of composed tasks, or None.
 

@@ -1,16 +1,18 @@
 """Which tasks of a suite the rule-based kernel writer knows, and whether its kernels are right when small.
 
-    python tests/bench/rules_coverage.py FOLDER [--seed N]
+    python tests/bench/rules_coverage.py FOLDER [--seed N] [--nvcc]
 
 FOLDER has task files, for instance KernelBench/level1 of a KernelBench checkout. For each task that is known,
 the sizes that the module names are made smaller, and a kernel for the cpu with a random schedule is built and
 compared with torch's output in float64. Tasks that are still large then, or do not run, are counted apart.
-Kernels at the tasks' own sizes are judged by `cuda-agent evaluate --policy rules --suite FOLDER`.
+With --nvcc, two CUDA kernels for each known task at its own sizes are compiled too. Kernels at own sizes are
+judged by `cuda-agent evaluate --policy rules --suite FOLDER`.
 """
 
 import argparse
 import random
 import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "nightly"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
-from kernel_bench import build, call
+from kernel_bench import WORKDIR, build, call
 
 from components.bootstrap.demonstrations import draw_kernel
 from components.bootstrap.tensor_operators import read_program
@@ -61,12 +63,27 @@ def is_right(code: str, kernel: str) -> bool:
     return bool((out.double() - exact).abs().max().item() / scale <= max(1e-5, 20 * own))
 
 
+def compile_cuda(codes: list[str], rng: random.Random) -> None:
+    """Compile two CUDA kernels of each task in one file; raises CalledProcessError if one fails."""
+    text = '#include "binding_registry.h"\n#include "vec.h"\n#include <cmath>\n'
+    for index, code in enumerate([*codes, *codes]):
+        lines = draw_kernel(code, "cuda", rng).splitlines()
+        body = "\n".join(line for line in lines if not line.startswith("#include"))
+        text += f"namespace kernel{index} {{\n{body}\n}}\n"
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "all.cu").write_text(text)
+        options = ["-std=c++17", "-arch=sm_90", "--disable-warnings", "-I", str(WORKDIR), "-c", "all.cu"]
+        subprocess.run(["nvcc", *options], cwd=folder, check=True)
+    print(f"{2 * len(codes)} CUDA kernels compile")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--nvcc", action="store_true")
     chosen = parser.parse_args()
     rng, files = random.Random(chosen.seed), sorted(chosen.folder.glob("*.py"))
     torch.set_num_threads(1)
@@ -86,6 +103,8 @@ def main() -> None:
         except (RuntimeError, ValueError) as error:
             left_out.append(file)
             print(f"left out: {file.name}, {str(error).splitlines()[0]}")
+    if chosen.nvcc:
+        compile_cuda([file.read_text() for file in known], rng)
     for file in wrong:
         print(f"wrong: {file.name}")
     results = f"{len(right)} right, {len(wrong)} wrong, {len(left_out)} left out"
