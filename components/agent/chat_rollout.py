@@ -132,4 +132,5 @@ def run_chats(request: RolloutRequest, chat: ChatClient) -> list[Trajectory]:
             chat.close()  # ends the requests that threads wait for
             raise
 
-    return run_all(request, run, capacity=lambda: len(request.tasks))
+    count = len(request.tasks)
+    return run_all(count, run, lambda: count, on_progress=request.on_progress, stop=request.stop)

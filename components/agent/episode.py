@@ -106,6 +106,11 @@ class RolloutRequest:
     def multi_turn(self) -> bool:
         return self.max_turns > 1
 
+    def stop(self) -> None:
+        """Cancel the judge jobs that have not begun, and let no further candidate be judged."""
+        self.stopped.set()
+        self.pool.drop()
+
     def session(self, index: int) -> str:
         """Return the unique name of the sampler's session for the trajectory of `tasks[index]`.
 
@@ -382,5 +387,9 @@ def run_episodes(
     At most `sampler.capacity()` episodes run at the same time.
     """
     return run_all(
-        request, lambda index: run_episode(request, index, sampler, tokenizer), capacity=sampler.capacity
+        len(request.tasks),
+        lambda index: run_episode(request, index, sampler, tokenizer),
+        sampler.capacity,
+        on_progress=request.on_progress,
+        stop=request.stop,
     )

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from components.core.errors import StageFailed
 
 if TYPE_CHECKING:
-    from components.agent.episode import RolloutRequest
     from components.agent.trajectory import Trajectory
 
 # Largest number of threads for the blocking parts of trajectories; they are started when they are needed.
@@ -100,30 +99,34 @@ async def _wait_and_clear(event: asyncio.Event) -> None:
 
 
 def run_all(
-    request: RolloutRequest,
+    count: int,
     run: Callable[[int], Coroutine[Any, Any, Trajectory]],
     capacity: Callable[[], int],
+    *,
+    on_progress: Callable[[int, int], None],
+    stop: Callable[[], None],
 ) -> list[Trajectory]:
-    """Run the coroutine `run(index)` for every task of `request`, and return the trajectories in their order.
+    """Run the coroutine `run(index)` for every index below `count`, and return their trajectories in order.
 
-    At most `capacity()` coroutines, but at least one, run at a time. If a coroutine raises an error, or this
-    call is interrupted, the other coroutines and the judge jobs that have not begun are cancelled. The error
-    is raised when the threads of the coroutines have ended, which wait for the judge jobs that have begun.
+    At most `capacity()` coroutines, but at least one, run at a time. `on_progress` is called with the numbers
+    of finished and of all trajectories. If a coroutine raises an error, or this call is interrupted, `stop`
+    is called, which cancels the judge jobs that have not begun, and the other coroutines are cancelled. The
+    error is raised when the threads of the coroutines have ended, which wait for the judge jobs that have
+    begun.
     """
     found: dict[int, Trajectory] = {}
-    indices = iter(range(len(request.tasks)))
+    indices = iter(range(count))
 
     async def one(index: int) -> None:
         found[index] = await run(index)
-        request.on_progress(len(found), len(request.tasks))
+        on_progress(len(found), count)
 
     async def every() -> None:
         try:
             await keep_in_flight(lambda: next((one(index) for index in indices), None), capacity)
         except BaseException:
-            request.stopped.set()
-            request.pool.drop()
+            stop()
             raise
 
     asyncio.run(every())
-    return [found[index] for index in range(len(request.tasks))]
+    return [found[index] for index in range(count)]

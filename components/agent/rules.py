@@ -59,7 +59,8 @@ def _sample(request: RolloutRequest, writer: _Writer) -> list[Trajectory]:
     async def run(index: int) -> Trajectory:
         return await (await asyncio.to_thread(_RuleEpisode, request, index, writer)).run()
 
-    return run_all(request, run, capacity=lambda: len(request.tasks))
+    count = len(request.tasks)
+    return run_all(count, run, lambda: count, on_progress=request.on_progress, stop=request.stop)
 
 
 class _RuleEpisode(Episode):

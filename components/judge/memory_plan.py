@@ -30,7 +30,7 @@ CONTEXT_BYTES = 600 << 20
 TIMED_RUNNERS = 5
 # If `sandbox.device_bytes` limits the budget, the rounds of a task have more than the least number of calls
 # only if the task then needs at most this share of the budget. That leaves memory for other tasks.
-ROUND_SHARE = 0.5
+ROUND_SHARE = 0.7
 # Share of the available host memory that judging one task may take.
 HOST_SHARE = 0.8
 # Largest number of copies of one call's outputs that an admission makes at once to compare a trivial answer.
