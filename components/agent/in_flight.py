@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from components.core.errors import StageFailed
+from components.sandbox.awake_time import awake_seconds
 
 if TYPE_CHECKING:
     from components.agent.trajectory import Trajectory
@@ -37,7 +37,7 @@ class BusyMeter:
     def busy(self) -> Iterator[None]:
         with self.lock:
             if self.count == 0:
-                self.since = time.monotonic()
+                self.since = awake_seconds()
             self.count += 1
         try:
             yield
@@ -45,12 +45,12 @@ class BusyMeter:
             with self.lock:
                 self.count -= 1
                 if self.count == 0:
-                    self.total += time.monotonic() - self.since
+                    self.total += awake_seconds() - self.since
 
     def seconds(self) -> float:
         """Return the seconds so far during which something was inside the context `busy()`."""
         with self.lock:
-            return self.total + (time.monotonic() - self.since if self.count else 0.0)
+            return self.total + (awake_seconds() - self.since if self.count else 0.0)
 
 
 async def keep_in_flight(

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from components.agent.workspace import TEMPLATE
 from components.core.files import remove_tree, scratch_folder
 from components.core.params import Sandbox
 from components.sandbox import isolation
-from components.sandbox.runner_process import charged_seconds
+from components.sandbox.awake_time import awake_seconds
 
 # Capacity of the shell's /tmp, in bytes.
 TEMPORARY_BYTES = 1 << 28
@@ -263,15 +262,12 @@ class Shell:
         case, and if the shell has ended by itself, a sentence that says so is returned instead.
         """
         assert process.stdout is not None
-        spent, judge_seconds, reply = 0.0, self.socket.judging.seconds(), b""
+        began, judge_seconds, reply = awake_seconds(), self.socket.judging.seconds(), b""
         found: re.Match[bytes] | None = None
         output = select.poll()  # select() would refuse descriptors above 1023
         output.register(process.stdout, select.POLLIN)
         while found is None:
-            began = time.monotonic()
-            ready = output.poll(POLL_SECONDS * 1000)
-            spent += charged_seconds(time.monotonic() - began, POLL_SECONDS)
-            if ready:
+            if output.poll(POLL_SECONDS * 1000):
                 part = os.read(process.stdout.fileno(), MAX_REPLY_BYTES)
                 reply += part
                 if not part or len(reply) > MAX_REPLY_BYTES:
@@ -284,7 +280,8 @@ class Shell:
                     f"that is closed "
                     "to its owner; remove some in the next command, which starts a new shell"
                 )
-            if found is None and spent - (self.socket.judging.seconds() - judge_seconds) > seconds:
+            judged = self.socket.judging.seconds() - judge_seconds
+            if found is None and awake_seconds() - began - judged > seconds:
                 self._end()
                 return (
                     f"took longer than {seconds:g} s and was ended, with everything it had started; "

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from components.core.records import Device
+from components.sandbox.awake_time import awake_seconds
 from components.sandbox.isolation import gpu_minor
 from components.sandbox.runner_process import Runner
 
@@ -249,12 +250,12 @@ class DeviceScheduler:
         raises RunnerError.
         """
         limit = min(seconds, self.left.seconds)
-        runner.deadline = time.monotonic() + limit
+        runner.deadline = awake_seconds() + limit
         try:
             yield
         finally:
-            # The runner has moved its deadline by the time in which the machine was suspended.
-            self.left.seconds -= limit - (runner.deadline - time.monotonic())
+            # The deadline has been moved by the pauses of the runner.
+            self.left.seconds -= limit - (runner.deadline - awake_seconds())
 
     def trim_cache(self) -> None:
         """Release the device memory that torch caches if it exceeds `CACHED_SHARE` of the device's memory.

@@ -6,7 +6,6 @@ reference data or run eager, the task's own module.
 
 import contextlib
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 from components.core.errors import TaskError
 from components.core.records import Device
 from components.judge.task_layout import RunnerMemory, TaskLayout
+from components.sandbox.awake_time import awake_seconds
 from components.sandbox.inside.runner_protocol import Role, RoleHeader, ZygoteKind
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner, RunnerError
@@ -137,7 +137,7 @@ class OneProcess(TaskProcesses):
             header = header | {"zygote": self.zygote, "share": self.memory_share}
             self.runner = self.factory.spawn(header, descriptors, seconds=seconds)
         else:
-            self.runner.deadline = time.monotonic() + seconds
+            self.runner.deadline = awake_seconds() + seconds
             switch_role(self.runner, header | {"device": self.device}, descriptors)
         return self.runner
 

@@ -26,6 +26,7 @@ from components.core.files import digest_json, remove_stale, user_cache
 from components.core.params import Sandbox
 from components.core.records import Device
 from components.sandbox import isolation, seccomp_filter
+from components.sandbox.awake_time import awake_seconds
 from components.sandbox.inside.runner_protocol import Confinement, Role, RoleHeader, ZygoteKind
 from components.sandbox.runner_process import (
     EXIT_SECONDS,
@@ -172,7 +173,7 @@ class RunnerFactory:
                     raise self._start_error(kind, zygote, "it started no runner")
             zygote.has_served = True
             try:
-                runner = Runner(ours, pid, os.pidfd_open(pid), time.monotonic() + seconds)
+                runner = Runner(ours, pid, os.pidfd_open(pid), awake_seconds() + seconds)
                 on_failure.callback(runner.close)
                 with self.lock:
                     self._forget_exited(0)

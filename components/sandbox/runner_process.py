@@ -1,9 +1,7 @@
 """The judge's interface to one runner: messages, deadline, CPU time, and reading the runner's memory.
 
-A runner is a sandboxed process. Limits of wall time do not count the time in which the machine or this
-process was suspended, as on a closed laptop, in a paused virtual machine or in a stopped process. A function
-that waits polls every second. If a poll returns much later than requested, the machine was suspended
-meanwhile, so the delay is not counted.
+A runner is a sandboxed process. Limits of its wall time do not count the time in which the machine or this
+process was suspended (awake_time.py).
 """
 
 import contextlib
@@ -23,12 +21,11 @@ from pathlib import Path
 from typing import Literal
 
 from components.core.errors import InfrastructureError
+from components.sandbox.awake_time import awake_seconds
 from components.sandbox.process_tree import halted_by_pid
 
 # Maximum time between two polls.
 POLL_SECONDS = 1.0
-# Maximum delay of a poll that is counted; the part of a delay beyond it is not.
-SUSPEND_SECONDS = 1.0
 # Maximum length of a runner's message; the rest of a longer message is ignored.
 MESSAGE_BYTES = 1 << 20
 # Maximum time to wait until killed runners have ended.
@@ -97,28 +94,18 @@ def send(connection: socket.socket, message: Mapping[str, object], descriptors: 
     socket.send_fds(connection, [json.dumps(message).encode()], descriptors)
 
 
-def charged_seconds(elapsed: float, requested: float) -> float:
-    """Return how many of the `elapsed` seconds of a poll are included in a time limit.
-
-    `requested` is the number of seconds for which the poll was requested to wait.
-    """
-    return min(elapsed, requested + SUSPEND_SECONDS)
-
-
 def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
     """Wait for `process` and return its exit status.
 
     The process must lead a process group of its own. After `seconds`, in which time of a suspended machine
     does not count, all processes of the group are killed and subprocess.TimeoutExpired is raised.
     """
-    remaining = seconds
+    deadline = awake_seconds() + seconds
     while True:
-        start, timeout = time.monotonic(), min(remaining, POLL_SECONDS)
         try:
-            return process.wait(timeout)
+            return process.wait(min(max(deadline - awake_seconds(), 0.0), POLL_SECONDS))
         except subprocess.TimeoutExpired:
-            remaining -= charged_seconds(time.monotonic() - start, timeout)
-            if remaining <= 0:
+            if awake_seconds() >= deadline:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 raise subprocess.TimeoutExpired(process.args, seconds) from None
@@ -145,7 +132,7 @@ class Runner:
     """One sandboxed process, to which the judge sends messages and whose memory and CPU time it reads.
 
     `connection` is the socket to the process, `pidfd` its process descriptor, and `deadline` the
-    time.monotonic() at which it has used up its wall time. Methods raise RunnerError if the process caused
+    awake_seconds() at which it has used up its wall time. Methods raise RunnerError if the process caused
     the failure, and InfrastructureError if the machine did.
     """
 
@@ -153,9 +140,9 @@ class Runner:
     # The PID of the process on the host, which the kernel has reported.
     pid: int
     pidfd: int
-    # The time.monotonic() at which the runner has used up its wall time.
+    # The awake_seconds() at which the runner has used up its wall time.
     deadline: float
-    # The time.monotonic() at which `pause` stopped the runner, or None if it is not paused. The time of a
+    # The awake_seconds() at which `pause` stopped the runner, or None if it is not paused. The time of a
     # pause is not included in the runner's wall time.
     paused_since: float | None = None
     # The CPU time of the runner when `stop` last stopped it.
@@ -178,20 +165,16 @@ class Runner:
         """
         data = None
         while data is None:
-            remaining = self.deadline - (self.paused_since or time.monotonic())
+            remaining = self.deadline - (self.paused_since or awake_seconds())
             if remaining <= 0:
                 raise RunnerError("timed_out")
-            start, timeout = time.monotonic(), min(remaining, POLL_SECONDS)
-            self.connection.settimeout(timeout)
+            self.connection.settimeout(min(remaining, POLL_SECONDS))
             try:
                 data = self.connection.recv(MESSAGE_BYTES)
             except TimeoutError:
                 continue
             except OSError as error:
                 raise RunnerError("crashed", str(error)) from error
-            finally:
-                elapsed = time.monotonic() - start
-                self.deadline += elapsed - charged_seconds(elapsed, timeout)
         if not data:
             raise RunnerError("crashed", "the process ended without a result")
         letter = data[:1]
@@ -367,7 +350,7 @@ class Runner:
         """
         with contextlib.suppress(RunnerError):
             self.stop()
-        self.paused_since = self.paused_since or time.monotonic()
+        self.paused_since = self.paused_since or awake_seconds()
 
     def resume(self) -> None:
         """Resume a stopped or paused runner (a sandboxed process) and its child processes.
@@ -386,7 +369,7 @@ class Runner:
         runner is not paused, nothing happens.
         """
         if self.paused_since is not None:
-            self.deadline += time.monotonic() - self.paused_since
+            self.deadline += awake_seconds() - self.paused_since
             self.paused_since = None
 
     def set_cores(self, cores: frozenset[int]) -> None:

@@ -24,7 +24,6 @@ from components.sandbox import preflight, runner_factory
 from components.sandbox.build import build_result_channel
 from components.sandbox.preflight import System, explain
 from components.sandbox.runner_factory import RunnerFactory
-from components.sandbox.runner_process import charged_seconds
 
 CLI = [sys.executable, "-m", "components.cli"]
 KEPT = {str(PROJECT): str(PROJECT)}
@@ -215,11 +214,6 @@ def test_a_zygote_that_cannot_start_is_told_with_its_log(
             runners.spawn({"role": "noop"}, seconds=30)
     finally:
         runners.close()
-
-
-def test_a_pause_counts_for_a_second_at_most() -> None:
-    assert charged_seconds(1.0, 1.0) == 1.0
-    assert charged_seconds(3600.0, 1.0) == 2.0
 
 
 def test_few_descriptors_keep_fewer_tasks_warm(tmp_path: Path) -> None:
