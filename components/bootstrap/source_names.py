@@ -6,6 +6,7 @@ Composed tasks have one line `x = …` of `forward` for each operator, and numbe
 
 import ast
 import copy
+import itertools
 import operator
 import re
 from collections.abc import Callable
@@ -77,19 +78,21 @@ def _plain(parts: Parts, known: Spellings) -> str:
         name: ast.Name(letter) for name, letter in zip(parts.arguments, INPUTS, strict=False)
     }
     speller = Speller(known, parts.attributes)
-    attributes = {
-        name: ast.unparse(speller.constructor(value))
-        for name, value in parts.attributes.items()
-        if not speller.function_of(value)
-    }
     lines, last = list[str](), parts.arguments[0]
-    for statement in parts.forward:
+    for statement, following in itertools.pairwise([*parts.forward, ast.Pass()]):
         if isinstance(statement, ast.Return) and statement.value is not None:
             lines += speller.lines(Substitution(names).visit(statement.value))
             break
         bound = assigned_names(statement)
         if len(bound) == 1:
             ((name, expression),) = bound.items()
+            if {name, last} <= {part.id for part in ast.walk(following) if isinstance(part, ast.Name)} - {
+                name if name == last else ""
+            }:
+                names[name] = Substitution(names).visit(
+                    expression
+                )  # for instance a norm by which x is divided
+                continue
             lines += speller.lines(Substitution(names).visit(expression))
             # An earlier result is not part of a chain any more.
             names |= {last: ast.Name(GONE), name: ast.Name(INPUTS[0])}
@@ -98,6 +101,11 @@ def _plain(parts: Parts, known: Spellings) -> str:
             raise NotAChain
     if any(re.search(rf"\b{GONE}\b", line) for line in lines):
         raise NotAChain
+    attributes = {
+        name: ast.unparse(speller.constructor(value))
+        for name, value in parts.attributes.items()
+        if not speller.function_of(value)
+    }
     return (
         TASK_LAYOUT.format(
             init="".join(
@@ -107,11 +115,43 @@ def _plain(parts: Parts, known: Spellings) -> str:
             ),
             arguments=", ".join(INPUTS[: len(parts.arguments)]),
             lines="\n".join(f"        x = {line}" for line in lines if line != INPUTS[0]),
-            inputs=", ".join(map(ast.unparse, parts.inputs.elts)),
+            inputs=", ".join(ast.unparse(_drawn(value)) for value in parts.inputs.elts),
         )
         .replace("torch.nn.functional.", "F.")
         .replace("'", '"')
     )
+
+
+def _drawn(value: ast.expr) -> ast.expr:
+    """Return the call that draws a tensor of the shape and type of an input, which is enough for a kernel.
+
+    `value` is the input in the list that get_inputs returns, such as `torch.triu(torch.rand(64, 64))`. The
+    result is `value` if it has no other form. Raises NotAChain if it is a sum or a product of a tensor and
+    something other than a number or its transpose.
+    """
+    if isinstance(value, ast.BinOp):
+        others = ("torch.rand(())", f"{ast.unparse(value.left)}.T")
+        if not is_number(value.right) and ast.unparse(value.right) not in others:
+            raise NotAChain
+        return _drawn(value.left)
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return value
+    match value.func.attr, value.args:
+        case "triu" | "tril", [tensor]:
+            return _drawn(tensor)
+        case "softmax", _:
+            return _drawn(value.func.value)
+        case "bool", _:
+            value.func.value = _drawn(value.func.value)
+        case "float", _:
+            drawn = _drawn(value.func.value)
+            if isinstance(drawn, ast.Call) and isinstance(drawn.args[-1], ast.Tuple):
+                return ast.Call(ast.parse("torch.rand", mode="eval").body, drawn.args[-1].elts, [])
+        case "rand" | "randn", sizes:
+            value.args = [_number(size) for size in sizes]
+        case "randint", [low, high, ast.Attribute(value=ast.Call(args=sizes), attr="shape")]:
+            value.args = [low, high, ast.Tuple(sizes, ast.Load())]
+    return value
 
 
 def parts_of(tree: ast.Module) -> Parts:
@@ -154,6 +194,8 @@ def _number(node: ast.expr) -> ast.expr:
 
     Raises OverflowError for a power that could be too large to compute.
     """
+    if isinstance(node, ast.Tuple):
+        return ast.Tuple([_number(element) for element in node.elts], ast.Load())
     if not isinstance(node, ast.BinOp) or type(node.op) not in ARITHMETIC:
         return node
     left, right = _number(node.left), _number(node.right)
@@ -190,8 +232,8 @@ def assigned_names(statement: ast.stmt) -> Names:
 class Substitution(ast.NodeTransformer):
     """A transformer that replaces names by expressions.
 
-    A value or a name may be used several times. Any other expression is used at most once, because a chain
-    has no branches.
+    A value, a name or a random tensor may be used several times. Any other expression is used at most once,
+    because a chain has no branches.
     """
 
     names: Names
@@ -204,15 +246,16 @@ class Substitution(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         """Replace a name of `names` by its expression, and leave any other name.
 
-        An expression that is neither a value nor a name is removed from `names`, so that it is used only
-        once.
+        An expression that is neither a value, a name nor a random tensor is removed from `names`, so that it
+        is used only once.
         """
         value = self.names.get(node.id)
         if value is None:
             return node
+        is_drawn = ast.unparse(value).startswith(("torch.rand(", "torch.randn("))
         return (
             copy.deepcopy(value)
-            if is_value(value) or isinstance(value, ast.Name)
+            if is_value(value) or isinstance(value, ast.Name) or is_drawn
             else self.names.pop(node.id)
         )
 

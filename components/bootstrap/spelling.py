@@ -7,6 +7,7 @@ arguments that the lines pass by position, pass by position what the lines name,
 import ast
 import copy
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ POSITIONAL = {
     "softshrink": ("lambd",),
     "hardshrink": ("lambd",),
     "clamp": ("min", "max"),
+    "squeeze": ("dim",),
+    "unsqueeze": ("dim",),
+    "flatten": ("start_dim",),
 }
 # Functions with another name that compute the same.
 SAME = {"bmm": "matmul"}
@@ -33,15 +37,34 @@ DEFAULTS = {
     "margin": "1.0",
     "negative_slope": "0.01",
     "lambd": "0.5",
+    "p": "2",
+    "return_indices": "False",
+    "ceil_mode": "False",
+    "count_include_pad": "True",
 }
-
+# Functions that make tensors, from which parameters are made.
+MAKERS = frozenset("ones zeros empty rand randn full".split())
+# Modules that return their input, since the judge measures modules in evaluation mode.
+IDENTITIES = frozenset("identity dropout dropout1d dropout2d dropout3d alphadropout".split())
 
 # Expressions of an input x, and of a second one y, that a function computes too.
 EXPRESSIONS = {
     "x * torch.sigmoid(x)": "F.silu(x)",
     "torch.sigmoid(x) * x": "F.silu(x)",
-    "x / (1 + torch.abs(x))": "F.softsign(x)",
+    "x / (torch.abs(x) + 1)": "F.softsign(x)",
     "torch.mean((x - y) ** 2)": "F.mse_loss(x, y)",
+    "x ** 2": "torch.square(x)",
+    "x + x": "x * 2.0",
+    "torch.tanh(F.softplus(x)) * x": "F.mish(x)",
+    "x * torch.tanh(F.softplus(x))": "F.mish(x)",
+    "x * torch.clamp((x + 3) / 6, 0, 1)": "F.hardswish(x)",
+    "x * 0.5 * (torch.tanh((x + torch.pow(x, 3.0) * 0.044715) * 0.7978845608028654) + 1.0)": (
+        'F.gelu(x, approximate="tanh")'
+    ),
+    "x / torch.norm(x, p=2)": "x / torch.norm(x)",
+    "x / torch.norm(x, p='fro')": "x / torch.norm(x)",
+    "torch.unsqueeze(x, 1) * y": "torch.matmul(torch.diag(x), y)",
+    "torch.mean(torch.clamp(1 - x * y, min=0))": "torch.mean(torch.clamp(1.0 - x * y, min=0.0))",
 }
 
 
@@ -134,6 +157,29 @@ def _equal(one: ast.expr, other: ast.expr) -> bool:
         return False
 
 
+def _uses_x(node: ast.expr) -> bool:
+    return any(isinstance(part, ast.Name) and part.id == "x" for part in ast.walk(node))
+
+
+def _parameter(made: ast.expr) -> ast.expr:
+    """Return a call of torch.randn for a tensor of the shape of `made`, or `made` if that is not known.
+
+    The values of parameters do not matter to a kernel. A number that `made` is multiplied by is left out.
+    """
+    while isinstance(made, ast.BinOp) and is_number(made.right):
+        made = made.left
+    name = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
+    if not isinstance(made, ast.Call) or made.keywords:
+        return made
+    if name == "tensor" and is_number(made.args[0]):
+        size: ast.expr = ast.Tuple([], ast.Load())
+    elif name in MAKERS:
+        size = made.args[0] if len(made.args) == 1 or name == "full" else ast.Tuple(made.args, ast.Load())
+    else:
+        return made
+    return ast.Call(ast.parse("torch.randn", mode="eval").body, [size], [])
+
+
 @dataclass
 class Speller(ast.NodeTransformer):
     """A transformer that gives expressions of `forward` the spelling of `known`.
@@ -167,30 +213,84 @@ class Speller(ast.NodeTransformer):
             return ast.parse(f"{ast.unparse(node.value)}.transpose(-2, -1)", mode="eval").body
         if node.attr == "values":
             return ast.Subscript(node.value, ast.Constant(0))
+        if ast.unparse(node) == "math.pi":
+            return ast.Constant(math.pi)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        """Spell a product of matrices as a call, and write what does not depend on x on the right side."""
+        self.generic_visit(node)
+        if isinstance(node.op, ast.MatMult):
+            return self._call("matmul", [node.left, node.right], []) or node
+        if is_number(node.left) and is_number(node.right):
+            return ast.Constant(eval(ast.unparse(node)))
+        if isinstance(node.op, ast.Add | ast.Mult) and not _uses_x(node.left) and _uses_x(node.right):
+            node.left, node.right = node.right, node.left
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """Spell a call of a function, of a method of a tensor, or of a module without parameters."""
         self.generic_visit(node)
         namespace, _, name = ast.unparse(node.func).rpartition(".")
+        if ast.unparse(node.func) == "math.sqrt" and is_number(node.args[0]):
+            return ast.Constant(math.sqrt(ast.literal_eval(node.args[0])))
         if namespace in NAMESPACES:
-            return self._call(name, node.args, node.keywords) or node
+            return self._function(name, node.args, node.keywords) or node
         made = self.attributes.get(name) if namespace == "self" else None
         if isinstance(made, ast.Call) and (function := self.function_of(made)):
-            return self._call(function, [*node.args, *made.args], made.keywords) or node
-        is_method = isinstance(node.func, ast.Attribute) and not re.match(r"(self|torch|F|nn)\b", namespace)
+            return self._function(function, [*node.args, *made.args], made.keywords) or node
+        if name in ("view", "reshape") and self._is_reshaped(namespace, node.args):
+            assert isinstance(node.func, ast.Attribute)
+            return node.func.value
+        is_method = not re.fullmatch(r"(self|torch|F|nn|math)(\.\w+)*", namespace)
         if isinstance(node.func, ast.Attribute) and is_method and name != "transpose":
-            return self._call(name, [node.func.value, *node.args], node.keywords) or node
+            return self._function(name, [node.func.value, *node.args], node.keywords) or node
         return node
+
+    def _is_reshaped(self, attribute: str, sizes: list[ast.expr]) -> bool:
+        """Return whether `attribute` is a parameter that is viewed with one of the given sizes not 1.
+
+        `attribute` is an expression such as `self.bias`, and a size of -1 stands for all elements. Its shape
+        is then changed in `attributes`. Raises ValueError if it is another parameter shape already.
+        """
+        made = self.constructor(self.attributes.get(attribute.removeprefix("self."), ast.Constant(None)))
+        numel = re.fullmatch(r"nn\.Parameter\(torch\.randn\(\(?(\d+),?\)?\)\)", ast.unparse(made))
+        shape = ast.unparse(ast.Tuple(sizes, ast.Load()))
+        if numel is None or not re.fullmatch(r"\((1, )*-1(, 1)*,?\)", shape):
+            return False
+        text = f"nn.Parameter(torch.randn({shape.replace('-1', numel[1])}))"
+        self.attributes[attribute.removeprefix("self.")] = ast.parse(text, mode="eval").body
+        return True
+
+    def _function(self, name: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.expr | None:
+        """Return the call of a function as the lines spell it, or None if no line has it.
+
+        The minimum and the maximum of x and a number are spelled as `torch.clamp`, and the product of
+        matrices as `torch.matmul` if it is written with letters (einsum).
+        """
+        if name == "identity":
+            return arguments[0]
+        if name in ("min", "max") and len(arguments) == 2 and not is_number(arguments[1]):
+            if not isinstance(arguments[1], ast.Call):
+                return self._call(f"{name}imum", arguments, keywords)
+            bound = "max" if name == "min" else "min"
+            return self._call("clamp", arguments[:1], [ast.keyword(bound, arguments[1].args[0])])
+        if name in ("mul", "multiply") and len(arguments) == 2:
+            return self.visit_BinOp(ast.BinOp(arguments[0], ast.Mult(), arguments[1]))
+        if name == "einsum" and re.fullmatch(r"'(\w+)(\w), ?\2(\w) ?-> ?\1\3'", ast.unparse(arguments[0])):
+            return self._call("matmul", arguments[1:], [])
+        return self._call(name, arguments, keywords)
 
     def function_of(self, made: ast.expr) -> str:
         """Return the name of the function that a module computes, such as leaky_relu for nn.LeakyReLU(0.1).
 
-        `made` is the expression that makes the module. The result is "" for modules with parameters, for
-        other expressions, and for functions that no line has.
+        `made` is the expression that makes the module. The result is `identity` for modules that
+        return their input, and "" for modules with parameters, other expressions, and functions that no line
+        has.
         """
         kind = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
         names = {name.replace("_", ""): name for name in self.known.functions}
+        names |= dict.fromkeys(IDENTITIES, "identity")
         return names.get(kind.lower(), "")
 
     def _call(self, name: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.expr | None:
@@ -201,6 +301,8 @@ class Speller(ast.NodeTransformer):
         placed = POSITIONAL.get(name, ())
         named = [keyword.arg or "" for keyword in line.keywords]
         tensors = max(1, len(line.args) - len(placed))
+        if len(arguments) - tensors > len(placed) + len(named):
+            return None
         values = dict(zip((*placed, *named), arguments[tensors:], strict=False))
         values |= {keyword.arg or "": keyword.value for keyword in keywords}
         for argument, text in DEFAULTS.items():
@@ -213,6 +315,8 @@ class Speller(ast.NodeTransformer):
             placed = ()
         if "stride" in named and ast.unparse(values.get("stride", ast.Constant(None))) == "None":
             values["stride"] = values["kernel_size"]
+        if name == "flip" and is_number(values["dims"]):
+            values["dims"] = ast.Tuple([values["dims"]], ast.Load())
         order = [*(key for key in named if key in values), *(key for key in values if key not in named)]
         return ast.Call(
             line.func,
@@ -229,10 +333,7 @@ class Speller(ast.NodeTransformer):
         if not isinstance(made, ast.Call) or line is None or not hasattr(nn, kind):
             return made
         if kind == "Parameter":
-            drawn = made.args[0]
-            if isinstance(drawn, ast.Call) and len(drawn.args) > 1:
-                drawn.args = [ast.Tuple(drawn.args, ast.Load())]
-            return ast.Call(line.func, [drawn], [])
+            return ast.Call(line.func, [_parameter(made.args[0])], [])
         signature = inspect.signature(getattr(nn, kind))
         given = signature.bind(*made.args, **{keyword.arg or "": keyword.value for keyword in made.keywords})
         defaults = {

@@ -31,7 +31,7 @@ from components.bootstrap.tensor_operator import (
     same_shape,
 )
 from components.bootstrap.tensor_products import PRODUCTS, SLIDING
-from components.bootstrap.tensor_reductions import ALONG, NORMS, REDUCTIONS
+from components.bootstrap.tensor_reductions import ALONG, NORMS, REDUCTIONS, RESHAPES
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,10 @@ def _line(code: str, operand: str = "") -> Callable[..., Parts]:
     """
 
     def build(shape: Shape, inputs: dict[str, Shape], name: str, **constants: Any) -> Parts:
-        of = constants.pop("size", constants.pop("channels", inputs.get(operand, ())))
-        if isinstance(of, int):
-            of = (of, *(1,) * (len(shape) - 2))
+        of = constants.pop("size", inputs.get(operand, ()))
+        of = (of,) if isinstance(of, int) else of
+        if "channels" in constants:
+            of = (constants.pop("channels"), *(1,) * (len(shape) - 2))
         values = {key: f"{float(value)!r}f" for key, value in constants.items()}
         text = re.sub(r"\{(\w+)\}f?", lambda match: values[match[1]], code)
         own = f"{name}{operand.removeprefix('self')}" if operand.startswith("self") else operand
@@ -102,7 +103,12 @@ LINES |= {
             {},
         ),
         ("celu", "F.celu(x, alpha={a})", "v = v < 0 ? {a} * (vexp(v / {a}) - 1) : v;", {"a": SLOPES}),
-        ("hardtanh", "F.hardtanh(x)", "v = vmin(vmax(v, -1), 1);", {}),
+        (
+            "hardtanh",
+            "F.hardtanh(x, min_val={a}, max_val={b})",
+            "v = vmin(vmax(v, {a}), {b});",
+            {"a": ("-2.0", "-1.0", "-0.5"), "b": ("0.5", "1.0", "2.0")},
+        ),
         ("hardshrink", "F.hardshrink(x, {a})", "v = vabs(v) > {a} ? v : 0;", {"a": SLOPES}),
         (
             "gelu_tanh",
@@ -113,6 +119,20 @@ LINES |= {
         ("div_constant", "x / {a}", "v = v / {a};", {"a": PALETTE}),
         ("sub_constant", "x - {a}", "v = v - {a};", {"a": PALETTE}),
         ("clamp_min", "torch.clamp(x, min={a})", "v = vmax(v, {a});", {"a": SLOPES}),
+        ("clamp_max", "torch.clamp(x, max={a})", "v = vmin(v, {a});", {"a": SLOPES}),
+        ("mish_gate", "x * F.mish(x)", "v = v * v * vtanh(vlog1p(vexp(v)));", {}),
+        (
+            "hardswish_gate",
+            "x * F.hardswish(x)",
+            "v = v * v * vmin(vmax(v + 3, 0), 6) / 6;",
+            {},
+        ),
+        (
+            "sigmoid_gate",
+            "x * torch.sigmoid(x + {a}) / {b}",
+            "v = v / (1 + vexp(-(v + {a}))) / {b};",
+            {"a": SLOPES, "b": PALETTE},
+        ),
         ("sin", "torch.sin(x)", "v = std::sin(v);", {}),
         ("cos", "torch.cos(x)", "v = std::cos(v);", {}),
         ("exp_of_minus_abs", "torch.exp(-torch.abs(x))", "v = vexp(-vabs(v));", {}),
@@ -125,6 +145,17 @@ LINES |= {
         ("minus_bias", "-", "v = v - self@;"),
         ("scaling", "*", "v = v * self@;"),
     )
+}
+LINES |= {
+    name: TensorOperator(
+        f"torch.{name}(x, {{self}})",
+        _line(f"v = {code}(v, self@);", "self"),
+        None,
+        _PARAMETER,
+        ("",),
+        ALL_RANKS,
+    )
+    for name, code in (("minimum", "vmin"), ("maximum", "vmax"))
 }
 LINES |= {
     name: TensorOperator(f"x {sign} y", _line(code, "y"), same_shape, ranks=ALL_RANKS)
@@ -142,14 +173,14 @@ LINES["prelu"] = TensorOperator(
     ("_weight",),
 )
 
-OPERATORS = LINES | REDUCTIONS | ALONG | NORMS | LOSSES | SLIDING | PRODUCTS
+OPERATORS = LINES | REDUCTIONS | ALONG | RESHAPES | NORMS | LOSSES | SLIDING | PRODUCTS
 
 
 # --- reading ------------------------------------------------------------------------------------------------
 
 
 # Pattern of a number, a tuple or list of numbers, or a truth value.
-LITERAL = r"(?:True|False|-?\d[\d.]*(?:e-?\d+)?|[(\[][-\d., ]+[)\]])"
+LITERAL = r"(?:True|False|-?\d[\d.]*(?:e-?\d+)?|[(\[][-\d., ]*[)\]])"
 
 
 def _pattern(template: str) -> re.Pattern[str]:
@@ -231,7 +262,9 @@ def _read(code: str) -> Program | None:
                 shape = part.shape
                 types |= {"out": part.code.type} if part.code.type != "float" else {}
     direct = sorted(created, key=lambda key: not created[key].startswith("nn.Parameter"))
-    tensors = (*names, *(entry for key in direct for entry in state.get(key, ())), "out")
+    # The kernel also takes a parameter that is not used; the tensors of a module would not be known.
+    unused = {key: [key.removeprefix("self.")] for key in direct if created[key].startswith("nn.Parameter")}
+    tensors = (*names, *(entry for key in direct for entry in (unused | state)[key]), "out")
     return Program(tuple(parts), shapes["x"], tensors, types)
 
 

@@ -30,7 +30,7 @@ from components.bootstrap.tensor_operator import (
     TensorOperator,
     further_inputs,
 )
-from components.bootstrap.tensor_reductions import ALONG
+from components.bootstrap.tensor_reductions import ALONG, REDUCTIONS
 
 
 def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -63,6 +63,17 @@ def _pool(code: Code) -> Callable[..., Parts]:
         return [sliding(slides, lead, {}, code, outs)]
 
     return build
+
+
+def _global_mean(shape: Shape, inputs: dict[str, Shape], name: str, size: int | tuple[int, ...]) -> Parts:
+    """Return the loop nest of an adaptive average pooling to one element for each channel.
+
+    `shape` is the shape of x. `inputs` and `name` are not used. Raises ValueError if `size`, the size of the
+    output, is another.
+    """
+    if set(_each(size, 1)) != {1}:
+        raise ValueError(f"an adaptive pooling to {size}")
+    return REDUCTIONS["mean"].build(shape, {}, name, dim=tuple(range(2, len(shape))), keepdim=True)
 
 
 def _convolution(*, transposed: bool) -> Callable[..., Parts]:
@@ -190,6 +201,12 @@ for _count in (1, 2, 3):
             _draw_pool(dilated=False),
             ranks=(_count + 2,),
         ),
+        f"global_mean_{_count}": TensorOperator(
+            f"F.adaptive_avg_pool{_count}d(x, {{size}})",
+            _global_mean,
+            lambda rng, shape: {"size": 1},
+            ranks=(_count + 2,),
+        ),
         f"conv_{_count}": TensorOperator(
             "{self}(x)",
             _convolution(transposed=False),
@@ -258,6 +275,14 @@ def _product(*, left: bool = False, right: bool = False) -> Callable[..., Parts]
     those of y.
     """
     return lambda shape, inputs, name: [_matrices(shape, inputs["y"], "y", transposed=(left, right))]
+
+
+def _product_of_parameter(*, right: bool) -> Callable[..., Parts]:
+    """Return a function that builds the product of x and a parameter of the shape `size`.
+
+    If `right` is true, the last two dimensions of the parameter are exchanged before the product.
+    """
+    return lambda shape, inputs, name, size: [_matrices(shape, size, name, transposed=(False, right))]
 
 
 def _draw_product(*, left: bool = False, right: bool = False) -> Draw:
@@ -357,6 +382,16 @@ PRODUCTS |= {
     "tril": _triangle("tril", inside=False),
     "triu_factors": _triangle("triu", inside=True),
     "tril_factors": _triangle("tril", inside=True),
+    **{
+        f"matmul_of_parameter{'_t' * right}": TensorOperator(
+            f"torch.matmul(x, {{self}}{'.transpose(-2, -1)' * right})",
+            _product_of_parameter(right=right),
+            None,
+            "nn.Parameter(torch.randn({size}))",
+            ("",),
+        )
+        for right in (False, True)
+    },
     "diagonal": TensorOperator(
         "torch.matmul(torch.diag(x), y)",
         _diagonal,

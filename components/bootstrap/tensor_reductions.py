@@ -13,6 +13,7 @@ from typing import Any
 from components.bootstrap.loop_nest import Code, Line, Loop, Nest, Shape, attach, over_dims
 from components.bootstrap.tensor_operator import (
     AFFINE,
+    ALL_RANKS,
     Arguments,
     Parts,
     TensorOperator,
@@ -231,10 +232,22 @@ ALONG: dict[str, TensorOperator] = {
             _dim,
         ),
         (
+            "l2_norm",
+            "x / torch.norm(x, p=2, dim={dim}, keepdim=True)",
+            Code((sum_of("length", "v * v", ("unit", "1 / std::sqrt(length)")),), apply=("v = v * unit;",)),
+            _dim,
+        ),
+        (
             "frobenius_norm",
             "x / torch.norm(x)",
             Code((sum_of("length", "v * v", ("unit", "1 / std::sqrt(length)")),), apply=("v = v * unit;",)),
             lambda rng, shape: {},
+        ),
+        (
+            "subtract_mean",
+            "x - torch.mean(x, dim={dim}, keepdim=True)",
+            Code((_MEAN,), apply=("v = v - mean;",)),
+            _dim,
         ),
         (
             "rms_of_dim",
@@ -279,6 +292,34 @@ ALONG: dict[str, TensorOperator] = {
             _dim,
         ),
     )
+}
+
+
+def _reshaped(new_shape: Callable[[Shape, int], Shape]) -> Callable[..., Parts]:
+    """Return a function that builds the copy of x in another shape, for `TensorOperator.build`.
+
+    `new_shape` takes the shape of x and the argument `dim`, which may be negative.
+    """
+    return lambda shape, inputs, name, dim: [over_dims(new_shape(shape, dim), (), Code())]
+
+
+def _squeezed(shape: Shape, dim: int) -> Shape:
+    dim %= len(shape)
+    return shape[:dim] + shape[dim + (shape[dim] == 1) :]
+
+
+def _unsqueezed(shape: Shape, dim: int) -> Shape:
+    dim %= len(shape) + 1
+    return (*shape[:dim], 1, *shape[dim:])
+
+
+def _flattened(shape: Shape, dim: int) -> Shape:
+    return (*shape[: dim % len(shape)], prod(shape[dim % len(shape) :]))
+
+
+RESHAPES = {
+    name: TensorOperator(f"torch.{name}(x, {{dim}})", _reshaped(new_shape), None, ranks=ALL_RANKS)
+    for name, new_shape in (("squeeze", _squeezed), ("unsqueeze", _unsqueezed), ("flatten", _flattened))
 }
 
 

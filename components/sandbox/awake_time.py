@@ -15,8 +15,8 @@ MOST_SECONDS = 1.0
 class _AwakeClock:
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
-        # The clock's time at the last tick, and the time.monotonic() of that tick.
-        self.tick = (0.0, time.monotonic())
+        # The time of this clock at the last tick, and the time.monotonic() of that tick.
+        self.tick = (now := time.monotonic(), now)
 
     def seconds(self) -> float:
         if self.thread is None or not self.thread.is_alive():  # a forked process has none; two do no harm

@@ -9,6 +9,7 @@ import torch
 
 from components.agent.episode import first_prompt
 from components.bootstrap.demonstrations import make_demonstration
+from components.bootstrap.loop_nest import Line
 from components.bootstrap.source_names import plain_layout
 from components.bootstrap.tensor_operators import SPELLINGS, read_program
 from components.core.config import resolve
@@ -97,6 +98,9 @@ def test_sources_of_people_are_read_and_those_with_branches_are_not() -> None:
     assert plain_layout(PEOPLE.replace("class Model", "class Other"), SPELLINGS) is None
 
 
+NORM = "x / torch.norm(x, p=2, dim=1, keepdim=True)"
+
+
 def task(lines: str, init: str = "") -> str:
     return (
         f"import torch\nimport torch.nn as nn\n\nclass Model(nn.Module):\n    def __init__(self):\n        "
@@ -116,7 +120,24 @@ def task(lines: str, init: str = "") -> str:
         ("torch.clamp(x, min=-1.0, max=1.0)", "torch.clamp(x, -1.0, 1.0)"),
         ("torch.clamp(x, min=0.5)", "torch.clamp(x, min=0.5)"),
         ("F.elu(x, alpha=1)", "F.elu(x)"),
-        ("F.hardtanh(x, min_val=-1, max_val=1)", "F.hardtanh(x)"),
+        ("F.hardtanh(x)", "F.hardtanh(x, min_val=-1.0, max_val=1.0)"),
+        ("F.hardtanh(x, -2, 2)", "F.hardtanh(x, min_val=-2, max_val=2)"),
+        ("F.elu(x, 0.5, True)", "F.elu(x, 0.5, True)"),
+        ("torch.min(x, torch.tensor(0.5, device=x.device))", "torch.clamp(x, max=0.5)"),
+        ("torch.max(x, self.limit)", "torch.maximum(x, self.limit)"),
+        ("x @ y", "torch.matmul(x, y)"),
+        ("torch.einsum('bij,jk->bik', x, y)", "torch.matmul(x, y)"),
+        ("2 * x", "x * 2"),
+        ("y + x", "x + y"),
+        ("torch.mul(x, 3.0)", "x * 3.0"),
+        ("x + x", "x * 2.0"),
+        ("self.limit * x", "x * self.limit"),
+        ("x.unsqueeze(1)", "torch.unsqueeze(x, 1)"),
+        ("self.drop(F.relu(x))", "F.relu(x)"),
+        (
+            "0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))",
+            'F.gelu(x, approximate="tanh")',
+        ),
         ("torch.sum(x, 1)", "torch.sum(x, dim=1, keepdim=False)"),
         ("x.mean(dim=(2, 3), keepdim=True)", "torch.mean(x, dim=(2, 3), keepdim=True)"),
         ("torch.max(x, dim=1).values", "torch.max(x, dim=1, keepdim=False)[0]"),
@@ -134,6 +155,8 @@ def test_calls_are_spelled_as_the_lines_of_the_operators(written: str, spelled: 
     init = """        self.act = nn.LeakyReLU(0.3)
         self.pool = nn.AvgPool2d(3, stride=2)
         self.soft = torch.nn.Softmax(dim=1)
+        self.drop = nn.Dropout(0.2)
+        self.limit = nn.Parameter(torch.tensor(1.0))
 """
     plain = plain_layout(task(f"        x = {written}", init), SPELLINGS)
     assert plain is not None and f"        x = {spelled}\n" in plain
@@ -151,6 +174,8 @@ def test_calls_are_spelled_as_the_lines_of_the_operators(written: str, spelled: 
         ("nn.BatchNorm2d(6, affine=False)", "nn.BatchNorm2d(6, affine=False)"),
         ("nn.Linear(16, 4)", "nn.Linear(16, 4, bias=True)"),
         ("nn.Parameter(torch.randn(6, 1, 1))", "nn.Parameter(torch.randn((6, 1, 1)))"),
+        ("nn.Parameter(torch.zeros(6) * 0.02)", "nn.Parameter(torch.randn(6))"),
+        ("nn.Parameter(torch.tensor(0.5))", "nn.Parameter(torch.randn(()))"),
     ],
 )
 def test_constructors_are_spelled_with_the_arguments_that_vary(written: str, spelled: str) -> None:
@@ -167,6 +192,8 @@ def test_constructors_are_spelled_with_the_arguments_that_vary(written: str, spe
         ("        x = torch.cumsum(x * y, dim=1)", ["torch.cumsum(x * y, dim=1)"]),
         ("        x = torch.cumsum(x, dim=1) - x", ["torch.cumsum(x, dim=1) - x"]),
         ("        x = x / torch.norm(x)", ["x / torch.norm(x)"]),
+        ("        norm = x.norm(dim=1, keepdim=True)\n        return x / norm", [NORM]),
+        (f"        x = F.relu(x)\n        n = {NORM[4:]}\n        x = x / n", ["F.relu(x)", NORM]),
     ],
 )
 def test_nested_operators_and_results_with_names_get_lines(lines: str, plain: list[str]) -> None:
@@ -189,6 +216,39 @@ def test_nested_operators_and_results_with_names_get_lines(lines: str, plain: li
 )
 def test_a_result_that_is_used_later_is_no_chain(lines: str) -> None:
     assert read_program(task(lines)) is None
+
+
+def test_a_parameter_has_the_shape_in_which_it_is_used() -> None:
+    """One that is viewed has a value for each channel, and one that is not used is an argument, too."""
+    init = """        self.shift = nn.Parameter(torch.zeros(6))
+        self.other = nn.Parameter(torch.zeros(3))
+"""
+    program = read_program(task("        x = x + self.shift.view(1, -1, 1, 1)", init))
+    assert program is not None and program.tensors == ("x", "y", "shift", "other", "out")
+    (line,) = program.parts
+    assert isinstance(line, Line) and line.shape == (1, 6, 1, 1)
+    row = read_program(
+        task("        x = x + self.shift", "        self.shift = nn.Parameter(torch.zeros(16))\n")
+    )
+    assert row is not None and isinstance(row.parts[0], Line) and row.parts[0].shape == (16,)
+    assert read_program(task("        x = x + self.shift", init)) is None
+    unused = init.replace("nn.Parameter(torch.zeros(3))", "nn.Linear(3, 3)")
+    assert read_program(task("        x = x + self.shift.view(1, -1, 1, 1)", unused)) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "shape"),
+    [
+        ("torch.triu(torch.rand(4, 4))", (4, 4)),
+        ("(torch.rand(4, 4) + torch.rand(4, 4).T) / 2", (4, 4)),
+        ("torch.rand(4, 2 * 8) * torch.rand(())", (4, 16)),
+        ("(torch.rand(4, 8) * torch.rand(())).softmax(dim=-1)", (4, 8)),
+        ("torch.rand(4, 8) + torch.rand(3, 4, 8)", None),
+    ],
+)
+def test_an_input_has_the_shape_of_the_tensor_that_it_is_made_of(written: str, shape: Any) -> None:
+    program = read_program(PEOPLE.replace("return [A]", f"return [{written}]"))
+    assert (program.shape if program else None) == shape
 
 
 def test_an_operand_that_enlarges_the_result_is_not_read() -> None:
