@@ -39,7 +39,7 @@ def test_a_chain_is_recognised_in_a_persons_own_words() -> None:
         "F.relu(x) + F.relu(x)",
         "F.conv2d(x, x)",
         "F.gelu(x, approximate='tanh')",
-        "x * x.sigmoid()",
+        "x * y.sigmoid()",
     ):
         assert (
             canonicalize(
