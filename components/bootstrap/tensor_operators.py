@@ -4,7 +4,7 @@ Tensor operators are what single operators and short chains of the kind of Kerne
 Each row of the table has the operator's line in the layout of composed tasks (TASK_LAYOUT), the loop nests
 that compute it, and the arguments that a composer draws for it. `read_program` reads a source in that layout,
 and nest_writer.py writes its kernels. Inputs have any rank, and dimensions any size. The rows of elementwise
-operators are below, and the others in tensor_reductions.py, tensor_losses.py and tensor_products.py.
+operators are below, and the others in the files tensor_*.py.
 """
 
 import ast
@@ -21,6 +21,7 @@ from components.bootstrap.operator_code import ELEMENTWISE
 from components.bootstrap.source_names import plain_layout
 from components.bootstrap.spelling import spellings
 from components.bootstrap.tensor_losses import LOSSES
+from components.bootstrap.tensor_norms import NORMS
 from components.bootstrap.tensor_operator import (
     ALL_RANKS,
     Arguments,
@@ -30,8 +31,9 @@ from components.bootstrap.tensor_operator import (
     constants_of,
     same_shape,
 )
-from components.bootstrap.tensor_products import PRODUCTS, SLIDING
-from components.bootstrap.tensor_reductions import ALONG, NORMS, REDUCTIONS, RESHAPES
+from components.bootstrap.tensor_products import PRODUCTS
+from components.bootstrap.tensor_reductions import ALONG, REDUCTIONS, RESHAPES
+from components.bootstrap.tensor_sliding import SLIDING
 
 
 @dataclass(frozen=True)
@@ -139,23 +141,14 @@ LINES |= {
     )
 }
 LINES |= {
-    name: TensorOperator(f"x {sign} {{self}}", _line(code, "self"), _parameter, _PARAMETER, ("",), ALL_RANKS)
-    for name, sign, code in (
-        ("bias", "+", "v = v + self@;"),
-        ("minus_bias", "-", "v = v - self@;"),
-        ("scaling", "*", "v = v * self@;"),
+    name: TensorOperator(line, _line(code, "self"), _parameter, _PARAMETER, ("",), ALL_RANKS)
+    for name, line, code in (
+        ("bias", "x + {self}", "v = v + self@;"),
+        ("minus_bias", "x - {self}", "v = v - self@;"),
+        ("scaling", "x * {self}", "v = v * self@;"),
+        ("minimum", "torch.minimum(x, {self})", "v = vmin(v, self@);"),
+        ("maximum", "torch.maximum(x, {self})", "v = vmax(v, self@);"),
     )
-}
-LINES |= {
-    name: TensorOperator(
-        f"torch.{name}(x, {{self}})",
-        _line(f"v = {code}(v, self@);", "self"),
-        None,
-        _PARAMETER,
-        ("",),
-        ALL_RANKS,
-    )
-    for name, code in (("minimum", "vmin"), ("maximum", "vmax"))
 }
 LINES |= {
     name: TensorOperator(f"x {sign} y", _line(code, "y"), same_shape, ranks=ALL_RANKS)

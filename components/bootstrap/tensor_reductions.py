@@ -1,4 +1,4 @@
-"""Define the tensor operators along dimensions: reductions, softmax, scans, and norms with parameters.
+"""Define the tensor operators along dimensions: reductions, softmax, scans, and changes of shape.
 
 A tensor operator is a row of the table in tensor_operators.py, for which kernels can be written by rules.
 """
@@ -12,12 +12,10 @@ from typing import Any
 
 from components.bootstrap.loop_nest import Code, Line, Loop, Nest, Shape, attach, over_dims
 from components.bootstrap.tensor_operator import (
-    AFFINE,
     ALL_RANKS,
     Arguments,
     Parts,
     TensorOperator,
-    channels,
     same_shape,
 )
 
@@ -75,7 +73,7 @@ def reduction_of(code: Code) -> Callable[..., Parts]:
     ) -> Parts:
         dims = range(len(shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
         axis = f"d{next(iter(dims)) % len(shape)}"
-        filled = _fill(code, axis=axis, **{key: f"{float(value)!r}f" for key, value in numbers.items()})
+        filled = fill_code(code, axis=axis, **{key: f"{float(value)!r}f" for key, value in numbers.items()})
         nest = over_dims(shape, dims, filled, keepdim=keepdim)
         operands = [key for key in inputs if f"{key}@" in str(filled)]
         return [_with_operands(nest, shape, {key: inputs[key] for key in operands})]
@@ -93,7 +91,7 @@ def _with_operands(nest: Nest, shape: Shape, operands: dict[str, Shape]) -> Nest
     return nest
 
 
-def _fill(code: Code, **values: str) -> Code:
+def fill_code(code: Code, **values: str) -> Code:
     """Return the code with each `<NAME>` in its C++ texts replaced by the value of the keyword NAME.
 
     Raises KeyError if there is no such keyword.
@@ -119,7 +117,7 @@ def _fill(code: Code, **values: str) -> Code:
 TOP = Loop((("max", "top", "v"),))
 _LOW = Loop((("min", "low", "v"),))
 _MASS = sum_of("total", "vexp(v - top)", ("level", "std::log(total)"))
-_MEAN = sum_of("first", "v", ("mean", "first / COUNT"))
+MEAN = sum_of("first", "v", ("mean", "first / COUNT"))
 _SQUARES = sum_of("second", "(v - mean) * (v - mean)")
 _EXTREME = "torch.{0}(x, dim={{dim}}, keepdim={{keepdim}})"
 REDUCTIONS: dict[str, TensorOperator] = {
@@ -130,8 +128,8 @@ REDUCTIONS: dict[str, TensorOperator] = {
         "amax": Code((TOP,), "top"),
         "amin": Code((_LOW,), "low"),
         "logsumexp": Code((TOP, _MASS), "top + level"),
-        "var": Code((_MEAN, _SQUARES), "second / (COUNT - 1)"),
-        "std": Code((_MEAN, _SQUARES), "std::sqrt(second / (COUNT - 1))"),
+        "var": Code((MEAN, _SQUARES), "second / (COUNT - 1)"),
+        "std": Code((MEAN, _SQUARES), "std::sqrt(second / (COUNT - 1))"),
     }.items()
 }
 REDUCTIONS |= {
@@ -188,7 +186,7 @@ REDUCTIONS |= {
         ),
     )
 }
-_SQUARE_MEAN = sum_of("power", "v * v", ("rms", "1 / std::sqrt(power / COUNT + <eps>)"))
+SQUARE_MEAN = sum_of("power", "v * v", ("rms", "1 / std::sqrt(power / COUNT + <eps>)"))
 ALONG: dict[str, TensorOperator] = {
     name: TensorOperator(line, reduction_of(code), draw)
     for name, line, code, draw in (
@@ -246,13 +244,13 @@ ALONG: dict[str, TensorOperator] = {
         (
             "subtract_mean",
             "x - torch.mean(x, dim={dim}, keepdim=True)",
-            Code((_MEAN,), apply=("v = v - mean;",)),
+            Code((MEAN,), apply=("v = v - mean;",)),
             _dim,
         ),
         (
             "rms_of_dim",
             "x / torch.sqrt(torch.mean(x ** 2, dim={dim}, keepdim=True) + {eps})",
-            Code((_SQUARE_MEAN,), apply=("v = v * rms;",)),
+            Code((SQUARE_MEAN,), apply=("v = v * rms;",)),
             lambda rng, shape: {**_dim(rng, shape), "eps": 1e-5},
         ),
         (
@@ -321,128 +319,3 @@ RESHAPES = {
     name: TensorOperator(f"torch.{name}(x, {{dim}})", _reshaped(new_shape), None, ranks=ALL_RANKS)
     for name, new_shape in (("squeeze", _squeezed), ("unsqueeze", _unsqueezed), ("flatten", _flattened))
 }
-
-
-# --- norms with parameters ----------------------------------------------------------------------------------
-
-_NORM = Code(
-    (
-        _MEAN,
-        sum_of("second", "(v - mean) * (v - mean)", ("inverse", "1 / std::sqrt(second / COUNT + <eps>)")),
-    ),
-    apply=("v = (v - mean) * inverse;",),
-)
-
-
-def _norm(kind: str, *, code: Code = _NORM, affine: bool = True) -> Callable[..., Parts]:
-    """Return a function that builds the loop nest of a norm, for `TensorOperator.build`.
-
-    The function takes the shape of x, the shapes of further inputs, the name of the norm's module, and the
-    module's arguments. The norm applies `code` to each group of elements. `kind` says which elements form a
-    group: those along the last dimensions ("last", as many as the argument `size` has), those of a channel in
-    the whole batch ("batch"), those of several channels of a sample ("group"), or those of one channel of a
-    sample ("instance"). If `affine` is true, the result is multiplied by the weight of the module, and the
-    bias is added unless `code` is that of an RMS norm.
-    """
-
-    def build(shape: Shape, inputs: dict[str, Shape], name: str, *, eps: float = 1e-5, **sizes: Any) -> Parts:
-        of: Shape = (*shape[1:2], *(1,) * (len(shape) - 2))
-        view, dims = shape, tuple(range(2, len(shape)))
-        if kind == "last":
-            of = sizes["size"] if isinstance(sizes["size"], tuple) else (sizes["size"],)
-            dims = tuple(range(len(shape) - len(of), len(shape)))
-        elif kind == "batch":
-            dims = (0, *dims)
-        elif kind == "group":
-            view = (shape[0], sizes["groups"], shape[1] // sizes["groups"], *shape[2:])
-            dims = tuple(range(2, len(view)))
-        lines = [Line(f"v = v * {name}_weight@;", f"{name}_weight", of)] if affine else []
-        if affine and code is _NORM:
-            lines.append(Line(f"v = v + {name}_bias@;", f"{name}_bias", of))
-        nest = over_dims(view, dims, _fill(code, eps=f"{float(eps)!r}f"))
-        for line in lines:
-            nest = attach(nest, line, tensor="o", following=shape)
-        return [replace(nest, shape=shape)]
-
-    return build
-
-
-def _running(shape: Shape, inputs: dict[str, Shape], name: str, channels: int) -> Parts:
-    """Return the C++ lines of a batch norm with the mean and the variance that its module has stored.
-
-    `shape` is the shape of x with `channels` as its second dimension, and `name` is the name of the module.
-    `inputs` is not used.
-    """
-    of = (channels, *(1,) * (len(shape) - 2))
-    return [
-        Line(f"v = v - {name}_running_mean@;", f"{name}_running_mean", of),
-        Line(f"v = v / std::sqrt({name}_running_var@ + 1e-5f);", f"{name}_running_var", of),
-        Line(f"v = v * {name}_weight@;", f"{name}_weight", of),
-        Line(f"v = v + {name}_bias@;", f"{name}_bias", of),
-    ]
-
-
-def _last(rng: random.Random, shape: Shape) -> Arguments:
-    return {"size": shape[-1:] if len(shape) < 4 or rng.random() < 0.5 else shape[1:]}
-
-
-def _several(rng: random.Random, shape: Shape) -> Arguments | None:
-    """Return the argument `channels` of a norm over each channel, or None if a channel has only one element.
-
-    The elements are those of one sample, or of the batch if x has two dimensions. torch demands several
-    elements for each channel in training mode. `rng` is not used.
-    """
-    return channels(rng, shape) if prod(shape[2:] or shape[:1]) > 1 else None
-
-
-def _groups(rng: random.Random, shape: Shape) -> Arguments | None:
-    counts = [count for count in (2, 4, 8) if shape[1] % count == 0 and prod(shape[1:]) > 4 * count]
-    return {"groups": rng.choice(counts), "channels": shape[1]} if counts else None
-
-
-NORMS: dict[str, TensorOperator] = {
-    "layer_norm": TensorOperator("{self}(x)", _norm("last"), _last, "nn.LayerNorm({size})", AFFINE),
-    "rms_norm": TensorOperator(
-        "{self}(x)",
-        _norm("last", code=Code((_SQUARE_MEAN,), apply=("v = v * rms;",))),
-        lambda rng, shape: {"size": shape[-1:], "eps": 1e-5},
-        "nn.RMSNorm({size}, eps={eps})",
-        ("_weight",),
-    ),
-    "group_norm": TensorOperator(
-        "{self}(x)", _norm("group"), _groups, "nn.GroupNorm({groups}, {channels})", AFFINE
-    ),
-}
-for _count, _ranks in ((1, (2, 3)), (2, (4,)), (3, (5,))):
-    NORMS |= {
-        f"batch_norm_{_count}": TensorOperator(
-            "{self}(x)",
-            _norm("batch"),
-            _several,
-            f"nn.BatchNorm{_count}d({{channels}}, track_running_stats=False)",
-            AFFINE,
-            _ranks,
-        ),
-        f"running_batch_norm_{_count}": TensorOperator(
-            "{self}(x)",
-            _running,
-            None,  # its counter of batches never matters
-            f"nn.BatchNorm{_count}d({{channels}})",
-            (*AFFINE, "_running_mean", "_running_var", "_num_batches_tracked"),
-        ),
-        f"instance_norm_{_count}": TensorOperator(
-            "{self}(x)",
-            _norm("instance", affine=False),
-            _several,
-            f"nn.InstanceNorm{_count}d({{channels}})",
-            ranks=_ranks[-1:],
-        ),
-        f"affine_instance_norm_{_count}": TensorOperator(
-            "{self}(x)",
-            _norm("instance"),
-            _several,
-            f"nn.InstanceNorm{_count}d({{channels}}, affine=True)",
-            AFFINE,
-            _ranks[-1:],
-        ),
-    }

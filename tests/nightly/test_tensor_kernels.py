@@ -35,6 +35,13 @@ OTHERS = (
       for keep in (True, False)),
     ("self.norm(x)", "self.norm = nn.BatchNorm2d(6)", "torch.randn(3, 6, 7, 9)"),
     ("torch.matmul(x, y)", "", "torch.randn(30, 50), torch.randn(50, 1)"),
+    ("x * self.w", "self.w = nn.Parameter(torch.tensor(1.5))", "torch.randn(7, 33)"),
+    ("x + self.w.view(1, -1, 1)", "self.w = nn.Parameter(torch.randn(9))", "torch.randn(3, 9, 20)"),
+    ("x @ self.w", "self.w = nn.Parameter(torch.randn(50, 11))", "torch.randn(4, 30, 50)"),
+    ("x @ self.w.T", "self.w = nn.Parameter(torch.randn(11, 50))", "torch.randn(30, 50)"),
+    ("F.max_pool1d(F.relu(x).unsqueeze(1), 3).squeeze(1) * 2.0", "", "torch.randn(7, 40)"),
+    ("self.pool(x).flatten(1)", "self.pool = nn.AdaptiveAvgPool3d((1, 1, 1))", "torch.randn(2, 3, 5, 6, 7)"),
+    ("x / x.norm(dim=-1, keepdim=True)", "", "torch.randn(3, 9, 20)"),
     ('F.kl_div(torch.log(x), y, reduction="batchmean")', "", "torch.rand(30, 50), torch.rand(30, 50)"),
     ("torch.cumsum(x * y, dim=1)", "", "torch.randn(9, 70), torch.randint(0, 2, (9, 70)).bool()"),
     ("torch.mean(torch.clamp(1.0 - x * y, min=0.0))", "", "torch.randn(30, 50), torch.randn(50)"),
@@ -78,9 +85,12 @@ def draw_sources(rng: random.Random, each: int, chains: int, largest: int = 40) 
     for line, init, inputs in OTHERS:
         arguments = "x, y" if "), torch" in inputs else "x"
         text = f"        {init}\n" if init else ""
-        sources.append(
-            TASK_LAYOUT.format(init=text, arguments=arguments, lines=f"        x = {line}", inputs=inputs)
+        layout = TASK_LAYOUT.format(
+            init=text, arguments=arguments, lines=f"        x = {line}", inputs=inputs
         )
+        sources.append(
+            f"{layout}# in the words of people\n"
+        )  # a source in the layout itself is not respelled
     return sources
 
 
