@@ -1,6 +1,7 @@
 """The agent loop: what ends a trajectory, that its record is complete, that others go on."""
 
 import dataclasses
+import gc
 import json
 import signal
 import threading
@@ -106,6 +107,7 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
     two = settings.sandbox.model_copy(update={"build_workers": 2})
     pool = Pool(settings.model_copy(update={"sandbox": two}), tmp_path / "verdicts")
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)  # pytest's own workers ignore SIGINT
+    gc.disable()  # an interrupt inside of hypothesis's callback of the collector would be lost
     with pytest.raises(KeyboardInterrupt):
         if kind == "tokens":
             run(lambda i, t: f"{write(float(i))}\n{call('Bash', command=MEASURE)}", count=200, pool=pool)
@@ -114,6 +116,7 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
             talks = ScriptedChat([[("Write", writing), ("Bash", json.dumps({"command": MEASURE}))]] * 800)
             tasks = [TASK.model_copy(update={"task_id": f"{i:016x}"}) for i in range(200)]
             run_chats(rollout_request(tasks, settings, pool, turns=4), talks)
+    gc.enable()
     signal.signal(signal.SIGUSR1, before)
     pool.close()
     assert len(judged) <= 10
