@@ -98,6 +98,25 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """The sizes of a convolution, or of a transposed one, by which a library can compute it.
+
+    `x`, `weight` and `y` are the shapes of the input, the weight and the output, and `operand` is the name of
+    the weight. `padding`, `stride` and `dilation` have a number for each dimension of x after the first two.
+    """
+
+    x: Shape
+    weight: Shape
+    y: Shape
+    operand: str
+    padding: Shape
+    stride: Shape
+    dilation: Shape
+    groups: int
+    transposed: bool
+
+
+@dataclass(frozen=True)
 class Nest:
     """A loop nest, which computes the tensor `o` of the shape `shape` from the tensor `a` and operands.
 
@@ -106,7 +125,8 @@ class Nest:
     change each element of `a` when it is read, and the lines `after` each element of `o` before it is
     written. `start` is the index of the first element of `a`. `rows` is the name of the kept axis (one over
     which no sum goes) of which a thread computes several elements at once, because they share elements of `a`
-    or of an operand; it is empty if there is no such axis. `source` and `target` are the names of the tensors
+    or of an operand; it is empty if there is no such axis. `convolution` has the sizes if the nest is a
+    convolution. `source` and `target` are the names of the tensors
     `a` and `o` if the nest copies an operand of the next nest, and empty otherwise.
     """
 
@@ -118,6 +138,7 @@ class Nest:
     after: tuple[str, ...] = ()
     rows: str = ""
     start: int = 0
+    convolution: Convolution | None = None
     # Names of the tensors `a` and `o` of a nest that copies an operand of the next nest.
     source: str = ""
     target: str = ""
@@ -126,6 +147,11 @@ class Nest:
     def operands(self) -> tuple[str, ...]:
         """Return the sorted names of the operands, which are the tensors other than `a` and `o`."""
         return tuple(sorted({name for axis in self.axes for name in axis.strides} - {"a", "o"}))
+
+    @property
+    def has_library(self) -> bool:
+        """Return whether the nest is a product of matrices (for cuBLAS) or a convolution (for cuDNN)."""
+        return self.rows == PRODUCT_ROWS or self.convolution is not None
 
     @property
     def is_elementwise(self) -> bool:

@@ -12,8 +12,8 @@ from math import prod
 from typing import Literal, get_args, get_type_hints
 
 from components.bootstrap.kernel_writer import block_functions, indent
+from components.bootstrap.library_calls import declarations, library_call
 from components.bootstrap.loop_nest import (
-    PRODUCT_ROWS,
     Axis,
     Line,
     Nest,
@@ -30,12 +30,6 @@ from components.core.records import Device
 
 # Least size of the innermost reduced axis of groups that the threads of a block share.
 MIN_SHARED = 32
-# Declarations of cuBLAS, so that its headers are not needed.
-CUBLAS = """extern "C" int cublasCreate_v2(void** handle);
-extern "C" int cublasSetStream_v2(void* handle, cudaStream_t stream);
-extern "C" int cublasSgemmStridedBatched(void* handle, int, int, int m, int n, int k, const float* alpha,
-    const float* a, int lda, long long stride_a, const float* b, int ldb, long long stride_b,
-    const float* beta, float* c, int ldc, long long stride_c, int count);"""
 
 
 @dataclass(frozen=True)
@@ -70,8 +64,8 @@ class CudaNestSchedule:
     columns are neighbours in memory. `rows` is the number of elements that a thread computes together along
     the axis of which elements share inputs (`Nest.rows`). `threads` is the number of threads of a block,
     `combine` how the threads of a block combine their values (in shared memory, or within a warp by
-    shuffles), and `products` whether products of matrices are computed by cuBLAS or by a kernel with one
-    thread for each tile.
+    shuffles), and `products` whether products of matrices are computed by cuBLAS and convolutions by cuDNN,
+    or both by a kernel with one thread for each tile.
     """
 
     fusion: Literal["none", "all"]
@@ -80,7 +74,7 @@ class CudaNestSchedule:
     layout: Literal["given", "copy"]
     rows: Literal[1, 4]
     combine: Literal["shared", "shuffle"]
-    products: Literal["cublas", "kernel"]
+    products: Literal["library", "kernel"]
 
 
 NestSchedule = CpuNestSchedule | CudaNestSchedule
@@ -98,14 +92,13 @@ def draw_nest_schedule(rng: random.Random, device: Device) -> NestSchedule:
     return TYPES[device](*(rng.choice(get_args(hint)) for hint in get_type_hints(TYPES[device]).values()))
 
 
-def fuse(program: Program, fusion: str, *, cublas: bool = False) -> list[Nest]:
+def fuse(program: Program, fusion: str, *, library: bool = False) -> list[Nest]:
     """Return the loop nests of a program, with its elementwise operators as lines of nests.
 
     If `fusion` is `all`, an elementwise operator is computed by the nest before it. Elementwise operators
     before the first nest are computed by this nest if it reads each element of its input once, and otherwise
     by one nest of their own. If `fusion` is `none`, each elementwise operator has a nest of its own. If
-    `cublas` is true, elementwise operators after a product of matrices never belong to the nest of the
-    product.
+    `library` is true, elementwise operators after a nest that a library computes never belong to this nest.
     """
     nests: list[Nest] = []
     pending: tuple[Line, ...] = ()
@@ -118,7 +111,7 @@ def fuse(program: Program, fusion: str, *, cublas: bool = False) -> list[Nest]:
             nests.append(part)
             pending = ()
         else:
-            if not nests or fusion == "none" or (cublas and nests[-1].rows == PRODUCT_ROWS):
+            if not nests or fusion == "none" or (library and nests[-1].has_library):
                 nests.append(elementwise_nest(nests[-1].shape if nests else program.shape))
             nests[-1] = attach(nests[-1], part, tensor="o", following=nests[-1].shape)
             if fusion == "all" and len(nests) == 1 and nests[0].is_elementwise:
@@ -133,11 +126,11 @@ def write_program(program: Program, schedule: NestSchedule) -> str:
     `CudaNestSchedule`.
     """
     device: Device = "cpu" if isinstance(schedule, CpuNestSchedule) else "cuda"
-    cublas = isinstance(schedule, CudaNestSchedule) and schedule.products == "cublas"
-    nests = fuse(program, schedule.fusion, cublas=cublas)
-    if schedule.layout == "copy":
+    library = isinstance(schedule, CudaNestSchedule) and schedule.products == "library"
+    nests = fuse(program, schedule.fusion, library=library)
+    if schedule.layout == "copy" and not library:
         nests = [part for nest in nests for part in without_windows(nest)]
-        nests = nests if cublas else [part for nest in nests for part in with_near_columns(nest)]
+        nests = [part for nest in nests for part in with_near_columns(nest)]
     types = {name: f"{program.types.get(name, 'float')}*" for name in program.tensors}
     arguments = [
         f"{'' if name == 'out' else 'const '}{kind} {name} = ({kind})t[{index}].data;"
@@ -166,7 +159,7 @@ def write_program(program: Program, schedule: NestSchedule) -> str:
         text = replace_functions(text)
     elif isinstance(schedule, CudaNestSchedule):
         helpers = block_functions(text, schedule.threads, schedule.combine)
-        text = "\n".join([*helpers, *([CUBLAS] if "cublas" in text else []), text])
+        text = "\n".join([*helpers, *declarations(text), text])
     return f'#include "binding_registry.h"\n#include "vec.h"\n{text}'
 
 
@@ -216,8 +209,8 @@ def _cuda_pass(
     reduced to one output are read by a block if they are many and near each other in memory, and otherwise by
     one thread.
     """
-    if schedule.products == "cublas" and nest.rows == PRODUCT_ROWS:
-        return [], _cublas_call(nest, source, target)
+    if schedule.products == "library" and nest.has_library:
+        return [], library_call(nest, source, target)
     operands = nest.operands
     nest = merge(nest if schedule.rows > 1 else replace(nest, rows=""))
     kept = [axis for axis in nest.axes if not axis.reduced]
@@ -245,35 +238,3 @@ def _cuda_pass(
         ],
         [f"{name}<<<{grid}, {threads}, 0, (cudaStream_t)stream>>>({arguments});"],
     )
-
-
-def _cublas_call(nest: Nest, source: str, target: str) -> list[str]:
-    """Return the C++ lines that compute a loop nest, which is a product of matrices, by cuBLAS.
-
-    `source` and `target` are the C++ variables of the first factor and of the product.
-    """
-    axes = {axis.name: axis for axis in nest.axes}
-    batches = [axis for axis in merge(nest).axes if axis.name not in "ijk"]
-    batch = batches[0] if batches else Axis("b", 1, False, {})
-    i, j, k = (axes[name] for name in "ijk")
-    (right,) = nest.operands
-
-    def side(outer: Axis, tensor: str) -> tuple[bool, int]:
-        """Return whether neighbours on `outer` are neighbours in memory, and the leading dimension."""
-        across, along = outer.strides[tensor], k.strides[tensor]
-        return (True, max(along, outer.size)) if across == 1 else (False, max(across, k.size))
-
-    # cuBLAS has columns first, so that it computes the transposed product with the factors swapped.
-    (plain, lead_b), (transposed, lead_a) = side(j, right), side(i, "a")
-    steps = {name: batch.strides.get(name, 0) for name in ("a", "o", right)}
-    return [
-        "{",
-        "  static void* handle = nullptr;",
-        "  if (handle == nullptr) cublasCreate_v2(&handle);",
-        "  cublasSetStream_v2(handle, (cudaStream_t)stream);",
-        "  const float one = 1, zero = 0;",
-        f"  cublasSgemmStridedBatched(handle, {int(not plain)}, {int(transposed)}, {j.size}, {i.size},",
-        f"      {k.size}, &one, {right}, {lead_b}, {steps[right]}, {source}, {lead_a}, {steps['a']},",
-        f"      &zero, {target}, {j.size}, {steps['o']}, {batch.size});",
-        "}",
-    ]

@@ -8,7 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
-from components.bootstrap.loop_nest import Axis, Code, Line, Loop, Nest, Shape, Slide, sliding, strides_of
+from components.bootstrap.loop_nest import (
+    Axis,
+    Code,
+    Convolution,
+    Line,
+    Loop,
+    Nest,
+    Shape,
+    Slide,
+    sliding,
+    strides_of,
+)
 from components.bootstrap.tensor_operator import AFFINE, Arguments, Draw, Parts, TensorOperator
 from components.bootstrap.tensor_reductions import REDUCTIONS
 
@@ -110,7 +121,20 @@ def _convolution(*, transposed: bool) -> Callable[..., Parts]:
             Code((Loop((("sum", "total", f"v * {weight}@"),)),), "total"),
             out_shape,
         )
-        parts: list[Nest | Line] = [replace(nest, rows="c" if out > 1 else "")]
+        convolution = Convolution(
+            x=shape,
+            weight=(ins, out, *(slide.kernel for slide in slides))
+            if transposed
+            else (outs, into, *(slide.kernel for slide in slides)),
+            y=out_shape,
+            operand=weight,
+            padding=_each(padding, count),
+            stride=_each(stride, count),
+            dilation=_each(dilation, count),
+            groups=groups,
+            transposed=transposed,
+        )
+        parts: list[Nest | Line] = [replace(nest, rows="c" if out > 1 else "", convolution=convolution)]
         if bias:
             parts.append(Line(f"v = v + {name}_bias@;", f"{name}_bias", (outs, *(1,) * count)))
         return parts

@@ -60,7 +60,7 @@ def composed_task(code: str, ops: tuple[str, ...], seed: int, data_source: str =
     )
 
 
-def draw_weighted(rng: random.Random, weights: Mapping[int, float]) -> int:
+def draw_weighted(rng: random.Random, weights: Mapping[T, float]) -> T:
     """Return a random key of `weights`, whose probability is proportional to its value."""
     return rng.choices(list(weights), weights=list(weights.values()))[0]
 

@@ -23,6 +23,7 @@ from components.bootstrap.loop_nest import Nest, Shape
 from components.bootstrap.operator_chain import TASK_LAYOUT
 from components.bootstrap.tensor_operator import Arguments
 from components.bootstrap.tensor_operators import LINES, OPERATORS, read_program
+from components.bootstrap.tensor_products import PRODUCTS
 from components.core.errors import refuse
 from components.core.params import Data
 from components.core.records import Device
@@ -47,6 +48,10 @@ DIMENSIONS: dict[int, tuple[tuple[int, ...], ...]] = {
 RANKS = {1: 0.02, 2: 0.33, 3: 0.2, 4: 0.3, 5: 0.15}
 # Largest sizes of the small input on which chains are tried.
 SMALL = (4, 16, 9, 9, 9)
+# Probabilities of the kinds of a chain's first operator, about those in KernelBench's levels 1 and 2.
+KINDS = {"convolution": 0.4, "product": 0.2, "other": 0.4}
+# Number of shapes that are tried for one kind.
+MAX_ATTEMPTS = 100
 # Probability that an operator after the first is elementwise.
 ELEMENTWISE_SHARE = 0.6
 # Approximate seconds of a multiplication and an addition of a product, and of an element of other operators.
@@ -197,13 +202,15 @@ def compose_tensor_task(rng: random.Random, data: Data, device: Device) -> Kerne
     count = draw_weighted(rng, data.operator_mix)
     fastest, slowest = data.eager_seconds
     composed = [name for name, operator in OPERATORS.items() if operator.draw is not None]
-    heavy = [name for name in composed if name not in LINES]
     elementwise = [name for name in composed if name in LINES]
-    draws = 0
+    attempts = draws = 0
     while True:
+        if attempts % MAX_ATTEMPTS == 0:  # those of another kind may fit the limits of sizes and times
+            kind = draw_weighted(rng, KINDS)
+            firsts = [name for name in composed if _kind(name) == kind and (count == 1 or name not in LINES)]
+        attempts += 1
         shape = _draw_shape(rng, data.numel)
-        first = rng.choice(composed if count == 1 else heavy)
-        names = [first] + [
+        names = [rng.choice(firsts)] + [
             rng.choice(elementwise if rng.random() < ELEMENTWISE_SHARE else composed)
             for _ in range(count - 1)
         ]
@@ -216,6 +223,11 @@ def compose_tensor_task(rng: random.Random, data: Data, device: Device) -> Kerne
         measurable = 1.3 * fastest <= estimate_seconds(code, device) <= slowest / 1.3
         if (measurable or draws > MAX_DRAWS) and every_operator_matters(choices, shape):
             return composed_task(restyle(code, names, rng), tuple(names), data.held_out_seed)
+
+
+def _kind(name: str) -> str:
+    """Return the key in KINDS of the tensor operator `name`."""
+    return "convolution" if name.startswith("conv") else "product" if name in PRODUCTS else "other"
 
 
 def _draw_shape(rng: random.Random, numel: tuple[int, int]) -> Shape:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from math import prod
 from pathlib import Path
 
@@ -108,7 +109,11 @@ def test_composed_tasks_are_labelled_readable_and_within_the_window() -> None:
         assert read_program(task.code) is not None
         assert low <= estimate_seconds(task.code, "cpu") <= high
     assert tasks == list(itertools.islice(compose_tasks(3, PARAMS.data), 40))
-    assert len({name for task in tasks for name in task.ops}) > 35
+    assert len({name for task in tasks for name in task.ops}) > 30
+    firsts = Counter(
+        task.ops[0].partition("_")[0] for task in itertools.islice(compose_tasks(4, PARAMS.data), 80)
+    )
+    assert 20 < firsts["conv"] < 44 and 6 < firsts["matmul"] + firsts["linear"] < 26
     wrong = tasks[0].model_copy(update={"ops": ("conv_2", *tasks[0].ops[1:])})
     assert find_label_error(wrong.ops, wrong.data_source, wrong.code) == "conv_2 is not in the source"
 
