@@ -126,8 +126,9 @@ class Nest:
     written. `start` is the index of the first element of `a`. `rows` is the name of the kept axis (one over
     which no sum goes) of which a thread computes several elements at once, because they share elements of `a`
     or of an operand; it is empty if there is no such axis. `convolution` has the sizes if the nest is a
-    convolution. `source` and `target` are the names of the tensors
-    `a` and `o` if the nest copies an operand of the next nest, and empty otherwise.
+    convolution. `source` and `target` are the names of the tensors `a` and `o` if the nest copies an operand
+    of the next nest. `target` alone is the name under which `a` is kept for a later nest, and `source` alone
+    that of a kept tensor with which the program goes on.
     """
 
     axes: tuple[Axis, ...]
@@ -152,6 +153,11 @@ class Nest:
     def has_library(self) -> bool:
         """Return whether the nest is a product of matrices (for cuBLAS) or a convolution (for cuDNN)."""
         return self.rows == PRODUCT_ROWS or self.convolution is not None
+
+    @property
+    def is_name(self) -> bool:
+        """Return whether the nest only gives `a` a name, to keep it, or takes back what was kept."""
+        return bool(self.target) != bool(self.source)
 
     @property
     def is_elementwise(self) -> bool:

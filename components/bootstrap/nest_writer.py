@@ -104,14 +104,14 @@ def fuse(program: Program, fusion: str, *, library: bool = False) -> list[Nest]:
     pending: tuple[Line, ...] = ()
     for part in program.parts:
         if isinstance(part, Nest):
-            if pending and part.reads_once:
+            if pending and part.reads_once and not part.is_name:
                 nests.pop()
                 for line in pending:
                     part = attach(part, line, tensor="a", following=program.shape)
             nests.append(part)
             pending = ()
         else:
-            if not nests or fusion == "none" or (library and nests[-1].has_library):
+            if not nests or fusion == "none" or nests[-1].is_name or (library and nests[-1].has_library):
                 nests.append(elementwise_nest(nests[-1].shape if nests else program.shape))
             nests[-1] = attach(nests[-1], part, tensor="o", following=nests[-1].shape)
             if fusion == "all" and len(nests) == 1 and nests[0].is_elementwise:
@@ -138,6 +138,11 @@ def write_program(program: Program, schedule: NestSchedule) -> str:
     ]
     functions, calls, source = [], [], "x"
     for index, nest in enumerate(nests):
+        if nest.is_name:
+            calls += [f"const float* {nest.target} = {source};"] if nest.target else []
+            source = nest.source or source
+            types[nest.target] = "float*"
+            continue
         target = nest.target or ("out" if index == len(nests) - 1 else f"w{index}")
         if target != "out":
             calls += _buffer(target, prod(nest.shape), device)

@@ -6,7 +6,6 @@ Composed tasks have one line `x = …` of `forward` for each operator, and numbe
 
 import ast
 import copy
-import itertools
 import operator
 import re
 from collections.abc import Callable
@@ -59,9 +58,8 @@ def plain_layout(code: str, known: Spellings) -> str | None:
 
     In the result, numbers are in place of named sizes and of arguments and attributes of the constructor, and
     docstrings and annotations are left out. Calls of torch are spelled as in `known`, and nested operators
-    get lines of their own. Only sources are read in which each operator of `forward` is applied to the result
-    of the one before, whatever the results are called. A source that already has the layout is returned
-    unchanged.
+    get lines of their own. A result that is needed again later is kept by a line of its own
+    (`spelling.unfold`). A source that already has the layout is returned unchanged.
     """
     if SOURCE.fullmatch(code):
         return code
@@ -79,26 +77,37 @@ def _plain(parts: Parts, known: Spellings) -> str:
     }
     speller = Speller(known, parts.attributes)
     lines, last = list[str](), parts.arguments[0]
-    for statement, following in itertools.pairwise([*parts.forward, ast.Pass()]):
+    returns = [index for index, one in enumerate(parts.forward) if isinstance(one, ast.Return)]
+    if not returns:
+        raise NotAChain
+    body = parts.forward[: returns[0] + 1]
+    reads = [{part.id for part in ast.walk(one) if isinstance(part, ast.Name)} for one in body]
+    for index, statement in enumerate(body):
         if isinstance(statement, ast.Return) and statement.value is not None:
-            lines += speller.lines(Substitution(names).visit(statement.value))
-            break
+            lines += _lines(speller.visit(Substitution(names).visit(statement.value)), speller)
+            continue
         bound = assigned_names(statement)
-        if len(bound) == 1:
-            ((name, expression),) = bound.items()
-            if {name, last} <= {part.id for part in ast.walk(following) if isinstance(part, ast.Name)} - {
-                name if name == last else ""
-            }:
-                names[name] = Substitution(names).visit(
-                    expression
-                )  # for instance a norm by which x is divided
+        if len(bound) != 1:
+            if is_docstring(statement):
                 continue
-            lines += speller.lines(Substitution(names).visit(expression))
-            # An earlier result is not part of a chain any more.
-            names |= {last: ast.Name(GONE), name: ast.Name(INPUTS[0])}
-            last = name
-        elif not is_docstring(statement):
             raise NotAChain
+        ((name, expression),) = bound.items()
+        expression = speller.visit(Substitution(names).visit(expression))
+        if name != last and {name, last} <= reads[index + 1]:
+            names[name] = expression  # for instance a norm by which x is divided
+            continue
+        if isinstance(expression, ast.Name):
+            names[name] = expression
+            continue
+        same = {key for key, value in names.items() if ast.unparse(value) == INPUTS[0] and key != name}
+        if same & set().union(*reads[index + 1 :]):
+            number = next(speller.kept)
+            lines.append(f"keep({INPUTS[0]}, {number})")
+            names |= dict.fromkeys(same, ast.Name(f"kept_{number}"))
+        else:
+            names |= dict.fromkeys(same, ast.Name(GONE))
+        lines += _lines(expression, speller)
+        names[name], last = ast.Name(INPUTS[0]), name
     if any(re.search(rf"\b{GONE}\b", line) for line in lines):
         raise NotAChain
     attributes = {
@@ -120,6 +129,15 @@ def _plain(parts: Parts, known: Spellings) -> str:
         .replace("torch.nn.functional.", "F.")
         .replace("'", '"')
     )
+
+
+def _lines(expression: ast.expr, speller: Speller) -> list[str]:
+    """Return the right-hand sides of `x = …` for an expression of x, or of one result that was kept."""
+    parts = {part.id for part in ast.walk(expression) if isinstance(part, ast.Name)}
+    kept = [part for part in parts if part.startswith("kept_")]
+    if INPUTS[0] in parts or len(kept) != 1:
+        return speller.lines(expression)
+    return [kept[0], *speller.lines(Substitution({kept[0]: ast.Name(INPUTS[0])}).visit(expression))]
 
 
 def _drawn(value: ast.expr) -> ast.expr:

@@ -7,10 +7,11 @@ arguments that the lines pass by position, pass by position what the lines name,
 import ast
 import copy
 import inspect
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 NAMESPACES = frozenset("torch F nn.functional torch.nn.functional".split())
 # Names of arguments that the lines pass by position, by function.
@@ -42,6 +43,10 @@ DEFAULTS = {
     "ceil_mode": "False",
     "count_include_pad": "True",
 }
+# Signs of arithmetic operators of which both sides may be operators.
+SIGNS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+# Methods that return the same values.
+COPIES = frozenset("clone detach contiguous".split())
 # Functions that make tensors, from which parameters are made.
 MAKERS = frozenset("ones zeros empty rand randn full".split())
 # Modules that return their input, since the judge measures modules in evaluation mode.
@@ -111,11 +116,15 @@ def is_value(node: ast.expr) -> bool:
     return all(map(is_number, node.elts)) if isinstance(node, ast.Tuple) else is_number(node)
 
 
-def unfold(expression: ast.expr, spelled: Callable[[str], str | None]) -> list[str] | None:
+def unfold(
+    expression: ast.expr, spelled: Callable[[str], str | None], kept: Iterator[int]
+) -> list[str] | None:
     """Split nested operators into the right-hand sides of `x = …`, in the order of computation.
 
-    For example, `F.relu(x * 2.0)` gives ["x * 2.0", "F.relu(x)"]. `spelled` returns the line of an operator,
-    or None for another text. The result is None if a part of the expression is no operator.
+    For example, `F.relu(x * 2.0)` gives ["x * 2.0", "F.relu(x)"]. If both sides of an arithmetic operator
+    need x, it is kept under a number of `kept`: `F.relu(x) + x` gives ["keep(x, 0)", "F.relu(x)",
+    "x + kept_0"], and the line "kept_0" takes it back. `spelled` returns the line of an operator, or None for
+    another text. The result is None if a part of the expression is no operator.
     """
     if isinstance(expression, ast.Name) and expression.id == "x":
         return []
@@ -130,10 +139,21 @@ def unfold(expression: ast.expr, spelled: Callable[[str], str | None]) -> list[s
         if is_input or not re.search(r"\bx\b", before + after):
             # A sum is written in parentheses before a product.
             line = spelled(re.sub(r"^\(x\)", "x", f"{before}x{after}"))
-            earlier = unfold(inner, spelled) if line is not None else None
+            earlier = unfold(inner, spelled, kept) if line is not None else None
             if line is not None and earlier is not None:
                 return [*earlier, line]
-    return None
+    if not isinstance(expression, ast.BinOp) or type(expression.op) not in SIGNS:
+        return None
+    left, right = (unfold(side, spelled, kept) for side in (expression.left, expression.right))
+    if left is None or right is None or not (left or right):
+        return None
+    sign, first, second = SIGNS[type(expression.op)], next(kept), next(kept)
+    if not right:
+        return [f"keep(x, {first})", *left, f"x {sign} kept_{first}"]
+    middle = [*left, f"keep(x, {second})", f"kept_{first}"] if left else []
+    last = f"kept_{second if left else first}"
+    together = f"x {sign} {last}" if sign in "+*" else f"{last} {sign} x"
+    return [f"keep(x, {first})", *middle, *right, together]
 
 
 def _operand(node: ast.expr) -> ast.expr | None:
@@ -189,15 +209,16 @@ class Speller(ast.NodeTransformer):
 
     known: Spellings
     attributes: dict[str, ast.expr]
+    # Numbers of results that are kept (`unfold`).
+    kept: Iterator[int] = field(default_factory=itertools.count)
 
     def lines(self, expression: ast.expr) -> list[str]:
-        """Return the right-hand sides of `x = …` that compute an expression, one for each operator.
+        """Return the right-hand sides of `x = …` that compute a spelled expression, one for each operator.
 
         An expression that is not made of known operators is returned as one line.
         """
-        spelled = self.visit(expression)
-        text = ast.unparse(spelled)
-        return unfold(spelled, self._line) or [EXPRESSIONS.get(text, text)]
+        text = ast.unparse(expression)
+        return unfold(expression, self._line, self.kept) or [EXPRESSIONS.get(text, text)]
 
     def _line(self, text: str) -> str | None:
         line = EXPRESSIONS.get(text, text).replace("'", '"')
@@ -268,7 +289,7 @@ class Speller(ast.NodeTransformer):
         The minimum and the maximum of x and a number are spelled as `torch.clamp`, and the product of
         matrices as `torch.matmul` if it is written with letters (einsum).
         """
-        if name == "identity":
+        if name == "identity" or (name in COPIES and len(arguments) == 1):
             return arguments[0]
         if name in ("min", "max") and len(arguments) == 2 and not is_number(arguments[1]):
             if not isinstance(arguments[1], ast.Call):

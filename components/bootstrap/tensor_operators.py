@@ -12,10 +12,10 @@ import functools
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from components.bootstrap.loop_nest import Line, Nest, Shape
+from components.bootstrap.loop_nest import Code, Line, Nest, Shape, over_dims
 from components.bootstrap.operator_chain import CORE_OPERATORS, PALETTE, SLOPES, SOURCE
 from components.bootstrap.operator_code import ELEMENTWISE
 from components.bootstrap.source_names import plain_layout
@@ -122,19 +122,6 @@ LINES |= {
         ("sub_constant", "x - {a}", "v = v - {a};", {"a": PALETTE}),
         ("clamp_min", "torch.clamp(x, min={a})", "v = vmax(v, {a});", {"a": SLOPES}),
         ("clamp_max", "torch.clamp(x, max={a})", "v = vmin(v, {a});", {"a": SLOPES}),
-        ("mish_gate", "x * F.mish(x)", "v = v * v * vtanh(vlog1p(vexp(v)));", {}),
-        (
-            "hardswish_gate",
-            "x * F.hardswish(x)",
-            "v = v * v * vmin(vmax(v + 3, 0), 6) / 6;",
-            {},
-        ),
-        (
-            "sigmoid_gate",
-            "x * torch.sigmoid(x + {a}) / {b}",
-            "v = v / (1 + vexp(-(v + {a}))) / {b};",
-            {"a": SLOPES, "b": PALETTE},
-        ),
         ("sin", "torch.sin(x)", "v = std::sin(v);", {}),
         ("cos", "torch.cos(x)", "v = std::cos(v);", {}),
         ("exp_of_minus_abs", "torch.exp(-torch.abs(x))", "v = vexp(-vabs(v));", {}),
@@ -166,7 +153,41 @@ LINES["prelu"] = TensorOperator(
     ("_weight",),
 )
 
-OPERATORS = LINES | REDUCTIONS | ALONG | RESHAPES | NORMS | LOSSES | SLIDING | PRODUCTS
+
+def _keep(shape: Shape, inputs: dict[str, Shape], name: str, index: int) -> Parts:
+    """Return the loop nest that keeps x, of the shape `shape`, under the number `index`."""
+    return [replace(over_dims(shape, (), Code()), target=f"kept_{index}")]
+
+
+def _take(shape: Shape, inputs: dict[str, Shape], name: str, index: int) -> Parts:
+    """Return the loop nest that takes back what was kept under a number; `inputs` has its shape."""
+    return [replace(over_dims(inputs[f"kept_{index}"], (), Code()), source=f"kept_{index}")]
+
+
+def _with_kept(code: str) -> Callable[..., Parts]:
+    """Return a function that builds the line of an elementwise operator of x and of a kept result `y`."""
+
+    def build(shape: Shape, inputs: dict[str, Shape], name: str, index: int) -> Parts:
+        return _line(code.replace("y@", f"kept_{index}@"), f"kept_{index}")(shape, inputs, name)
+
+    return build
+
+
+# Lines that keep a result for a later line, or use one (spelling.unfold); no task is composed with them.
+KEPT = {
+    name: TensorOperator(line, build, None, ranks=(0, *ALL_RANKS))
+    for name, line, build in (
+        ("keep", "keep(x, {index})", _keep),
+        ("take", "kept_{index}", _take),
+        ("add_kept", "x + kept_{index}", _with_kept("v = v + y@;")),
+        ("mul_kept", "x * kept_{index}", _with_kept("v = v * y@;")),
+        ("sub_kept", "x - kept_{index}", _with_kept("v = v - y@;")),
+        ("div_kept", "x / kept_{index}", _with_kept("v = v / y@;")),
+        ("sub_from_kept", "kept_{index} - x", _with_kept("v = y@ - v;")),
+        ("div_of_kept", "kept_{index} / x", _with_kept("v = y@ / v;")),
+    )
+}
+OPERATORS = KEPT | LINES | REDUCTIONS | ALONG | RESHAPES | NORMS | LOSSES | SLIDING | PRODUCTS
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -253,7 +274,10 @@ def _read(code: str) -> Program | None:
                 return None
             if isinstance(part, Nest):
                 shape = part.shape
+                shapes |= {part.target: shape} if part.target else {}
                 types |= {"out": part.code.type} if part.code.type != "float" else {}
+    if parts and isinstance(parts[-1], Nest) and parts[-1].is_name:
+        return None
     direct = sorted(created, key=lambda key: not created[key].startswith("nn.Parameter"))
     # The kernel also takes a parameter that is not used; the tensors of a module would not be known.
     unused = {key: [key.removeprefix("self.")] for key in direct if created[key].startswith("nn.Parameter")}

@@ -47,12 +47,12 @@ def test_a_task_in_the_style_computes_the_same_and_is_read_as_the_same(monkeypat
 
 def test_a_demonstration_has_the_prompt_of_an_episode() -> None:
     rng, rewritten = random.Random(0), 0
-    for composed in itertools.islice(compose_tasks(7, PARAMS.data), 60):
+    for composed in itertools.islice(compose_tasks(7, PARAMS.data), 200):
         said = make_demonstration(composed, rng, PARAMS.coldstart, "cpu")[0]["content"]
         in_turns = said.endswith(IN_TURNS)
         assert said == first_prompt(PARAMS, composed.code, in_turns=in_turns)
         rewritten += composed.code not in said
-    assert 0 < rewritten < 30
+    assert 0 < rewritten < 100
 
 
 def test_composed_tasks_name_sizes_and_arguments_and_have_docstrings() -> None:
@@ -193,6 +193,20 @@ def test_constructors_are_spelled_with_the_arguments_that_vary(written: str, spe
         ("        x = torch.cumsum(x, dim=1) - x", ["torch.cumsum(x, dim=1) - x"]),
         ("        x = x / torch.norm(x)", ["x / torch.norm(x)"]),
         ("        norm = x.norm(dim=1, keepdim=True)\n        return x / norm", [NORM]),
+        ("        x = F.relu(x) + x", ["keep(x, 0)", "F.relu(x)", "x + kept_0"]),
+        ("        a = torch.tanh(x)\n        return x / a", ["keep(x, 0)", "torch.tanh(x)", "kept_0 / x"]),
+        (
+            "        a = x.clone().detach()\n        x = F.relu(x)\n        return x * a + a",
+            ["keep(x, 0)", "F.relu(x)", "x * kept_0", "x + kept_0"],
+        ),
+        (
+            "        a = F.relu(x)\n        b = torch.tanh(x)\n        c = b * y\n        return c - a",
+            ["keep(x, 0)", "F.relu(x)", "keep(x, 1)", "kept_0", "torch.tanh(x)", "x * y", "x - kept_1"],
+        ),
+        (
+            "        return F.silu(x + 1.0) * F.gelu(x)",
+            *[["keep(x, 0)", "x + 1.0", "F.silu(x)", "keep(x, 1)", "kept_0", "F.gelu(x)", "x * kept_1"]],
+        ),
         (f"        x = F.relu(x)\n        n = {NORM[4:]}\n        x = x / n", ["F.relu(x)", NORM]),
     ],
 )
@@ -206,15 +220,13 @@ def test_nested_operators_and_results_with_names_get_lines(lines: str, plain: li
 @pytest.mark.parametrize(
     "lines",
     [
-        "        x = F.relu(x) + x",
-        "        a = F.relu(x)\n        return a + x",
-        "        a = F.relu(x)\n        b = torch.tanh(a)\n        return torch.sigmoid(a)",
-        "        a = x\n        x = F.relu(x)\n        return x * a",
-        "        x = torch.cumsum(F.relu(x), dim=1) - x",
+        "        x = torch.cumsum(x, dim=1) + torch.sort(x)",
+        "        a = F.relu(x)\n        b = torch.tanh(a)\n        return a",
+        "        a = F.relu(x)\n        return torch.sum(a, dim=1, keepdim=True) * a",
         "        x = x - x",
     ],
 )
-def test_a_result_that_is_used_later_is_no_chain(lines: str) -> None:
+def test_what_needs_a_result_that_no_line_can_use_is_not_read(lines: str) -> None:
     assert read_program(task(lines)) is None
 
 
