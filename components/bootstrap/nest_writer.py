@@ -139,10 +139,13 @@ def write_program(program: Program, schedule: NestSchedule) -> str:
     functions, calls, source = [], [], "x"
     for index, nest in enumerate(nests):
         if nest.is_name:
-            calls += [f"const float* {nest.target} = {source};"] if nest.target else []
+            if nest.target:
+                calls.append(f"const float* {nest.target} = {source};")
+                types[nest.target] = "float*"
             source = nest.source or source
-            types[nest.target] = "float*"
             continue
+        if nest.source and nest.target in types:
+            continue  # the operand that it copies has been copied for an earlier nest
         target = nest.target or ("out" if index == len(nests) - 1 else f"w{index}")
         if target != "out":
             calls += _buffer(target, prod(nest.shape), device)

@@ -8,6 +8,7 @@ import ast
 import copy
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,13 @@ def _plain(parts: Parts, known: Spellings) -> str:
     if not returns:
         raise NotAChain
     body = parts.forward[: returns[0] + 1]
-    reads = [{part.id for part in ast.walk(one) if isinstance(part, ast.Name)} for one in body]
+    # How often each statement, and none after the last one, reads each name.
+    reads = [
+        Counter(
+            part.id for part in ast.walk(one) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)
+        )
+        for one in [*body, ast.Pass()]
+    ]
     for index, statement in enumerate(body):
         if isinstance(statement, ast.Return) and statement.value is not None:
             lines += _lines(speller.visit(Substitution(names).visit(statement.value)), speller)
@@ -93,14 +100,15 @@ def _plain(parts: Parts, known: Spellings) -> str:
             raise NotAChain
         ((name, expression),) = bound.items()
         expression = speller.visit(Substitution(names).visit(expression))
-        if name != last and {name, last} <= reads[index + 1]:
+        following, later = reads[index + 1], set[str]().union(*reads[index + 2 :])
+        if name != last and following[name] == 1 and following[last] and name not in later:
             names[name] = expression  # for instance a norm by which x is divided
             continue
         if isinstance(expression, ast.Name):
             names[name] = expression
             continue
         same = {key for key, value in names.items() if ast.unparse(value) == INPUTS[0] and key != name}
-        if same & set().union(*reads[index + 1 :]):
+        if same & (following.keys() | later):
             number = next(speller.kept)
             lines.append(f"keep({INPUTS[0]}, {number})")
             names |= dict.fromkeys(same, ast.Name(f"kept_{number}"))

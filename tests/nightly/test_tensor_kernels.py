@@ -43,6 +43,7 @@ OTHERS = (
     ("self.pool(x).flatten(1)", "self.pool = nn.AdaptiveAvgPool3d((1, 1, 1))", "torch.randn(2, 3, 5, 6, 7)"),
     ("x / x.norm(dim=-1, keepdim=True)", "", "torch.randn(3, 9, 20)"),
     ("F.relu(x) + x", "", "torch.randn(7, 33)"),
+    ("self.a(torch.tanh(self.a(x)))", "self.a = nn.Linear(20, 20)", "torch.randn(7, 20)"),
     ("x + self.norm(x * 2.0) * x", "self.norm = nn.LayerNorm(33)", "torch.randn(7, 33)"),
     (
         "F.silu(self.a(x)) * self.b(x)",
@@ -162,6 +163,59 @@ def test_cuda_kernels_compute_the_same_where_they_are_emulated(tmp_path: Path) -
     sources = draw_sources(rng, each=1, chains=20, largest=8)
     kernels = [emulated(kernel_of(code, rng, "cuda")) for code in sources]
     found = errors(sources, kernels, tmp_path, "#include <cstdint>\n" + SHIM)
+    wrong = [code for code, error in zip(sources, found, strict=True) if not error < 1]
+    assert not wrong, f"{len(wrong)} of {len(sources)}, such as {wrong[0]}"
+
+
+# Expressions of one and of two results, of which random programs are made.
+ONE = """torch.tanh({a})|{a} * 0.5|1.5 + {a}|self.norm({a})|torch.softmax({a}, dim=1)|self.linear({a})
+{a}.sigmoid()|torch.cumsum({a}, dim=1) * 0.1|{a}.clone()|self.gain * {a}|torch.mean({a}, dim=1, keepdim=True) * y
+{a} / {a}.norm(dim=1, keepdim=True)|{a} - {a}.mean(dim=1, keepdim=True)""".replace("\n", "|").split("|")
+TWO = """{a} + {b}|{a} * {b}|{a} - {b}|{a} / (torch.abs({b}) + 1.0)|F.relu({a}) * {b}
+torch.tanh({a}) + F.gelu({b})|{a} + y""".replace("\n", "|").split("|")
+MODULES = ("norm = nn.LayerNorm(12)", "linear = nn.Linear(12, 12)", "gain = nn.Parameter(torch.randn(12))")
+PROGRAM = """import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__(){init}
+
+    def forward(self, x, y):
+        {lines}
+
+
+def get_inputs():
+    return [torch.randn(6, 12), torch.randn(6, 12)]
+
+
+def get_init_inputs():
+    return []
+"""
+
+
+def draw_program(rng: random.Random) -> str:
+    """Draw a program whose statements use results of earlier ones, also several times, and rebind names."""
+    names, lines = ["x"], []
+    for index in range(rng.randint(3, 7)):
+        text = rng.choice(ONE if rng.random() < 0.6 else TWO)
+        text = text.format(a=rng.choice(names[-3:]), b=rng.choice(names[-3:]))
+        name = rng.choice([*names, f"t{index}", f"t{index}"])
+        lines.append(f"{name} = {text}")
+        names = [*(one for one in names if one != name), name]
+    body = "\n        ".join([*lines, f"return {names[-1]}"])
+    used = [f"\n        self.{one}" for one in MODULES if f"self.{one.partition(' ')[0]}" in body]
+    return PROGRAM.format(init="".join(used), lines=body)
+
+
+def test_programs_that_use_results_again_compute_what_torch_computes(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    programs = [draw_program(rng) for _ in range(500)]
+    sources = [code for code in programs if read_program(code) is not None]
+    assert len(sources) > 60
+    found = errors(sources, [kernel_of(code, rng, "cpu") for code in sources], tmp_path)
     wrong = [code for code, error in zip(sources, found, strict=True) if not error < 1]
     assert not wrong, f"{len(wrong)} of {len(sources)}, such as {wrong[0]}"
 
