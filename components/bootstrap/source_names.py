@@ -77,6 +77,34 @@ def _plain(parts: Parts, known: Spellings) -> str:
         name: ast.Name(letter) for name, letter in zip(parts.arguments, INPUTS, strict=False)
     }
     speller = Speller(known, parts.attributes)
+    lines = _forward_lines(parts, names, speller)
+    attributes = {
+        name: ast.unparse(speller.constructor(value))
+        for name, value in parts.attributes.items()
+        if not speller.function_of(value)
+    }
+    return (
+        TASK_LAYOUT.format(
+            init="".join(
+                f"        self.{name} = {text}\n"
+                for name, text in attributes.items()
+                if not is_value(parts.attributes[name])
+            ),
+            arguments=", ".join(INPUTS[: len(parts.arguments)]),
+            lines="\n".join(f"        x = {line}" for line in lines if line != INPUTS[0]),
+            inputs=", ".join(ast.unparse(_drawn(value)) for value in parts.inputs.elts),
+        )
+        .replace("torch.nn.functional.", "F.")
+        .replace("'", '"')
+    )
+
+
+def _forward_lines(parts: Parts, names: Names, speller: Speller) -> list[str]:
+    """Return the right-hand sides of `x = …` that compute what `forward` returns.
+
+    `names` has the expressions of names, and is changed: x for the result that was computed last, a name
+    such as kept_0 for one that is needed again later, and GONE for others.
+    """
     lines, last = list[str](), parts.arguments[0]
     returns = [index for index, one in enumerate(parts.forward) if isinstance(one, ast.Return)]
     if not returns:
@@ -118,25 +146,7 @@ def _plain(parts: Parts, known: Spellings) -> str:
         names[name], last = ast.Name(INPUTS[0]), name
     if any(re.search(rf"\b{GONE}\b", line) for line in lines):
         raise NotAChain
-    attributes = {
-        name: ast.unparse(speller.constructor(value))
-        for name, value in parts.attributes.items()
-        if not speller.function_of(value)
-    }
-    return (
-        TASK_LAYOUT.format(
-            init="".join(
-                f"        self.{name} = {text}\n"
-                for name, text in attributes.items()
-                if not is_value(parts.attributes[name])
-            ),
-            arguments=", ".join(INPUTS[: len(parts.arguments)]),
-            lines="\n".join(f"        x = {line}" for line in lines if line != INPUTS[0]),
-            inputs=", ".join(ast.unparse(_drawn(value)) for value in parts.inputs.elts),
-        )
-        .replace("torch.nn.functional.", "F.")
-        .replace("'", '"')
-    )
+    return lines
 
 
 def _lines(expression: ast.expr, speller: Speller) -> list[str]:
@@ -258,8 +268,7 @@ def assigned_names(statement: ast.stmt) -> Names:
 class Substitution(ast.NodeTransformer):
     """A transformer that replaces names by expressions.
 
-    A value, a name or a random tensor may be used several times. Any other expression is used at most once,
-    because a chain has no branches.
+    A value, a name or a random tensor may be used several times. Any other expression is used at most once.
     """
 
     names: Names

@@ -168,11 +168,15 @@ def test_cuda_kernels_compute_the_same_where_they_are_emulated(tmp_path: Path) -
 
 
 # Expressions of one and of two results, of which random programs are made.
-ONE = """torch.tanh({a})|{a} * 0.5|1.5 + {a}|self.norm({a})|torch.softmax({a}, dim=1)|self.linear({a})
-{a}.sigmoid()|torch.cumsum({a}, dim=1) * 0.1|{a}.clone()|self.gain * {a}|torch.mean({a}, dim=1, keepdim=True) * y
-{a} / {a}.norm(dim=1, keepdim=True)|{a} - {a}.mean(dim=1, keepdim=True)""".replace("\n", "|").split("|")
-TWO = """{a} + {b}|{a} * {b}|{a} - {b}|{a} / (torch.abs({b}) + 1.0)|F.relu({a}) * {b}
-torch.tanh({a}) + F.gelu({b})|{a} + y""".replace("\n", "|").split("|")
+ONE = """
+torch.tanh({a})|{a} * 0.5|1.5 + {a}|self.norm({a})|torch.softmax({a}, dim=1)|self.linear({a})|self.gain * {a}
+{a}.sigmoid()|torch.cumsum({a}, dim=1) * 0.1|{a}.clone()|torch.mean({a}, dim=1, keepdim=True) * y
+{a} / {a}.norm(dim=1, keepdim=True)|{a} - {a}.mean(dim=1, keepdim=True)
+"""
+TWO = """
+{a} + {b}|{a} * {b}|{a} - {b}|{a} / (torch.abs({b}) + 1.0)|F.relu({a}) * {b}
+torch.tanh({a}) + F.gelu({b})|{a} + y
+"""
 MODULES = ("norm = nn.LayerNorm(12)", "linear = nn.Linear(12, 12)", "gain = nn.Parameter(torch.randn(12))")
 PROGRAM = """import torch
 import torch.nn as nn
@@ -200,7 +204,7 @@ def draw_program(rng: random.Random) -> str:
     """Draw a program whose statements use results of earlier ones, also several times, and rebind names."""
     names, lines = ["x"], []
     for index in range(rng.randint(3, 7)):
-        text = rng.choice(ONE if rng.random() < 0.6 else TWO)
+        text = rng.choice(re.split(r"[|\n]", (ONE if rng.random() < 0.6 else TWO).strip()))
         text = text.format(a=rng.choice(names[-3:]), b=rng.choice(names[-3:]))
         name = rng.choice([*names, f"t{index}", f"t{index}"])
         lines.append(f"{name} = {text}")
