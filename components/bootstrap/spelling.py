@@ -9,6 +9,7 @@ import copy
 import inspect
 import itertools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -43,8 +44,9 @@ DEFAULTS = {
     "ceil_mode": "False",
     "count_include_pad": "True",
 }
-# Signs of arithmetic operators of which both sides may be operators.
+# Signs of the arithmetic operators of which both sides may be operators, and what they do with numbers.
 SIGNS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+NUMBERS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 # Methods that return the same values.
 COPIES = frozenset("clone detach contiguous".split())
 # Functions that make tensors, from which parameters are made.
@@ -243,8 +245,9 @@ class Speller(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.op, ast.MatMult):
             return self._call("matmul", [node.left, node.right], []) or node
-        if is_number(node.left) and is_number(node.right):
-            return ast.Constant(eval(ast.unparse(node)))
+        if type(node.op) in SIGNS and is_number(node.left) and is_number(node.right):
+            compute = NUMBERS[SIGNS[type(node.op)]]
+            return ast.Constant(compute(ast.literal_eval(node.left), ast.literal_eval(node.right)))
         if isinstance(node.op, ast.Add | ast.Mult) and not _uses_x(node.left) and _uses_x(node.right):
             node.left, node.right = node.right, node.left
         return node

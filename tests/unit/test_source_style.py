@@ -284,3 +284,5 @@ def test_damaged_sources_are_no_programs_and_raise_nothing() -> None:
             read_program(damaged + source[first + rng.randrange(12) :])
     assert read_program(PEOPLE.replace("2 * 2 ** (1 + 1)", "9 ** 9 ** 9")) is None
     assert read_program(PEOPLE.replace("2 * 2 ** (1 + 1)", "4 // 0")) is None
+    assert read_program(PEOPLE.replace("torch.sigmoid(A)", "A * 9 ** 9 ** 9")) is None
+    assert read_program(PEOPLE.replace("torch.sigmoid(A)", "A * (1 / 0)")) is None
