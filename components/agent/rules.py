@@ -1,6 +1,6 @@
 """The rule-based kernel writer as a policy: random schedules, of which the fastest that is right is kept.
 
-It needs no model. It writes kernels for modules that are chains of the tensor operators
+It needs no model. It writes kernels for modules that are made of the tensor operators
 (components/bootstrap/tensor_operators.py), however people write them, and none for other modules. Beside a
 trained policy its figures show what measuring random schedules reaches, without any training.
 """

@@ -128,8 +128,8 @@ def unfold(
     "x + kept_0"], and the line "kept_0" takes it back. `spelled` returns the line of an operator, or None for
     another text. The result is None if a part of the expression is no operator.
     """
-    if isinstance(expression, ast.Name) and expression.id == "x":
-        return []
+    if isinstance(expression, ast.Name) and (expression.id == "x" or expression.id.startswith("kept_")):
+        return [] if expression.id == "x" else [expression.id]
     text, operands = ast.unparse(expression), [expression]
     while (operand := _operand(operands[-1])) is not None:
         operands.append(operand)

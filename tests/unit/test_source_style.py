@@ -204,6 +204,10 @@ def test_constructors_are_spelled_with_the_arguments_that_vary(written: str, spe
             ["keep(x, 0)", "F.relu(x)", "keep(x, 1)", "kept_0", "torch.tanh(x)", "x * y", "x - kept_1"],
         ),
         (
+            "        a = torch.tanh(x)\n        b = F.gelu(a)\n        c = F.relu(a)\n        return b * c",
+            ["torch.tanh(x)", "keep(x, 0)", "F.gelu(x)", "keep(x, 1)", "kept_0", "F.relu(x)", "x * kept_1"],
+        ),
+        (
             "        return F.silu(x + 1.0) * F.gelu(x)",
             *[["keep(x, 0)", "x + 1.0", "F.silu(x)", "keep(x, 1)", "kept_0", "F.gelu(x)", "x * kept_1"]],
         ),
