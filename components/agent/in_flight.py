@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from components.core.errors import StageFailed
-from components.sandbox.awake_time import awake_seconds
+from components.sandbox.unsuspended_time import unsuspended_seconds
 
 if TYPE_CHECKING:
     from components.agent.trajectory import Trajectory
@@ -37,7 +37,7 @@ class BusyMeter:
     def busy(self) -> Iterator[None]:
         with self.lock:
             if self.count == 0:
-                self.since = awake_seconds()
+                self.since = unsuspended_seconds()
             self.count += 1
         try:
             yield
@@ -45,12 +45,12 @@ class BusyMeter:
             with self.lock:
                 self.count -= 1
                 if self.count == 0:
-                    self.total += awake_seconds() - self.since
+                    self.total += unsuspended_seconds() - self.since
 
     def seconds(self) -> float:
         """Return the seconds so far during which something was inside the context `busy()`."""
         with self.lock:
-            return self.total + (awake_seconds() - self.since if self.count else 0.0)
+            return self.total + (unsuspended_seconds() - self.since if self.count else 0.0)
 
 
 async def keep_in_flight(

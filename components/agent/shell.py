@@ -26,7 +26,7 @@ from components.agent.workspace import TEMPLATE
 from components.core.files import remove_tree, scratch_folder
 from components.core.params import Sandbox
 from components.sandbox import isolation
-from components.sandbox.awake_time import awake_seconds
+from components.sandbox.unsuspended_time import unsuspended_seconds
 
 # Capacity of the shell's /tmp, in bytes.
 TEMPORARY_BYTES = 1 << 28
@@ -262,7 +262,7 @@ class Shell:
         case, and if the shell has ended by itself, a sentence that says so is returned instead.
         """
         assert process.stdout is not None
-        began, judge_seconds, reply = awake_seconds(), self.socket.judging.seconds(), b""
+        began, judge_seconds, reply = unsuspended_seconds(), self.socket.judging.seconds(), b""
         found: re.Match[bytes] | None = None
         output = select.poll()  # select() would refuse descriptors above 1023
         output.register(process.stdout, select.POLLIN)
@@ -281,7 +281,7 @@ class Shell:
                     "to its owner; remove some in the next command, which starts a new shell"
                 )
             judged = self.socket.judging.seconds() - judge_seconds
-            if found is None and awake_seconds() - began - judged > seconds:
+            if found is None and unsuspended_seconds() - began - judged > seconds:
                 self._end()
                 return (
                     f"took longer than {seconds:g} s and was ended, with everything it had started; "

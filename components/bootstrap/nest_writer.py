@@ -20,10 +20,9 @@ from components.bootstrap.loop_nest import (
     attach,
     elementwise_nest,
     merge,
-    with_near_columns,
-    without_windows,
 )
 from components.bootstrap.nest_group import Group, for_axis, is_lane, position, tile_count, tiles_of
+from components.bootstrap.nest_layout import with_near_columns, without_windows
 from components.bootstrap.operator_code import replace_functions
 from components.bootstrap.tensor_operators import Program
 from components.core.records import Device

@@ -78,6 +78,11 @@ def _plain(parts: Parts, known: Spellings) -> str:
     }
     speller = Speller(known, parts.attributes)
     lines = _forward_lines(parts, names, speller)
+    used = Counter(
+        part.attr for one in parts.forward for part in ast.walk(one) if isinstance(part, ast.Attribute)
+    )
+    if any(used[name] != count for name, count in speller.viewed.items()):
+        raise NotAChain
     attributes = {
         name: ast.unparse(speller.constructor(value))
         for name, value in parts.attributes.items()

@@ -11,6 +11,7 @@ import itertools
 import math
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -213,6 +214,8 @@ class Speller(ast.NodeTransformer):
     attributes: dict[str, ast.expr]
     # Numbers of results that are kept (`unfold`).
     kept: Iterator[int] = field(default_factory=itertools.count)
+    # How often each parameter was viewed in another shape, by attribute.
+    viewed: Counter[str] = field(default_factory=Counter)
 
     def lines(self, expression: ast.expr) -> list[str]:
         """Return the right-hand sides of `x = …` that compute a spelled expression, one for each operator.
@@ -275,15 +278,19 @@ class Speller(ast.NodeTransformer):
         """Return whether `attribute` is a parameter that is viewed with one of the given sizes not 1.
 
         `attribute` is an expression such as `self.bias`, and a size of -1 stands for all elements. Its shape
-        is then changed in `attributes`. Raises ValueError if it is another parameter shape already.
+        is then changed in `attributes`, which is right only if each use is such a view (`viewed`).
         """
-        made = self.constructor(self.attributes.get(attribute.removeprefix("self."), ast.Constant(None)))
-        numel = re.fullmatch(r"nn\.Parameter\(torch\.randn\(\(?(\d+),?\)?\)\)", ast.unparse(made))
+        name = attribute.removeprefix("self.")
+        made = ast.unparse(self.constructor(self.attributes.get(name, ast.Constant(None))))
         shape = ast.unparse(ast.Tuple(sizes, ast.Load()))
+        numel = re.fullmatch(r"nn\.Parameter\(torch\.randn\(\(?(?:1, )*(\d+),?(?:, 1)*\)?\)\)", made)
         if numel is None or not re.fullmatch(r"\((1, )*-1(, 1)*,?\)", shape):
             return False
         text = f"nn.Parameter(torch.randn({shape.replace('-1', numel[1])}))"
-        self.attributes[attribute.removeprefix("self.")] = ast.parse(text, mode="eval").body
+        if self.viewed[name] and text != made:
+            return False
+        self.attributes[name] = ast.parse(text, mode="eval").body
+        self.viewed[name] += 1
         return True
 
     def _function(self, name: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.expr | None:
@@ -295,10 +302,11 @@ class Speller(ast.NodeTransformer):
         if name == "identity" or (name in COPIES and len(arguments) == 1):
             return arguments[0]
         if name in ("min", "max") and len(arguments) == 2 and not is_number(arguments[1]):
-            if not isinstance(arguments[1], ast.Call):
-                return self._call(f"{name}imum", arguments, keywords)
-            bound = "max" if name == "min" else "min"
-            return self._call("clamp", arguments[:1], [ast.keyword(bound, arguments[1].args[0])])
+            match arguments[1]:
+                case ast.Call(func=ast.Attribute(attr="tensor"), args=[bound]):
+                    side = "max" if name == "min" else "min"
+                    return self._call("clamp", arguments[:1], [ast.keyword(side, bound)])
+            return self._call(f"{name}imum", arguments, keywords)
         if name in ("mul", "multiply") and len(arguments) == 2:
             return self.visit_BinOp(ast.BinOp(arguments[0], ast.Mult(), arguments[1]))
         if name == "einsum" and re.fullmatch(r"'(\w+)(\w), ?\2(\w) ?-> ?\1\3'", ast.unparse(arguments[0])):

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from components.core.records import Device
-from components.sandbox.awake_time import awake_seconds
 from components.sandbox.isolation import gpu_minor
 from components.sandbox.runner_process import Runner
+from components.sandbox.unsuspended_time import unsuspended_seconds
 
 # Share of the device's memory that can be reserved; the rest is a margin for estimates that are too low.
 MEMORY_SHARE = 0.85
@@ -250,12 +250,12 @@ class DeviceScheduler:
         raises RunnerError.
         """
         limit = min(seconds, self.left.seconds)
-        runner.deadline = awake_seconds() + limit
+        runner.deadline = unsuspended_seconds() + limit
         try:
             yield
         finally:
             # The deadline has been moved by the pauses of the runner.
-            self.left.seconds -= limit - (runner.deadline - awake_seconds())
+            self.left.seconds -= limit - (runner.deadline - unsuspended_seconds())
 
     def trim_cache(self) -> None:
         """Release the device memory that torch caches if it exceeds `CACHED_SHARE` of the device's memory.

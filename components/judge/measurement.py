@@ -36,8 +36,8 @@ from components.judge.verdict import (
     Speedup,
     rejecting,
 )
-from components.sandbox.awake_time import awake_seconds
 from components.sandbox.runner_process import RunnerError
+from components.sandbox.unsuspended_time import unsuspended_seconds
 
 # Names of the runners that are measured.
 Timed = Literal["candidate", "eager", "compile", "noop", "against"]
@@ -205,10 +205,10 @@ def _compare(
     evidence: dict[str, Any] = {"raw_seconds": {}}
 
     def time_beside(baselines: list[Timed], suffix: str = "") -> None:
-        began = awake_seconds()
+        began = unsuspended_seconds()
         with bench.scheduler.measuring():
             # The wait for the device does not count toward the candidate's time limit.
-            candidate.extend_deadline(awake_seconds() - began)
+            candidate.extend_deadline(unsuspended_seconds() - began)
             raw, states = steady(lambda: timed_rounds(bench, runners, baselines, staged), params.device)
         if states:
             evidence[f"gpu{suffix}"] = states
@@ -286,7 +286,7 @@ def _compile_baseline(
     the process `candidate` is extended by the time that starting and choosing take. Raises TaskError if
     torch.compile fails on the task.
     """
-    began = awake_seconds()
+    began = unsuspended_seconds()
     if every_mode:
         start_modes(bench.baselines)
         with bench.scheduler.measuring():
@@ -297,7 +297,7 @@ def _compile_baseline(
         }
     else:
         runner, evidence = bench.baselines.get(COMPILE), {"compile_mode": COMPILE.mode}
-    candidate.extend_deadline(awake_seconds() - began)
+    candidate.extend_deadline(unsuspended_seconds() - began)
     return runner, evidence | {"compile_cached": runner.is_cached}
 
 
@@ -324,19 +324,19 @@ def timed_rounds(
     least `LEAST_ROUNDS` rounds have been made, no further round is begun. The time of making inputs and of
     comparing outputs counts neither toward the candidate's time limit nor toward the share `ROUNDS_SHARE`.
     """
-    reference, started = bench.reference, awake_seconds()
+    reference, started = bench.reference, unsuspended_seconds()
     sandbox, calls = reference.params.sandbox, reference.layout.calls
     raw: RawSeconds = {name: [] for name in runners}
     order, rounds, number = list(runners), sandbox.rounds, 0
     while number <= rounds:
-        began = awake_seconds()
+        began = unsuspended_seconds()
         staged.hold_fresh(calls, number)
-        took = awake_seconds() - began
+        took = unsuspended_seconds() - began
         runners["candidate"].extend_deadline(took)
         started += took
         results: dict[Timed, torch.Tensor] = {}
         for name in order:
-            began = awake_seconds()
+            began = unsuspended_seconds()
             try:
                 seconds, outputs = runners[name].round("time", staged)
             except RunnerError as error:
@@ -350,7 +350,7 @@ def timed_rounds(
                     raise TaskError(f"{name} took {TOO_LONG}") from error
                 raise InfrastructureError(f"{name}: {error}") from error
             if name != "candidate":
-                runners["candidate"].extend_deadline(awake_seconds() - began)
+                runners["candidate"].extend_deadline(unsuspended_seconds() - began)
             if number > 0:
                 raw[name].append(seconds)
             if runners[name].inputs_changed:
@@ -360,18 +360,18 @@ def timed_rounds(
                 continue
             results[name] = outputs
             if len(results) == 2:
-                began = awake_seconds()
+                began = unsuspended_seconds()
                 reason = bench.timed_output_check.wrong_call(
                     staged.mixes, staged.inputs, results["candidate"], results["eager"]
                 )
                 if reason is not None:
                     raise wrong_timed_output(reason)
-                compared = awake_seconds() - began
+                compared = unsuspended_seconds() - began
                 runners["candidate"].extend_deadline(compared)
                 started += compared
         shares = reference.layout.placement.shares_buffers
         order = order[::-1] if shares else [*order[1:], order[0]]
-        if number == rounds and awake_seconds() - started < ROUNDS_SHARE * sandbox.run_seconds:
+        if number == rounds and unsuspended_seconds() - started < ROUNDS_SHARE * sandbox.run_seconds:
             rounds = max(
                 wanted_rounds(speedup(raw, baseline), number, sandbox.most_rounds) for baseline in baselines
             )

@@ -14,10 +14,10 @@ from pydantic import ValidationError
 from components.core.errors import TaskError
 from components.core.records import Device
 from components.judge.task_layout import RunnerMemory, TaskLayout
-from components.sandbox.awake_time import awake_seconds
 from components.sandbox.inside.runner_protocol import Role, RoleHeader, ZygoteKind
 from components.sandbox.runner_factory import RunnerFactory
 from components.sandbox.runner_process import Runner, RunnerError
+from components.sandbox.unsuspended_time import unsuspended_seconds
 
 # What torch says where there is no GPU, and the addition to it.
 NEEDS_GPU = re.compile("not compiled with CUDA|No CUDA GPUs are available|Found no NVIDIA driver")
@@ -137,7 +137,7 @@ class OneProcess(TaskProcesses):
             header = header | {"zygote": self.zygote, "share": self.memory_share}
             self.runner = self.factory.spawn(header, descriptors, seconds=seconds)
         else:
-            self.runner.deadline = awake_seconds() + seconds
+            self.runner.deadline = unsuspended_seconds() + seconds
             switch_role(self.runner, header | {"device": self.device}, descriptors)
         return self.runner
 

@@ -23,11 +23,11 @@ from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
 from components.judge.role_processes import OneProcess, ProcessPerRole, switch_role, task_errors
 from components.judge.source_runner import SourceRunner, TaskData
 from components.judge.task_layout import Description, Sizing, input_distributions
-from components.sandbox.awake_time import awake_seconds
 from components.sandbox.inside import shared_memory
 from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
 from components.sandbox.inside.shared_memory import Buffer
 from components.sandbox.runner_process import Runner
+from components.sandbox.unsuspended_time import unsuspended_seconds
 
 
 class TaskReference:
@@ -229,7 +229,7 @@ class TaskReference:
         assert self.runner is not None
         runner = self.runner
         buffers = {"parameters": self.parameters, **buffers}
-        runner.deadline = awake_seconds() + self.params.sandbox.run_seconds
+        runner.deadline = unsuspended_seconds() + self.params.sandbox.run_seconds
         with self.scheduler.background_work(runner):
             switch_role(
                 runner, self.data.header(sets, buffers), tuple(buffer.fd for buffer in buffers.values())

@@ -19,10 +19,10 @@ from components.judge.correctness import Mismatch
 from components.judge.input_mixing import as_bits
 from components.judge.staged_inputs import StagedInputs
 from components.judge.task_reference import TaskReference
-from components.sandbox.awake_time import awake_seconds
 from components.sandbox.inside import shared_memory
 from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_process import Runner, RunnerError
+from components.sandbox.unsuspended_time import unsuspended_seconds
 
 # Time limit of a baseline's warm-up, as a multiple of `sandbox.run_seconds`. The limit is long, because
 # torch.compile compiles in the warm-up.
@@ -136,7 +136,7 @@ class TimedRunner:
         RunnerError if the runner fails or takes too long.
         """
         assert self.runner is not None
-        self.runner.deadline = awake_seconds() + seconds
+        self.runner.deadline = unsuspended_seconds() + seconds
         with self.scheduler.background_work(self.runner):
             self.runner.request({"op": operation, "sets": 0})
         self.runner.stop()

@@ -26,7 +26,6 @@ from components.core.files import digest_json, remove_stale, user_cache
 from components.core.params import Sandbox
 from components.core.records import Device
 from components.sandbox import isolation, seccomp_filter
-from components.sandbox.awake_time import awake_seconds
 from components.sandbox.inside.runner_protocol import Confinement, Role, RoleHeader, ZygoteKind
 from components.sandbox.runner_process import (
     EXIT_SECONDS,
@@ -36,6 +35,7 @@ from components.sandbox.runner_process import (
     has_ended,
     send,
 )
+from components.sandbox.unsuspended_time import unsuspended_seconds
 
 # Maximum length of a message to a zygote. By default a packet on a local socket can have at most 208 KiB
 # (net.core.wmem_default).
@@ -173,7 +173,7 @@ class RunnerFactory:
                     raise self._start_error(kind, zygote, "it started no runner")
             zygote.has_served = True
             try:
-                runner = Runner(ours, pid, os.pidfd_open(pid), awake_seconds() + seconds)
+                runner = Runner(ours, pid, os.pidfd_open(pid), unsuspended_seconds() + seconds)
                 on_failure.callback(runner.close)
                 with self.lock:
                     self._forget_exited(0)

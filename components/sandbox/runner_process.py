@@ -1,7 +1,7 @@
 """The judge's interface to one runner: messages, deadline, CPU time, and reading the runner's memory.
 
 A runner is a sandboxed process. Limits of its wall time do not count the time in which the machine or this
-process was suspended (awake_time.py).
+process was suspended (unsuspended_time.py).
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from components.core.errors import InfrastructureError
-from components.sandbox.awake_time import awake_seconds
 from components.sandbox.process_tree import halted_by_pid
+from components.sandbox.unsuspended_time import unsuspended_seconds
 
 # Maximum time between two polls.
 POLL_SECONDS = 1.0
@@ -100,12 +100,12 @@ def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
     The process must lead a process group of its own. After `seconds`, in which time of a suspended machine
     does not count, all processes of the group are killed and subprocess.TimeoutExpired is raised.
     """
-    deadline = awake_seconds() + seconds
+    deadline = unsuspended_seconds() + seconds
     while True:
         try:
-            return process.wait(min(max(deadline - awake_seconds(), 0.0), POLL_SECONDS))
+            return process.wait(min(max(deadline - unsuspended_seconds(), 0.0), POLL_SECONDS))
         except subprocess.TimeoutExpired:
-            if awake_seconds() >= deadline:
+            if unsuspended_seconds() >= deadline:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 raise subprocess.TimeoutExpired(process.args, seconds) from None
@@ -131,19 +131,19 @@ def has_ended(pidfd: int, seconds: float) -> bool:
 class Runner:
     """One sandboxed process, to which the judge sends messages and whose memory and CPU time it reads.
 
-    `connection` is the socket to the process, `pidfd` its process descriptor, and `deadline` the
-    awake_seconds() at which it has used up its wall time. Methods raise RunnerError if the process caused
-    the failure, and InfrastructureError if the machine did.
+    `connection` is the socket to the process, `pidfd` its process descriptor, and `deadline` the value of
+    unsuspended_seconds() at which it has used up its wall time. Methods raise RunnerError if the process
+    caused the failure, and InfrastructureError if the machine did.
     """
 
     connection: socket.socket
     # The PID of the process on the host, which the kernel has reported.
     pid: int
     pidfd: int
-    # The awake_seconds() at which the runner has used up its wall time.
+    # The value of unsuspended_seconds() at which the runner has used up its wall time.
     deadline: float
-    # The awake_seconds() at which `pause` stopped the runner, or None if it is not paused. The time of a
-    # pause is not included in the runner's wall time.
+    # The value of unsuspended_seconds() when `pause` stopped the runner, or None if it is not paused. The
+    # time of a pause is not included in the runner's wall time.
     paused_since: float | None = None
     # The CPU time of the runner when `stop` last stopped it.
     stopped_cpu_seconds: float = 0.0
@@ -165,7 +165,7 @@ class Runner:
         """
         data = None
         while data is None:
-            remaining = self.deadline - (self.paused_since or awake_seconds())
+            remaining = self.deadline - (self.paused_since or unsuspended_seconds())
             if remaining <= 0:
                 raise RunnerError("timed_out")
             self.connection.settimeout(min(remaining, POLL_SECONDS))
@@ -350,7 +350,7 @@ class Runner:
         """
         with contextlib.suppress(RunnerError):
             self.stop()
-        self.paused_since = self.paused_since or awake_seconds()
+        self.paused_since = self.paused_since or unsuspended_seconds()
 
     def resume(self) -> None:
         """Resume a stopped or paused runner (a sandboxed process) and its child processes.
@@ -369,7 +369,7 @@ class Runner:
         runner is not paused, nothing happens.
         """
         if self.paused_since is not None:
-            self.deadline += awake_seconds() - self.paused_since
+            self.deadline += unsuspended_seconds() - self.paused_since
             self.paused_since = None
 
     def set_cores(self, cores: frozenset[int]) -> None:

@@ -24,8 +24,8 @@ from components.judge.baselines import COMPILE, Baseline, BaselineCache
 from components.judge.device_scheduler import MEMORY_SHARE, DeviceScheduler
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import LocalPool
-from components.sandbox.awake_time import awake_seconds
 from components.sandbox.runner_process import Runner, RunnerError
+from components.sandbox.unsuspended_time import unsuspended_seconds
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_on_cpu_preparations_go_on_beside_a_measurement() -> None:
 def test_what_works_aside_is_stopped_while_others_measure(scheduler: DeviceScheduler) -> None:
     worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     ours, theirs = socket.socketpair()
-    runner = Runner(ours, worker.pid, os.pidfd_open(worker.pid), awake_seconds() + 60)
+    runner = Runner(ours, worker.pid, os.pidfd_open(worker.pid), unsuspended_seconds() + 60)
 
     def state() -> str:
         return psutil.Process(worker.pid).status()
@@ -245,7 +245,7 @@ def test_what_works_aside_is_stopped_while_others_measure(scheduler: DeviceSched
 def test_what_stands_still_while_others_measure_is_not_timed_out_by_it(scheduler: DeviceScheduler) -> None:
     worker = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     ours, theirs = socket.socketpair()
-    runner = Runner(ours, worker.pid, os.pidfd_open(worker.pid), awake_seconds() + 0.5)
+    runner = Runner(ours, worker.pid, os.pidfd_open(worker.pid), unsuspended_seconds() + 0.5)
     measures = threading.Event()
 
     def measure() -> None:

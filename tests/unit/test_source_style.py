@@ -125,6 +125,7 @@ def task(lines: str, init: str = "") -> str:
         ("F.elu(x, 0.5, True)", "F.elu(x, 0.5, True)"),
         ("torch.min(x, torch.tensor(0.5, device=x.device))", "torch.clamp(x, max=0.5)"),
         ("torch.max(x, self.limit)", "torch.maximum(x, self.limit)"),
+        ("torch.max(x, torch.zeros(1))", "torch.maximum(x, torch.zeros(1))"),
         ("x @ y", "torch.matmul(x, y)"),
         ("torch.einsum('bij,jk->bik', x, y)", "torch.matmul(x, y)"),
         ("2 * x", "x * 2"),
@@ -243,6 +244,10 @@ def test_a_parameter_has_the_shape_in_which_it_is_used() -> None:
     assert program is not None and program.tensors == ("x", "y", "shift", "other", "out")
     (line,) = program.parts
     assert isinstance(line, Line) and line.shape == (1, 6, 1, 1)
+    twice = "        x = x * self.shift.view(1, -1, 1, 1) + self.shift"
+    assert read_program(task(f"{twice}.view(1, -1, 1, 1)", init)) is not None
+    assert read_program(task(f"{twice}.view(-1)", init)) is None
+    assert read_program(task(twice, init)) is None
     row = read_program(
         task("        x = x + self.shift", "        self.shift = nn.Parameter(torch.zeros(16))\n")
     )

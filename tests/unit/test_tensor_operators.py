@@ -10,7 +10,8 @@ import pytest
 from synthesis_fixtures import InProcess, parameters
 
 from components.bootstrap.demonstrations import make_demonstration
-from components.bootstrap.loop_nest import Axis, Code, Loop, Nest, merge, over_dims, without_windows
+from components.bootstrap.loop_nest import Axis, Code, Loop, Nest, merge, over_dims
+from components.bootstrap.nest_layout import without_windows
 from components.bootstrap.nest_writer import draw_nest_schedule, write_program
 from components.bootstrap.tensor_operators import OPERATORS, read_program
 from components.core.config import resolve

@@ -1,4 +1,4 @@
-"""A clock for limits of wall time, which does not count the time of a suspended machine or process.
+"""Measure wall time for limits, without the time in which the machine or this process was suspended.
 
 A machine or a process is suspended in a paused virtual machine, on a closed laptop or by SIGSTOP. A thread
 reads the time every `TICK_SECONDS`. If the last reading is long ago, the process was suspended meanwhile, and
@@ -12,7 +12,7 @@ TICK_SECONDS = 0.25
 MOST_SECONDS = 1.0
 
 
-class _AwakeClock:
+class _UnsuspendedClock:
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         # The time of this clock at the last tick, and the time.monotonic() of that tick.
@@ -20,7 +20,7 @@ class _AwakeClock:
 
     def seconds(self) -> float:
         if self.thread is None or not self.thread.is_alive():  # a forked process has none; two do no harm
-            self.thread = threading.Thread(target=self._run, daemon=True, name="awake clock")
+            self.thread = threading.Thread(target=self._run, daemon=True, name="unsuspended time")
             self.thread.start()
         return self._at(time.monotonic())
 
@@ -35,9 +35,9 @@ class _AwakeClock:
             time.sleep(TICK_SECONDS)
 
 
-_clock = _AwakeClock()
+_clock = _UnsuspendedClock()
 
 
-def awake_seconds() -> float:
+def unsuspended_seconds() -> float:
     """Return the seconds since an arbitrary moment in which this process was not suspended."""
     return _clock.seconds()

@@ -1,4 +1,4 @@
-"""Tests of the clock for limits of wall time (components/sandbox/awake_time.py)."""
+"""The time of a suspended process is not part of what limits of wall time count."""
 
 import os
 import signal
@@ -9,20 +9,20 @@ import time
 from components.core.config import PROJECT
 
 # Prints, for each line that it reads, the seconds since its start, in a process that was forked.
-CLOCK = """
+SECONDS = """
 import os, sys
-from components.sandbox.awake_time import awake_seconds
-began = awake_seconds()
+from components.sandbox.unsuspended_time import unsuspended_seconds
+began = unsuspended_seconds()
 if os.fork():
     os.wait()
 else:
     for line in sys.stdin:
-        print(os.getpid(), awake_seconds() - began, flush=True)
+        print(os.getpid(), unsuspended_seconds() - began, flush=True)
 """
 
 
 def test_time_of_a_suspended_process_counts_for_a_second_at_most() -> None:
-    command = [sys.executable, "-c", CLOCK]
+    command = [sys.executable, "-c", SECONDS]
     with subprocess.Popen(
         command, cwd=PROJECT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     ) as process:
