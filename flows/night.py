@@ -207,15 +207,19 @@ def night_lineage(context: Context, night: Night, unfinished: dict[str, Any] | N
     """Return the night's descent, which is what its policy was trained from, as a dictionary for JSON.
 
     A night is one run of the pipeline in a series. The keys are `hours` (the time budget), `start` (the first
-    policy, such as "version 3" or "scratch"), `parent` (the version number of the promoted version, the
-    champion, that the night started from, or None), `continues` (the stage of an earlier run that the night
-    continued, as `left_unfinished` returns it, or None), `unfinished` (the argument: the stage that the night
-    left unfinished in the same form, or None), and `new` (phrases on what differs from the champion's run).
+    policy, such as "version 3", "scratch" or "cold start of models/smollm2"), `parent` (the version number of
+    the promoted version, the champion, that the night started from, or None), `continues` (the stage of an
+    earlier run that the night continued, as `left_unfinished` returns it, or None), `unfinished` (the
+    argument: the stage that the night left unfinished in the same form, or None), and `new` (phrases on what
+    differs from the champion's run).
     """
     run, champion = context.run, night.champion
+    source = context.params.policy.source
+    if source != "scratch" and context.params.coldstart.language_model:
+        source = f"cold start of {source}"
     return {
         "hours": run.params.night.hours,
-        "start": f"version {champion.version}" if champion else context.params.policy.source,
+        "start": f"version {champion.version}" if champion else source,
         "parent": champion.version if champion else None,
         "continues": left_unfinished(run.home / "runs" / run.continues) if run.continues else None,
         "unfinished": unfinished,

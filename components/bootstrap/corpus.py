@@ -112,10 +112,15 @@ def write_conversations(
     rng = random.Random(settings.seed)
     count = -(-settings.demonstrations // PER_TASK)
     conversations: list[list[Message]] = []
-    for number, task in enumerate(islice((task for task in sources if task.split == "train"), count)):
-        conversations += [make_demonstration(task, rng, settings, params.device) for _ in range(PER_TASK)]
-        if number % 500 == 0:
-            progress.update("coldstart", 0, settings.steps, demonstrations=len(conversations))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # The composer's tensors are small.
+    try:
+        for number, task in enumerate(islice((task for task in sources if task.split == "train"), count)):
+            conversations += [make_demonstration(task, rng, settings, params.device) for _ in range(PER_TASK)]
+            if number % 500 == 0:
+                progress.update("coldstart", 0, settings.steps, demonstrations=len(conversations))
+    finally:
+        torch.set_num_threads(threads)
     if len(conversations) < settings.demonstrations:
         raise UserError(
             f"coldstart.demonstrations: {settings.demonstrations} need {count} training tasks, "

@@ -15,7 +15,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from components.agent.trajectory import Trajectory, load_trajectories
 from components.bootstrap.cold_start import schedule
 from components.bootstrap.corpus import load_corpus, store_corpus, write_conversations
 from components.bootstrap.demonstrations import make_demonstration
+from components.bootstrap.operator_chain import BY_NAME
 from components.bootstrap.tokenizer import Message
 from components.core.errors import UserError
 from components.core.files import digest_json
 from components.core.params import Params
 from components.core.stage_params import Rejection
+from components.core.task import KernelTask
 from components.policy.checkpoint import load_tokenizer, verify_checkpoint
 from components.policy.prompts import IN_TURNS, user_message
 from components.synthesis.core_composer import compose_training_tasks
@@ -46,6 +48,8 @@ from components.training.training_loop import FitEnd, StepRecord, TrainState, fi
 Row = tuple[Sequence[int], Sequence[int]]
 # Folder of the tokenised conversations of a cold start, in the stage's folder.
 CORPUS = "corpus"
+# Probability that a composed chain with no, one or two operators over whole rows is demonstrated.
+DEMONSTRATED = (0.2, 0.4, 1.0)
 # Largest gradient norm of a cold start, and time between two of its states.
 GRADIENT_CLIP, SAVE_EVERY = 1.0, "2min"
 
@@ -176,8 +180,22 @@ def _conversations(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[Row
     params = stage.params
     if isinstance(params.coldstart.demonstrations, str):
         return _of_trajectories(params, tokenizer)
-    tasks = compose_training_tasks(params.coldstart.seed, params.data, params.device)
+    tasks = demonstrated_tasks(params, params.coldstart.seed)
     return _encode(params, tokenizer, write_conversations(params, tasks, stage.progress))
+
+
+def demonstrated_tasks(params: Params, seed: int) -> Iterator[KernelTask]:
+    """Yield tasks for demonstrations, which are composed with `seed`, without end.
+
+    One in twenty of the chains that are composed of core operators has two operators over whole rows, such as
+    a norm and a softmax, which a language model does not learn from so few. So chains are left out such that
+    it is one in six.
+    """
+    rng = random.Random(seed)
+    for task in compose_training_tasks(seed, params.data, params.device):
+        rows = sum(name in BY_NAME and BY_NAME[name].kind in ("row", "reduction") for name in task.ops)
+        if params.data.operators == "kernelbench" or rng.random() < DEMONSTRATED[rows]:
+            yield task
 
 
 def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: int) -> list[Row]:
@@ -192,7 +210,7 @@ def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: in
     if isinstance(params.coldstart.demonstrations, str):
         return rng.choices(_of_trajectories(params, tokenizer), k=count)
     # With another seed the tasks differ from the tasks of the cold start.
-    tasks = compose_training_tasks(params.coldstart.seed + 1, params.data, params.device)
+    tasks = demonstrated_tasks(params, params.coldstart.seed + 1)
     conversations = [
         make_demonstration(task, rng, params.coldstart, params.device)
         for task in itertools.islice(tasks, count)

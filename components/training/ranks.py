@@ -61,7 +61,7 @@ class World:
         return bool(self.sum(torch.tensor(float(condition))) > 0)
 
     def barrier(self) -> None:
-        distributed.barrier()
+        distributed.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
 
 def join_world(device: records.Device, settings: stage_params.Engine) -> World:

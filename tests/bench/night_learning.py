@@ -2,12 +2,12 @@
 
     python tests/bench/night_learning.py HOME/stages/warmup-… HOME/stages/rejection-… HOME/stages/agentic-…
 
-The folders are those of stages 1, 2 and 4, also of one that is not finished yet. The first table has a row
-for each step: the reward of the first answers (the milestone of the verdict on the first turn) with a 95 %
-interval over tasks, how many of them are correct and faster than both baselines, what the last turn earns
-more than the first one, and the median ratio of the ends of the interval of the speed-up over eager. The
-second table compares the first answers of two steps on the tasks that both have drawn. Trajectories on which
-the judge failed are left out.
+The folders are those of stages 1, 2 and 4, also of one that is not finished yet, and of evaluations. The
+first table has a row for each step: the reward of the first answers (the milestone of the verdict on the
+first turn) with a 95 % interval over tasks, how many of them are correct and faster than both baselines, what
+the last turn earns more than the first one, and the median ratio of the ends of the interval of the speed-up
+over eager. The second table compares the first and the last answers of two steps on the tasks that both have
+drawn. Trajectories on which the judge failed are left out.
 """
 
 import argparse
@@ -29,8 +29,11 @@ Verdicts = tuple[Verdict, ...]
 Step = dict[str, list[Verdicts]]
 
 
-def steps_of(stage: Path) -> dict[str, Step]:
-    """Return the steps of a stage's folder by name; a step that is not finished is called `sampling`."""
+def steps_of(stage: Path, label: str) -> dict[str, Step]:
+    """Return the steps of a stage's folder by name, which begins with `label`.
+
+    A step that is not finished is called `sampling`, and so is an evaluation.
+    """
     steps: dict[str, Step] = defaultdict(lambda: defaultdict(list))
     for file in sorted(stage.rglob("trajectories.jsonl")):
         name = next((part for part in file.parts if part.startswith("step-")), "sampling")
@@ -38,7 +41,7 @@ def steps_of(stage: Path) -> dict[str, Step]:
             record = json.loads(line)
             verdicts = tuple(map(Verdict.model_validate, record["verdicts"]))
             if verdicts and verdicts[-1].status != "infrastructure":
-                steps[f"{stage.name.partition('-')[0]} {name}"][record["task_id"]].append(verdicts)
+                steps[f"{label} {name}"][record["task_id"]].append(verdicts)
     return steps
 
 
@@ -49,9 +52,9 @@ def mean_text(values: Sequence[float]) -> str:
     return f"{samples[0]:.2f} [{interval.low:.2f}, {interval.high:.2f}]"
 
 
-def first_rewards(step: Step) -> dict[str, float]:
-    """Return the mean reward of the first answers to each task."""
-    return {task: statistics.fmean(one[0].milestone for one in found) for task, found in step.items()}
+def rewards(step: Step, turn: int) -> dict[str, float]:
+    """Return the mean reward of the answers of the first turn (0) or the last one (-1) to each task."""
+    return {task: statistics.fmean(one[turn].milestone for one in found) for task, found in step.items()}
 
 
 def row(name: str, step: Step) -> list[str]:
@@ -63,7 +66,7 @@ def row(name: str, step: Step) -> list[str]:
         name,
         str(len(found)),
         str(len(step)),
-        mean_text(list(first_rewards(step).values())),
+        mean_text(list(rewards(step, 0).values())),
         f"{statistics.fmean(one[0].status == 'correct' for one in found):.0%}",
         f"{statistics.fmean(one[0].milestone == 3 for one in found):.0%}",
         f"{statistics.fmean(map(len, found)):.1f}",
@@ -82,7 +85,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("stages", type=Path, nargs="+")
-    steps = {name: step for stage in parser.parse_args().stages for name, step in steps_of(stage).items()}
+    stages = parser.parse_args().stages
+    kinds = [stage.name.partition("-")[0] for stage in stages]
+    steps: dict[str, Step] = {}
+    for stage, kind in zip(stages, kinds, strict=True):
+        steps |= steps_of(stage, kind if kinds.count(kind) == 1 else stage.name)
     if not steps:
         parser.error("the folders have no trajectories; give those of stages, such as HOME/stages/warmup-…")
     head = "step, trajectories, tasks, reward of first answers, correct, faster than both, verdicts".split(
@@ -92,11 +99,15 @@ def main() -> None:
     print(table(head, [row(name, step) for name, step in steps.items()]))
     pairs = []
     for (earlier, one), (later, other) in itertools.combinations(steps.items(), 2):
-        before, after = first_rewards(one), first_rewards(other)
-        if shared := sorted(before.keys() & after.keys()):
-            change = mean_text([after[task] - before[task] for task in shared])
-            pairs.append([earlier, later, str(len(shared)), change])
-    print(f"\n{table(['earlier', 'later', 'tasks of both', 'change of the reward'], pairs)}")
+        shared = sorted(one.keys() & other.keys())
+        if shared:
+            changes = [
+                mean_text([rewards(other, turn)[task] - rewards(one, turn)[task] for task in shared])
+                for turn in (0, -1)
+            ]
+            pairs.append([earlier, later, str(len(shared)), *changes])
+    head = ["earlier", "later", "tasks of both", "change of first answers", "change of last answers"]
+    print(f"\n{table(head, pairs)}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from components.agent.chat_template import ChatTemplate
 from components.agent.trajectory import ToolCall, Trajectory, Turn, save_trajectories
 from components.bootstrap.cold_start import new_model
 from components.bootstrap.demonstrations import make_demonstration
+from components.bootstrap.operator_chain import BY_NAME
 from components.bootstrap.tokenizer import encode_conversations, train_tokenizer
+from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import digest_tree, read_json
 from components.core.params import Params
@@ -22,7 +24,7 @@ from components.core.task import KernelTask
 from components.judge.verdict import Verdict
 from components.policy.checkpoint import save_checkpoint
 from components.training import training_loop
-from components.training.fine_tuning import plan_steps
+from components.training.fine_tuning import demonstrated_tasks, plan_steps
 from components.training.run_stage import run_stage
 from components.training.stage import Stage
 
@@ -148,6 +150,14 @@ def test_trajectories_of_another_policy_are_demonstrations(
 def test_conversations_longer_than_the_context_are_left_out(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"policy\.context: no demonstration fits into 16 tokens; raise it"):
         run_stage(cold_start(tmp_path, model, "policy.context=16"))
+
+
+def test_one_demonstrated_chain_in_six_has_two_operators_over_whole_rows() -> None:
+    made = list(itertools.islice(demonstrated_tasks(resolve("smollm2").params, 0), 300))
+    rows = [sum(BY_NAME[name].kind in ("row", "reduction") for name in task.ops) for task in made]
+    assert all(task.split == "train" for task in made)
+    assert 30 < rows.count(2) < 75
+    assert {0, 1, 2} == set(rows)
 
 
 def test_steps_have_equal_tokens_and_pass_over_all_conversations() -> None:

@@ -39,4 +39,23 @@ def test_first_answers_are_compared_on_the_tasks_of_both_steps(
     lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
     assert lines[2][:5] == ["warmup step-0000", "4", "2", "0.50 [0.00, 1.00]", "75%"]
     assert lines[3][5:8] == ["33%", "1.7", "0.25 [0.00, 0.50]"]
-    assert lines[-1] == ["warmup step-0000", "agentic sampling", "1", "2.00 [2.00, 2.00]"]
+    assert lines[-1] == [
+        "warmup step-0000",
+        "agentic sampling",
+        "1",
+        "2.00 [2.00, 2.00]",
+        "2.50 [2.50, 2.50]",
+    ]
+
+
+def test_two_evaluations_have_rows_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [tmp_path / "evaluation-1", tmp_path / "evaluation-2"]
+    for folder, milestones in zip(folders, ([1, 3], [3]), strict=True):
+        write(folder / "episodes/0000", {"a": [milestones]})
+    monkeypatch.setattr("sys.argv", ["night_learning.py", *map(str, folders)])
+    night_learning.main()
+    last = capsys.readouterr().out.splitlines()[-1].strip("| ").split(" | ")
+    assert last[:3] == ["evaluation-1 sampling", "evaluation-2 sampling", "1"]
+    assert last[3:] == ["2.00 [2.00, 2.00]", "0.00 [0.00, 0.00]"]
