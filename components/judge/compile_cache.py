@@ -25,9 +25,11 @@ from pydantic import TypeAdapter
 from components.core.errors import TaskError
 from components.core.files import atomic_write, digest_bytes, digest_json, remove_stale, user_cache
 from components.core.records import Device
+from components.judge.memory_plan import CONTEXT_BYTES
 from components.judge.task_reference import TaskReference
-from components.judge.timed_runner import TimedRunner
+from components.judge.timed_runner import BASELINE_LIMITS, TimedRunner
 from components.sandbox.compilers import compiler, processor_features
+from components.sandbox.inside.runner_protocol import RoleHeader
 from components.sandbox.runner_factory import CACHE_SECONDS
 from components.sandbox.runner_process import RunnerError
 
@@ -37,6 +39,8 @@ FORMAT = 1
 MAX_ENTRY_BYTES = 128 << 20
 # Largest size of all entries together; the least recently used ones are removed.
 MAX_BYTES = 8 << 30
+# Least share of the device's memory that a task takes to be compiled before its data are made.
+LARGE_SHARE = 0.1
 # File with the version of NVIDIA's driver, which torch does not report.
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -131,6 +135,40 @@ def has_artefacts(reference: TaskReference, mode: str) -> bool:
     `reference` has the task's source.
     """
     return (open_cache().folder / entry_key(reference, mode)).is_file()
+
+
+def compile_large(reference: TaskReference) -> None:
+    """Have a large task compiled by torch.compile in its default mode, and store the result in the cache.
+
+    Call this before the memory for the data of the task is reserved, of which compiling takes only a part:
+    other tasks are judged in the rest meanwhile. `reference` has the task's source. Nothing is done on cpu,
+    for a task that takes less than `LARGE_SHARE` of the device, or if the cache has the result. A failure is
+    ignored, because it occurs again when a candidate is compared with torch.compile.
+    """
+    scheduler, layout, mode = reference.scheduler, reference.layout, "default"
+    least = LARGE_SHARE * scheduler.reservable_bytes
+    if not 0 < least <= reference.bytes or has_artefacts(reference, mode):
+        return
+    header: RoleHeader = {
+        "role": "compile_only",
+        "code": reference.code,
+        "precision": reference.params.precision,
+        "init_inputs": layout.description.init_inputs,
+        "construction_seed": None,
+        "compile_mode": mode,
+    }
+    seconds = BASELINE_LIMITS * reference.params.sandbox.run_seconds
+    needed = min(CONTEXT_BYTES + 2 * layout.description.peak_bytes, reference.bytes)
+    with (
+        scheduler.reserve_memory(needed),
+        os.fdopen(os.memfd_create("artefacts"), "rb") as file,
+        contextlib.suppress(RunnerError),
+        contextlib.closing(reference.processes.start(header, (file.fileno(),), seconds=seconds)) as runner,
+    ):
+        with scheduler.background_work(runner):
+            runner.receive()
+        if 0 < os.fstat(file.fileno()).st_size <= MAX_ENTRY_BYTES:
+            open_cache().store(entry_key(reference, mode), os.pread(file.fileno(), MAX_ENTRY_BYTES, 0))
 
 
 def load_mode_seconds(reference: TaskReference, modes: Sequence[str]) -> dict[str, float]:

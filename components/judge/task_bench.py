@@ -16,6 +16,7 @@ from components.core.errors import TaskError
 from components.core.params import JudgeParams
 from components.judge.admission import find_trivial_answer
 from components.judge.baselines import BaselineCache
+from components.judge.compile_cache import compile_large
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.input_mixing import as_bits
 from components.judge.role_processes import ProcessPerRole
@@ -32,18 +33,27 @@ def make_reference(
     code: str,
     *,
     makes_data: bool = True,
+    before_data: Callable[[TaskReference], None] | None = None,
 ) -> TaskReference:
     """Return the inputs, parameters and reference outputs that judging candidates of a task needs.
 
     `code` is the task's source, `params` are the judge's settings, `runner_factory` starts the sandboxed
     processes that run the source, and `scheduler` reserves device memory. If the task runs out of a GPU's
     memory, a second attempt first reserves all reservable device memory, so that no other task uses any. If
-    `makes_data` is false, only the layout of the data is determined. Raises TaskError if the task's source
+    `makes_data` is false, only the layout of the data is determined; otherwise `before_data` is called before
+    the memory for them is reserved. Raises TaskError if the task's source
     fails, and TaskTooLarge if judging the task takes more memory than there is.
     """
     processes = ProcessPerRole(params.device, runner_factory)
     make = functools.partial(
-        TaskReference, params, scheduler, code, processes, Sizing(), makes_data=makes_data
+        TaskReference,
+        params,
+        scheduler,
+        code,
+        processes,
+        Sizing(),
+        makes_data=makes_data,
+        before_data=before_data,
     )
     try:
         return make()
@@ -67,7 +77,7 @@ class TaskBench:
         task's source fails, or if its inputs do not depend on the random seed.
         """
         self.scheduler = scheduler
-        self.reference = make_reference(params, runner_factory, scheduler, code)
+        self.reference = make_reference(params, runner_factory, scheduler, code, before_data=compile_large)
         self.reference.end_runner(wait=self.reference.layout.placement.shares_buffers)
         self._refuse_repeated_inputs()
         self.baselines = BaselineCache(self.reference)

@@ -8,7 +8,7 @@ reference outputs. Each candidate runs in a new process, in which no data of an 
 
 import contextlib
 import secrets
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -52,13 +52,15 @@ class TaskReference:
         extra_bytes: int = 0,
         largest_bytes: int | None = None,
         makes_data: bool = True,
+        before_data: "Callable[[TaskReference], None] | None" = None,
     ):
         """Start a runner of the task's source, and make the data in the layout that the task requires.
 
         A runner is a sandboxed process. It first sends a description of the task, from which the layout
         follows. `code` is the task's source, `params` are the judge's settings, and `processes` starts the
         task's runners. `sizing` determines how many calls and input sets there are. If `makes_data` is false,
-        only the layout is determined.
+        only the layout is determined; otherwise `before_data` is called before the memory for the data is
+        reserved.
 
         `memory_share` is the share of a GPU's memory that the runner may allocate. Device memory of
         `describing_bytes` is reserved while the runner describes the task, and of `extra_bytes` beyond the
@@ -84,6 +86,8 @@ class TaskReference:
             if largest_bytes is not None and self.bytes > largest_bytes:
                 raise TaskTooLarge(f"takes {self.bytes / 2**30:.0f} GiB of the device to judge")
             if makes_data:
+                if before_data is not None:
+                    before_data(self)
                 self._fill(extra_bytes)
             cleanup.pop_all()
 

@@ -151,7 +151,9 @@ class RunnerFactory:
         zygotes of the kind that the role needs have ended without starting any runner. A zygote is a process
         that runners are forked from.
         """
-        kind = header.get("zygote") or ("compile" if header["role"] == "compile" else "plain")
+        kind = header.get("zygote") or (
+            "compile" if header["role"] in ("compile", "compile_only") else "plain"
+        )
         message = {**header, **self._confinement(header["role"], kind)}
         if len(json.dumps(message)) > HEADER_BYTES:
             raise RunnerError("error", f"sources and shapes are longer than {HEADER_BYTES} bytes")

@@ -14,10 +14,11 @@ import pytest
 
 from components.core.errors import TaskError
 from components.judge import baselines, compile_cache
-from components.judge.baselines import COMPILE, Baseline
+from components.judge.baselines import COMPILE, EAGER, Baseline
 from components.judge.compile_cache import CompileCache, entry_key
 from components.judge.judge import Judge
 from components.judge.task_bench import TaskBench
+from components.judge.task_reference import TaskReference
 
 # A task whose source fails in a runner of torch.compile that has received an archive.
 REFUSES = f"""{corpus.CODE}
@@ -31,6 +32,10 @@ import os
 if os.path.isdir("inductor"):
     raise RuntimeError((os.listdir("inductor"), [p for p in PLACES if os.path.exists(p)]))
 """
+
+
+# Bytes of device memory.
+SMALL_DEVICE = 8 << 30
 
 
 @pytest.fixture
@@ -59,6 +64,41 @@ def test_a_task_is_compiled_once(cold_judge: Judge, folder: Path) -> None:
     simd = corpus.files("honest", "simd")
     assert cold_judge.verdict(corpus.TASK, simd, compare_compile=True).evidence["compile_cached"] is True
     assert list(folder.iterdir()) == [entry]
+
+
+@pytest.fixture
+def small_device(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the judge share out the memory of a small GPU, of which every task takes more than a tenth."""
+    monkeypatch.setattr(judge.scheduler, "reservable_bytes", SMALL_DEVICE)
+    monkeypatch.setattr(judge.scheduler, "free_bytes", SMALL_DEVICE)
+
+
+@pytest.mark.usefixtures("small_device")
+@pytest.mark.parametrize("code", [corpus.CODE, corpus.task("honest", "gemv").code], ids=["row", "product"])
+def test_a_large_task_is_compiled_before_its_data_are_made(
+    judge: Judge, folder: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    entries = []
+    fill = TaskReference._fill
+
+    def noted(reference: TaskReference, extra_bytes: int) -> None:
+        entries.extend(path.name for path in folder.iterdir())
+        assert reference.scheduler.free_bytes == SMALL_DEVICE
+        fill(reference, extra_bytes)
+
+    monkeypatch.setattr(TaskReference, "_fill", noted)
+    with bench(judge, code) as made:
+        assert entries == [entry_key(made.reference, COMPILE.mode)]
+        assert made.baselines.get(COMPILE).is_cached
+
+
+@pytest.mark.usefixtures("small_device")
+def test_a_large_task_that_does_not_compile_is_judged(judge: Judge, folder: Path) -> None:
+    code = f"{corpus.CODE}\nimport os\nif os.path.isdir('inductor'):\n    raise RuntimeError\n"
+    with bench(judge, code) as made:
+        assert list(folder.iterdir()) == []
+        assert judge.scheduler.free_bytes < SMALL_DEVICE
+        made.baselines.get(EAGER)
 
 
 def test_the_modes_of_a_task_are_compared_once(

@@ -20,6 +20,7 @@ import os
 import socket
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,6 +149,9 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
         connection.send(b"R")
     elif header["role"] == "compile_triton":
         compile_triton(connection, header, *descriptors)
+    elif header["role"] == "compile_only":
+        compile_only(header, *descriptors)
+        connection.send(b"R")
     elif header["role"] == "reference":
         with contextlib.closing(SharedTensors(header, descriptors)) as shared:
             make_references(connection, reference.ReferenceModel(header, shared), shared)
@@ -325,6 +329,32 @@ def compile_triton(connection: socket.socket, header: RoleHeader, library: int, 
     connection.send(b"D")
 
 
+def compile_only(header: RoleHeader, archive: int) -> None:
+    """Call the task's module under torch.compile, and write what that leaves to the empty file `archive`.
+
+    The module is that of the task, a PyTorch module that is to be made faster. It has the parameters that its
+    constructor makes, and its inputs are those of the task's `get_inputs`. `header` has the task's source and
+    the mode of torch.compile. Any error is raised.
+    """
+    artefacts = inductor.CompileArtefacts(archive)
+    task = define_module("model", header["code"])
+    module = eval_mode(construct(task.Model, header), header["device"])
+    arguments = own_inputs(task, header["device"])
+    call: Call = torch.compile(module, mode=header["compile_mode"])
+    with torch.no_grad():
+        call(*arguments)
+    artefacts.save(archive)
+
+
+def own_inputs(task: types.ModuleType, device: str) -> list[Any]:
+    """Return the arguments of a call that the function `get_inputs` of the module `task` makes, on `device`.
+
+    Any error of the task's source is raised.
+    """
+    inputs = reference.make_inputs(task, device)
+    return [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
+
+
 def call_with_own_inputs(header: RoleHeader, libraries: bytes) -> Callable[[], Any]:
     """Construct a candidate, and return a function that calls it with inputs of the task's `get_inputs`.
 
@@ -333,10 +363,9 @@ def call_with_own_inputs(header: RoleHeader, libraries: bytes) -> Callable[[], A
     """
     device = header["device"]
     task = define_module("model", header["code"])
-    inputs = reference.make_inputs(task, device)
+    arguments = own_inputs(task, device)
     os.remove(str(task.__file__))  # the candidate has no use for the task's own implementation
     del sys.modules["model"]
-    arguments = [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
     return functools.partial(eval_mode(construct_candidate(header, libraries), device), *arguments)
 
 

@@ -1,25 +1,35 @@
 """The types of the JSON messages that the judge sends to its runners, which are sandboxed processes.
 
-A role begins with a RoleHeader. A runner in the role `describe`, `record` or `construct` answers once, with
-the letter R and the result as JSON, and one in the role `compile_triton` with R for the constructor and D for
-the call. In every other role it sends R when it is ready, then executes orders, JSON objects such as {"op":
-"warm"}, until the order `leave`, and sends the letter D after each. In the role `reference` the orders are
-`parameters` (draw the model's parameters), `fill` (make the inputs and, if asked, the outputs of a call) and
-`exact` (compute outputs in float64). In the roles that are measured, they are `warm` (make a call that is not
-timed), `time` (make the calls of a round, which the judge times), `check` (make calls and check the form of
-their outputs) and `release` (return free memory to the device). The role `compile` also has `save` (archive
-what torch.compile made). This file imports nothing of the project.
+A role begins with a RoleHeader. A runner in the role `describe`, `record`, `construct` or `compile_only`
+answers once, with the letter R and the result as JSON if there is one, and one in the role `compile_triton`
+with R for the constructor and D for the call. In every other role it sends R when it is ready, then executes
+orders, JSON objects such as {"op": "warm"}, until the order `leave`, and sends the letter D after each. In
+the role `reference` the orders are `parameters` (draw the model's parameters), `fill` (make the inputs and,
+if asked, the outputs of a call) and `exact` (compute outputs in float64). In the roles that are measured,
+they are `warm` (make a call that is not timed), `time` (make the calls of a round, which the judge times),
+`check` (make calls and check the form of their outputs) and `release` (return free memory to the device). The
+role `compile` also has `save` (archive what torch.compile made). This file imports nothing of the project.
 """
 
 from typing import Any, Literal, NotRequired, Required, TypedDict
 
 # Roles of a runner. `describe` describes the task, `record` finds the extensions that a candidate's file
 # requests, `construct` records what torch computes in a candidate's constructor (operator_modes.py),
-# `compile_triton` compiles a candidate's kernels of Triton (triton_cache.py), and `reference` makes inputs
-# and expected outputs. The other roles are measured: a candidate, the baselines `eager` and `compile`, and
+# `compile_triton` compiles a candidate's kernels of Triton (triton_cache.py), `compile_only` compiles the
+# task's module by torch.compile and archives the result (inductor.py), and `reference` makes inputs and
+# expected outputs. The other roles are measured: a candidate, the baselines `eager` and `compile`, and
 # the no-op.
 Role = Literal[
-    "describe", "record", "construct", "compile_triton", "reference", "candidate", "eager", "compile", "noop"
+    "describe",
+    "record",
+    "construct",
+    "compile_triton",
+    "compile_only",
+    "reference",
+    "candidate",
+    "eager",
+    "compile",
+    "noop",
 ]
 # Kinds of zygotes by what they load before a fork. `plain` loads torch, `compile` loads torch and Inductor,
 # `triton` loads torch and Triton, and `probe` (preflight.py) loads none of them.
@@ -71,7 +81,8 @@ class RoleHeader(TypedDict, total=False):
 
     The descriptors of the role's buffers are sent with it, in the order of RegionName. A measured role gets
     one more before them: a candidate's library, the archive of `compile` (inductor.py), or an empty file. The
-    roles `construct` and `compile_triton` get the library and a file for the results, and no buffers.
+    roles `construct` and `compile_triton` get the library and a file for the results, and no buffers, and the
+    role `compile_only` only such a file.
     """
 
     role: Required[Role]
