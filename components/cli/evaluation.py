@@ -107,17 +107,18 @@ def evaluate(
 def evaluation_epoch(policy: str, tasks: list[KernelTask], params: Params) -> str:
     """Return the name of an evaluation of the policy with the digest `policy` on `tasks`.
 
-    The name has 12 hexadecimal digits, the beginning of a digest of the policy, the tasks and the parameters
-    that change an evaluation's results. The evaluation's folder has this name, and the judge reuses results
-    that it stored under the same name. Parameters that only change throughput are left out, so that an
-    evaluation continues with another policy.batch, for instance.
+    The name has 12 hexadecimal digits, the beginning of a digest of the policy, the tasks, the parameters
+    that change an evaluation's results, and the judge's sources. The evaluation's folder has this name, and
+    the judge reuses results that it stored under the same name. Parameters that only change throughput are
+    left out, so that an evaluation continues with another policy.batch, for instance.
     """
     from components.core.config import result_values
     from components.core.files import digest_json
+    from components.judge.verdict import VERSION
     from flows.stage_keys import READS
 
     settings = result_values(params, READS["evaluation"].params)
-    return digest_json([policy, [task.task_id for task in tasks], settings])[:12]
+    return digest_json([policy, [task.task_id for task in tasks], settings, VERSION])[:12]
 
 
 @runs_app.command("compare")

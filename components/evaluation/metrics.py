@@ -91,12 +91,12 @@ def by_level(results: Sequence[TaskResult]) -> dict[str, Summary]:
 def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[str, Estimate]:
     """Return the change of each figure, by name, over the tasks that `before` and `after` have in common.
 
-    The figures are those of `Summary.intervals`. A change is the figure after minus the figure before. For
-    geometric means it is their ratio, over the tasks whose speed-up was measured on both sides. For the
-    intervals, each bootstrap sample draws the same tasks before and after.
+    Tasks on which the judge or the policy's server failed on either side are left out. The figures are
+    those of `Summary.intervals`. A change is the figure after minus the figure before. For geometric
+    means it is their ratio, over the tasks whose speed-up was measured on both sides. For the intervals,
+    each bootstrap sample draws the same tasks before and after.
     """
-    earlier = {row.task_id: row for row in before}
-    pairs = [(earlier[row.task_id], row) for row in after if row.task_id in earlier]
+    pairs = measured_pairs(before, after)
     old, new = _figures([pair[0] for pair in pairs]), _figures([pair[1] for pair in pairs])
     for name in (f"geomean.{baseline}" for baseline in BASELINES):
         both = old[name][1] * new[name][1]
@@ -105,6 +105,14 @@ def changes(before: Sequence[TaskResult], after: Sequence[TaskResult]) -> dict[s
     return {
         name: _estimate(name, quotients(new[name], samples) - quotients(old[name], samples)) for name in new
     }
+
+
+def measured_pairs(
+    before: Sequence[TaskResult], after: Sequence[TaskResult]
+) -> list[tuple[TaskResult, TaskResult]]:
+    """Return the results of both sides on each task that was measured on both, in the order of `after`."""
+    earlier = {row.task_id: row for row in before if not row.error}
+    return [(earlier[row.task_id], row) for row in after if row.task_id in earlier and not row.error]
 
 
 def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
@@ -125,8 +133,12 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
         "attempts_pass_rate": (np.array(solved, dtype=float), tried),
         "attempts_mean_reward": (np.array(rewards, dtype=float), tried),
     }
+    solutions = [row for row in rows if row.correct]
+    # Without limits, failures alone have a limit score, which is 0.
+    has_limits = any(row.limit_score is not None for row in solutions) or not solutions
     for name in ("attained", "limit_score"):
-        found = np.array([getattr(row, name) if not row.error else None for row in rows], dtype=float)
+        values = [getattr(row, name) if not row.error and has_limits else None for row in rows]
+        found = np.array(values, dtype=float)
         figures[name] = (np.nan_to_num(found), (~np.isnan(found)).astype(float))
     for baseline in BASELINES:
         ratios = np.array([row.ratio(baseline) or math.nan for row in rows], dtype=float)

@@ -15,8 +15,8 @@ from components.core.progress import Progress
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation
-from components.judge.pool.local_pool import JudgePool
-from components.judge.verdict import Labels
+from components.judge.pool.local_pool import JudgePool, LocalPool
+from components.judge.verdict import VERSION, Labels
 from components.registry import gates, models
 from components.registry.exploits import Sample, try_exploits
 from components.registry.gates import Compared, Decision, Gate
@@ -106,7 +106,7 @@ def is_complete(report: Path) -> bool:
 
 
 def gate_again(
-    params: Params, promotion: Promotion, version: str, pool: JudgePool, progress: Progress
+    params: Params, promotion: Promotion, version: str, pool: LocalPool, progress: Progress
 ) -> tuple[str, Decision, Compared | None]:
     """Run the gates again on a registered version, with the present thresholds and the present champion.
 
@@ -150,7 +150,7 @@ def gate_again(
             checkpoint=models.checkpoint(promotion.client, promotion.model, number, Path(scratch)),
             registered_digest=evidence["checkpoint.digest"],
             report=Path(evidence["report"]),
-            epoch=digest_json([number, after.epoch, champion])[:12],
+            epoch=digest_json([number, after.epoch, champion, VERSION])[:12],
         )
     return number, decision, compared
 
@@ -160,7 +160,7 @@ def _evaluate(
     promotion: Promotion,
     champion: str,
     after: Evaluation,
-    pool: JudgePool,
+    pool: LocalPool,
     progress: Progress,
 ) -> Compared:
     """Evaluate the champion, the promoted version, on the tasks of the evaluation `after`.
@@ -175,9 +175,11 @@ def _evaluate(
         folder = models.checkpoint(promotion.client, promotion.model, champion, Path(scratch))
         policy = checkpoint_policy(folder, params)
         settings = params.model_dump(mode="json", exclude={"home", "gate"})
-        epoch = digest_json([policy.digest, after.suite_digest, after.epoch, settings])[:12]
+        epoch = digest_json([policy.digest, after.suite_digest, after.epoch, settings, VERSION])[:12]
         folder = promotion.home / "evaluations" / epoch
-        evaluate(policy, tasks, pool, folder, epoch=epoch, progress=progress, seed=params.seed)
+        evaluate(
+            policy, tasks, pool, folder, epoch=epoch, progress=progress, seed=params.seed, admit=pool.admit
+        )
     results = folder / RESULTS
     return Compared(
         version=champion,

@@ -22,8 +22,8 @@ from typing import Literal
 from components.core.params import GateThresholds
 from components.core.records import FrozenModel
 from components.evaluation.intervals import COVERAGE
-from components.evaluation.metrics import changes
-from components.evaluation.results import Summary, TaskResult
+from components.evaluation.metrics import changes, measured_pairs
+from components.evaluation.results import BASELINES, Summary, TaskResult
 
 # Figures in which a version is compared with the policy that its run began with. Pass rate and mean reward
 # are over all attempts.
@@ -33,9 +33,9 @@ LEARNED = (
 )
 # Name of the gate that requires that one of these figures is better.
 IMPROVEMENT = "start.better"
-# Least number of tasks that have to get better, while none gets worse, until the interval of a rate's change
-# excludes 0. A bootstrap sample contains none of k tasks with a probability of about exp(-k).
-LEAST_CHANGED = math.ceil(-math.log((1 - COVERAGE) / 2))
+# Least number of tasks on which a figure may be called better. Even if each of fewer tasks gets better, a
+# two-sided sign test shows no change, although a bootstrap interval of few tasks may be above it.
+LEAST_COMPARED = math.ceil(1 - math.log2(1 - COVERAGE))
 # Verdicts after which a version does not become the champion and does not wait for it.
 REFUSALS = ("refused", "nothing_learned")
 
@@ -162,11 +162,7 @@ def regression(
     version. Only tasks on which both were measured are included. A gate fails if the rate drops by more than
     `thresholds.regression` and the 95 % confidence interval of the change is below 0.
     """
-    failed = {row.task_id for row in (*candidate, *champion) if row.error}
-    found = changes(
-        [row for row in champion if row.task_id not in failed],
-        [row for row in candidate if row.task_id not in failed],
-    )
+    found = changes(champion, candidate)
 
     def gate(name: str) -> Gate:
         value, low, high = found[name].value, found[name].low, found[name].high
@@ -190,17 +186,18 @@ def improvement(candidate: Sequence[TaskResult], start: Sequence[TaskResult]) ->
     the run began with. Only tasks on which both were measured are included. The gate of a figure fails if the
     whole 95 % interval of its change is below no change, which is a ratio of 1 for a geometric mean and a
     difference of 0 for any other figure. One more gate (IMPROVEMENT) requires that the whole interval of at
-    least one figure is above no change.
+    least one figure, which both have on LEAST_COMPARED tasks or more, is above no change.
     """
-    failed = {row.task_id for row in (*candidate, *start) if row.error}
-    found = changes(
-        [row for row in start if row.task_id not in failed],
-        [row for row in candidate if row.task_id not in failed],
-    )
+    found, pairs = changes(start, candidate), measured_pairs(start, candidate)
+    compared = {
+        f"geomean.{baseline}": sum(None not in (a.ratio(baseline), b.ratio(baseline)) for a, b in pairs)
+        for baseline in BASELINES
+    }
     found_gates, better = [], []
     for name in LEARNED:
         change, none = found[name], 1.0 if name.startswith("geomean") else 0.0
-        if change.low is not None and change.low > none:
+        is_enough = compared.get(name, len(pairs)) >= LEAST_COMPARED
+        if is_enough and change.low is not None and change.low > none:
             better.append(name)
         found_gates.append(
             Gate(
@@ -227,7 +224,7 @@ def too_few_tasks(thresholds: GateThresholds, tasks: int) -> list[str]:
 
     `tasks` is at least 1. The gate on a share cannot be passed if its threshold is above the lower end of the
     exact binomial interval of a share of 1, which is ((1 - COVERAGE) / 2) ** (1 / tasks). The gate on
-    improvement (gate.improvement) needs a suite of at least LEAST_CHANGED tasks.
+    improvement (gate.improvement) needs a suite of at least LEAST_COMPARED tasks.
     """
     outside = (1 - COVERAGE) / 2
     highest = outside ** (1 / tasks)
@@ -246,9 +243,9 @@ def too_few_tasks(thresholds: GateThresholds, tasks: int) -> list[str]:
         for name, share in shares.items()
         if share > highest
     ]
-    if thresholds.improvement and tasks < LEAST_CHANGED:
+    if thresholds.improvement and tasks < LEAST_COMPARED:
         found.append(
-            f"gate.improvement: {tasks} tasks show no change of a rate; evaluate at least {LEAST_CHANGED}."
+            f"gate.improvement: {tasks} tasks are too few for a change; evaluate at least {LEAST_COMPARED}."
         )
     return found
 

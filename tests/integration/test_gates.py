@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ from components.core.files import digest_file, write_json
 from components.core.params import Params
 from components.core.progress import Quiet
 from components.evaluation.metrics import summarise
-from components.evaluation.results import TaskResult
+from components.evaluation.results import RESULTS, TaskResult
+from components.judge.admission import Admission
 from components.judge.pool.local_pool import Candidate, Job
 from components.judge.verdict import Verdict
 from components.registry import gate_runner, gates, models
@@ -179,8 +181,19 @@ def test_a_policy_that_did_not_change_seldom_counts_as_better() -> None:
     assert sum(verdicts) <= 12, sum(verdicts)
 
 
+@pytest.mark.parametrize(("tasks", "passed"), [(1, False), (5, False), (6, True)])
+def test_few_tasks_that_all_get_better_show_nothing(tasks: int, passed: bool) -> None:
+    sides = [[task(i, compiled=ratio) for i in range(tasks)] for ratio in (1.3, 1.4)]
+    assert gates.improvement(sides[1], sides[0])[-1].passed is passed
+
+
 @pytest.mark.parametrize(
-    ("tasks", "names"), [(3, ["gate.pass_rate", "gate.improvement"]), (5, ["gate.pass_rate"]), (6, [])]
+    ("tasks", "names"),
+    [
+        (3, ["gate.pass_rate", "gate.improvement"]),
+        (5, ["gate.pass_rate", "gate.improvement"]),
+        (6, []),
+    ],
 )
 def test_a_suite_that_no_version_can_pass_on_is_named_before_the_run(tasks: int, names: list[str]) -> None:
     found = gates.too_few_tasks(THRESHOLDS, tasks)
@@ -221,6 +234,9 @@ class Credulous:
             )
         )
         return found
+
+    def admit(self, code: str) -> Future[Admission]:
+        raise AssertionError("nothing is admitted here")
 
     def drop(self) -> None:
         return
@@ -271,6 +287,25 @@ def test_gates_asked_again_use_todays_thresholds_and_let_a_person_decide(home: P
     assert names >= {"pass_rate", "change.pass_rate", "start.better", "integrity.exploits"}
     promotion.apply_decision(number, decision, champion=champion, approval_seconds=3600)
     assert promotion.approve("2").aliases == {"champion": "2", "previous": "1"}
+
+
+def test_a_champion_is_evaluated_with_the_checks_of_a_run(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a check a task has no evidence, and a policy that writes only kernels has no starter."""
+    promotion, params = with_evaluations(home)
+    pool, found = Credulous(), {}
+
+    def evaluate(policy: Any, tasks: list[Any], pool: Any, folder: Path, **rest: Any) -> None:
+        found.update(rest)
+        write_json(folder / RESULTS, evaluation(GOOD).model_dump(mode="json"))
+
+    monkeypatch.setattr(gate_runner, "evaluate", evaluate)
+    monkeypatch.setattr(gate_runner, "checkpoint_policy", lambda *_: SimpleNamespace(digest="0"))
+    (home / "champion.json").unlink()
+    champion = gate_runner.gate_again(params, promotion, "2", pool, Quiet())[2]
+    assert champion is not None and champion.version == "1"
+    assert found["admit"] == pool.admit
 
 
 def test_a_judge_that_believes_an_exploit_refuses_every_version_by_that_name(home: Path) -> None:

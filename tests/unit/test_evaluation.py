@@ -183,6 +183,12 @@ def test_a_paired_change_cancels_the_difficulty_of_tasks() -> None:
     assert changes(FOUR, FOUR)["geomean.eager"].value == pytest.approx(1)
 
 
+def test_a_task_that_the_judge_failed_on_is_no_change() -> None:
+    after = [result(i, status="infrastructure" if i % 2 else "correct") for i in range(8)]
+    change = changes([result(i) for i in range(8)], after)["pass_rate"]
+    assert (change.value, change.low, change.high) == (0, 0, 0)
+
+
 def suite_params(suite: str) -> Params:
     params = resolve("ci").params
     return params.model_copy(update={"evaluation": params.evaluation.model_copy(update={"suite": suite})})
