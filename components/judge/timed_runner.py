@@ -40,6 +40,9 @@ SPIN_SECONDS = 0.01
 # Smallest size in bytes of a result whose address is recorded, and the number of addresses that is never
 # suspicious; kernels that allocate their results use about ten.
 LARGE_RESULT_BYTES, FEW_ADDRESSES = 1 << 16, 16
+# Bytes with which a candidate's results are overwritten. Repeated, each gives another number, which is very
+# large or NaN in floating-point types. A task's outputs may have one of them as a constant, but not all.
+LOUD_BYTES, BOOLEANS = (0x7B, 0x7C, 0x7D, 0x7E, 0x7F, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF), (0, 1)
 
 # Kind of round: `time` for a measurement, `check` if the runner checks each result's form.
 Operation = Literal["check", "time"]
@@ -80,8 +83,8 @@ class TimedRunner:
         # Whether the candidate's last round changed its inputs.
         self.inputs_changed = False
         self.output_bytes = [slot.bytes for slot in self.layout.outputs.slots]
-        # Bytes that replace a candidate's results, in floating-point numbers NaN.
-        self.garbage = torch.full((max(self.output_bytes, default=0),), 0xFF, dtype=torch.uint8)
+        # Bytes that replace a candidate's results, for each output.
+        self.garbage = [np.empty(size, np.uint8) for size in self.output_bytes]
         # Addresses of results that were overwritten on cpu, and how many of the large results on cpu lay
         # where no earlier one had been.
         self.overwritten: set[int] = set()
@@ -223,6 +226,8 @@ class TimedRunner:
         is_candidate = self.role == "candidate"
         inspected_call = secrets.randbelow(calls)
         stride, slots = self.layout.outputs.stride, self.layout.outputs.slots
+        for slot, garbage in zip(slots, self.garbage, strict=True):
+            garbage.fill(secrets.choice(BOOLEANS if slot.dtype == "bool" else LOUD_BYTES))
         start = runner.stopped_cpu_seconds  # so that no CPU time between two rounds is left out
         self._resume(runner)
         np.copyto(targets[0], sources[0])  # a copy by torch would wake other threads
@@ -232,6 +237,11 @@ class TimedRunner:
             into = [self.memory.results.data_ptr() + index * stride + slot.offset for slot in slots]
             # What is done to catch candidates is done to baselines too, without an effect, because code is
             # slower after a longer wait. An output of a baseline may be a view of its inputs.
+            results = zip(addresses, self.output_bytes, strict=True)
+            large = [(address, size) for address, size in results if size >= LARGE_RESULT_BYTES]
+            is_written = [runner.is_written(*result) for result in large]
+            if is_candidate and not all(is_written):
+                raise RunnerError("wrong", "output_not_written")
             if not is_candidate:
                 runner.read_memory(addresses, into, self.output_bytes)
             with shared_memory.corrupted_pages(torch.from_numpy(targets[index])):
@@ -242,12 +252,11 @@ class TimedRunner:
                 if is_candidate and not all(private):
                     raise RunnerError("wrong", "output_is_mapped")
             # A baseline's own bytes are written back, so that its cache lines move as the candidate's do.
-            replacing = [self.garbage.data_ptr()] * len(slots) if is_candidate else into
+            replacing = [garbage.ctypes.data for garbage in self.garbage] if is_candidate else into
             runner.write_memory(addresses, replacing, self.output_bytes)
-            for address, size in zip(addresses, self.output_bytes, strict=True):
-                self.results += size >= LARGE_RESULT_BYTES
-                self.new_results += size >= LARGE_RESULT_BYTES and address not in self.overwritten
-                self.overwritten.add(address)
+            self.results += len(large)
+            self.new_results += sum(address not in self.overwritten for address, _ in large)
+            self.overwritten.update(addresses)
             if index + 1 < calls:
                 np.copyto(targets[index + 1], sources[index + 1])
             runner.acknowledge()
@@ -278,7 +287,7 @@ class TimedRunner:
         sample_after = inputs[places]
         differ = operation == "check" and self._inputs_differ(inputs, staged)
         inputs.fill_(0xFF)  # all but the scratch set
-        outputs.raw().fill_(0xFF)
+        outputs.raw().fill_(secrets.choice(LOUD_BYTES))
         torch.cuda.synchronize()
         runner.acknowledge()
         runner.receive()

@@ -296,6 +296,7 @@ class Admission:
 # candidates of the task, whose inputs are mixed from the same sets.
 PLAIN_REASON = re.compile(
     "wrong_number_of_outputs|not_a_plain_tensor|output_aliases_input|unreadable_output|output_is_mapped"
+    "|output_not_written"
     "|wrong_(?:shape|dtype|device)|torch_compute"
 )
 HIDDEN = "it failed in a timed call, having passed verification"

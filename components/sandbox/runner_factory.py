@@ -37,8 +37,8 @@ from components.sandbox.runner_process import (
 )
 from components.sandbox.unsuspended_time import unsuspended_seconds
 
-# Maximum length of a message to a zygote. By default a packet on a local socket can have at most 208 KiB
-# (net.core.wmem_default).
+# Maximum length of the first message to a runner. By default a packet on a local socket can have at most
+# 208 KiB (net.core.wmem_default).
 HEADER_BYTES = 180_000
 # Maximum time to wait for a new runner, which includes the zygote's import of torch.
 START_SECONDS = 300
@@ -154,8 +154,8 @@ class RunnerFactory:
         kind = header.get("zygote") or (
             "compile" if header["role"] in ("compile", "compile_only") else "plain"
         )
-        message = {**header, **self._confinement(header["role"], kind)}
-        if len(json.dumps(message)) > HEADER_BYTES:
+        header = {**header, "device": self.device}
+        if len(json.dumps(header)) > HEADER_BYTES:
             raise RunnerError("error", f"sources and shapes are longer than {HEADER_BYTES} bytes")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as on_failure:
@@ -166,7 +166,7 @@ class RunnerFactory:
             with theirs, self.lock:
                 zygote = self._zygote(kind)
                 try:
-                    send(zygote.control, message, (theirs.fileno(), *descriptors))
+                    send(zygote.control, self._confinement(header["role"], kind), (theirs.fileno(),))
                 except OSError as error:
                     raise self._start_error(kind, zygote, str(error)) from error
             pid = _receive_pid(ours)
@@ -180,8 +180,9 @@ class RunnerFactory:
                 with self.lock:
                     self._forget_exited(0)
                     self.pidfds.append(os.dup(runner.pidfd))
-                # Sent last, because the runner loads untrusted code only after this message.
-                ours.send(b"G")
+                # Sent last, because the runner loads untrusted code only after this message, and not to the
+                # zygote, because later runners inherit its memory.
+                send(ours, header, descriptors)
             except OSError as error:
                 raise InfrastructureError(f"a runner ended at once: {error}") from error
             on_failure.pop_all()
@@ -234,7 +235,6 @@ class RunnerFactory:
             "temporary_bytes": AUTOTUNE_BYTES if autotunes else TEMPORARY_BYTES,
             "seccomp": program.hex(),
             "folder": str(self.folder / f"runner-{os.urandom(8).hex()}"),
-            "device": self.device,
         }
 
     def _zygote(self, kind: ZygoteKind) -> Zygote:

@@ -9,11 +9,13 @@ import ctypes
 import errno
 import json
 import os
+import secrets
 import select
 import signal
 import socket
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,6 +36,10 @@ EXIT_SECONDS = 20
 STOP_SECONDS = 10
 # Pause between two looks at threads that have not stopped yet.
 LOOK_SECONDS = 2e-5
+# Number of pages of an output that are looked at, and the bits of an entry of /proc/PID/pagemap for a page
+# that only this process has, or that is swapped out (Linux, Documentation/admin-guide/mm/pagemap.rst).
+SAMPLED_PAGES, PAGE_WRITTEN = 8, 1 << 56 | 1 << 62
+PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 RunnerErrorKind = Literal[
     "crashed",
     "timed_out",
@@ -300,6 +306,27 @@ class Runner:
             if address >= end:
                 return True
         return False
+
+    def is_written(self, address: int, size: int) -> bool:
+        """Return whether a random sample of the whole pages in `size` bytes at `address` was written.
+
+        The pages are those of the runner, a sandboxed process. A page that was not written since it was
+        mapped, or since its content was given back to the kernel, reads as zeros, but it is absent, or is the
+        page of zeros that all processes share. The result is True if the kernel does not show the pages to
+        this account.
+        """
+        first = -(-address // PAGE_BYTES)
+        count = (address + size) // PAGE_BYTES - first
+        try:
+            pagemap = os.open(f"/proc/{self.pid}/pagemap", os.O_RDONLY)
+        except OSError:
+            return True
+        with open(pagemap, "rb", buffering=0) as file:
+            for _ in range(SAMPLED_PAGES if count > 0 else 0):
+                entry = os.pread(file.fileno(), 8, 8 * (first + secrets.randbelow(count)))
+                if len(entry) == 8 and not int.from_bytes(entry, sys.byteorder) & PAGE_WRITTEN:
+                    return False
+        return True
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of the runner's threads, child processes excluded (clock_getcpuclockid(3)).

@@ -38,6 +38,7 @@ DENIED_TO_CPU_CANDIDATES = [
     *("memfd_create", "memfd_secret", "shmget"),  # they make memory that RLIMIT_AS does not include
     # Whether pages of a shared file are in memory could be used to send messages to another runner.
     *("mincore", "fadvise64"),
+    "mremap",  # it could put memory that was prepared earlier at the address of an output
 ]
 # Calls that fail with ENOSYS, and their numbers, because an old libseccomp may not know the names. openat2
 # takes its flags and mode in a structure, which a filter cannot read.

@@ -183,6 +183,48 @@ def test_what_a_candidate_prints_is_not_there_for_the_next(judge: Judge) -> None
     )
 
 
+SEARCH = r"""
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "raw.h"
+
+// Finds the rest of a text in this process's own memory; the text is written one letter too large here.
+KERNEL(forward) {
+  char key[] = "B`TFDSFU`PG`UIF`GJSTU";
+  for (char* c = key; *c; ++c) --*c;
+  static char maps[1 << 20];
+  long file = raw(OPEN, (long)"/proc/self/maps"), size = 0, got;
+  while ((got = raw(READ, file, (long)maps + size, sizeof maps - 1 - size)) > 0) size += got;
+  for (char* line = maps; *line; line = strchr(line, '\n') + 1) {
+    char* p = line;
+    auto hexadecimal = [&] {
+      unsigned long value = 0;
+      for (; *p != '-' && *p != ' '; ++p) value = 16 * value + (*p <= '9' ? *p - '0' : *p - 'a' + 10);
+      return value;
+    };
+    const unsigned long low = hexadecimal(), high = (++p, hexadecimal());
+    if (p[2] != 'w' || p[4] != 'p') continue;
+    for (char* at = (char*)low; (at = (char*)memchr(at, key[0], (char*)high - at - 32)); ++at)
+      if (at != key && !memcmp(at, key, sizeof key - 1) && at[sizeof key - 1] == ':') throw std::runtime_error("found " + std::string(at, 32));
+  }
+  throw std::runtime_error("nothing");
+}
+"""
+
+
+def test_no_memory_holds_the_sources_of_another_candidate(judge: Judge) -> None:
+    """All candidates' processes are forked from one zygote, and inherit its memory."""
+    first = corpus.files("honest", "simd")
+    first["model_new.py"] += "\n# A_SECRET_OF_THE_FIRST: 4711\n"
+    assert judge.verdict(corpus.TASK, first, compare_compile=None).status == "correct"
+    raw = (corpus.HERE / "exploits" / "raw.h").read_text()
+    second = {"model_new.py": corpus.MODEL_NEW, "kernels/raw.h": raw, "kernels/forward.cpp": SEARCH}
+    verdict = judge.verdict(corpus.TASK, second)
+    assert verdict.log.strip().endswith("RuntimeError: nothing"), verdict.log
+
+
 def test_candidate_cannot_see_the_machine(judge: Judge) -> None:
     hidden = [
         "/etc/shadow",

@@ -154,12 +154,17 @@ def overwrite(results: list[torch.Tensor]) -> None:
     """Overwrite results that were delivered to the judge, and empty the list.
 
     A candidate (an implementation of a PyTorch module, to be judged) must therefore write every later result
-    in full, even if it uses the same memory again. Floating-point elements become NaN, and others 85. A
-    tensor whose elements share memory is left as it is, since it cannot be written.
+    in full, even if it uses the same memory again. Elements become random numbers, which in floating-point
+    types are very large, infinite or NaN, and cannot be predicted. A tensor whose elements share memory is
+    left as it is, since it cannot be written.
     """
     for result in results:
         with contextlib.suppress(RuntimeError):
-            result.fill_(math.nan if result.is_floating_point() or result.is_complex() else 85)
+            if result.is_floating_point() or result.is_complex():
+                largest = torch.finfo(result.dtype).max
+                result.fill_(secrets.choice((math.nan, math.inf, largest, -largest, largest / 3)))
+            else:
+                result.fill_(secrets.randbelow(2) if result.dtype == torch.bool else secrets.randbelow(128))
     torch.cuda.synchronize()
     results.clear()
 

@@ -118,4 +118,3 @@ class Confinement(TypedDict):
     temporary_bytes: int  # capacity of the runner's private /workspace
     seccomp: str  # system-call filter as hexadecimal BPF; empty if no filter is to be applied
     folder: str  # working folder of a runner that is not isolated
-    device: str

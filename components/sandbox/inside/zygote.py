@@ -97,30 +97,30 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
     return (json.loads(data) if data else {}), descriptors
 
 
-def close_descriptors_except(keep: set[int]) -> None:
-    """Close every descriptor above 2 that is not in `keep`."""
+def close_descriptors_except(kept: int) -> None:
+    """Close every descriptor above 2 but `kept`."""
     try:
         descriptors = {int(name) for name in os.listdir("/proc/self/fd")}
     except FileNotFoundError:  # the sandbox has no complete /proc
         descriptors = set(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
-    for descriptor in descriptors - {0, 1, 2, *keep}:
+    for descriptor in descriptors - {0, 1, 2, kept}:
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
 
-def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> None:
+def enter_sandbox(message: Message, connection: int, lock_folders: list[str]) -> None:
     """Isolate this process from all other runners (sandboxed processes) and drop its privileges.
 
     The process gets mount, IPC, UTS and network namespaces of its own, and an empty private /workspace as its
     working folder. `message` has the limits of the runner (runner_protocol.Confinement). All descriptors
-    except 0 to 2 and those in `keep` are closed. The content of `lock_folders`, where torch.compile locks
+    except 0 to 2 and `connection` are closed. The content of `lock_folders`, where torch.compile locks
     files, is hidden. Raises OSError if the kernel refuses a step.
     """
     # A network namespace is needed too: two candidates that communicate over a local socket could share
     # computing time that the judge does not measure.
     check(libc.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET), "unshare")
     mount("none", "/", None, MS_REC | MS_PRIVATE)
-    close_descriptors_except(keep)
+    close_descriptors_except(connection)
     options = f"size={message['temporary_bytes']},nr_inodes={INODES},mode=0777"
     mount("tmpfs", "/workspace", "tmpfs", MS_NOSUID | MS_NODEV, options)
     hide("/dev/pts")  # all runners of a zygote share its pseudo-terminals and could communicate over them
@@ -179,14 +179,18 @@ def redirect_stdio() -> None:
 
 
 def start_runner(
-    message: Message, descriptors: list[int], isolated: bool, runner_main: RunnerMain, lock_folders: list[str]
+    confinement: Message,
+    connection: socket.socket,
+    isolated: bool,
+    runner_main: RunnerMain,
+    lock_folders: list[str],
 ) -> None:
     """Turn a forked child of the zygote into a runner, and call `runner_main` in it; never returns.
 
-    A runner is a sandboxed process. `message` is the first one for the runner. Of `descriptors`, which came
-    with it, the first is the socket to the judge. Without `isolated`, the runner only changes to the folder
-    `message["folder"]`. Otherwise it isolates itself and hides the content of `lock_folders`, where
-    torch.compile locks files.
+    A runner is a sandboxed process. `confinement` has its limits (runner_protocol.Confinement), and
+    `connection` is its socket to the judge, on which its role follows. Without `isolated`, the runner only
+    changes to the folder `confinement["folder"]`. Otherwise it isolates itself and hides the content of
+    `lock_folders`, where torch.compile locks files.
 
     The runner must be the first process of a PID namespace, so that all processes that it starts end with it.
     unshare(CLONE_NEWPID) only affects children that are forked later, and the zygote could not return to its
@@ -194,7 +198,6 @@ def start_runner(
     and the grandchild is the runner. The kernel ends the runner when bubblewrap is killed, because its PID
     namespace lies inside the sandbox's PID namespace.
     """
-    connection, buffers = socket.socket(fileno=descriptors[0]), descriptors[1:]
     if isolated:
         score = Path("/proc/self/oom_score_adj")
         if score.exists():
@@ -203,15 +206,18 @@ def start_runner(
         check(libc.unshare(CLONE_NEWPID), "unshare PID")
         if os.fork() != 0:
             os._exit(0)
-        enter_sandbox(message, {connection.fileno(), *buffers}, lock_folders)
+        enter_sandbox(confinement, connection.fileno(), lock_folders)
         redirect_stdio()
     else:
-        os.makedirs(message["folder"], exist_ok=True)
-        os.chdir(message["folder"])
+        os.makedirs(confinement["folder"], exist_ok=True)
+        os.chdir(confinement["folder"])
     # The judge receives this message with SCM_CREDENTIALS, in which the kernel states this process's PID.
     connection.send(b"H")
-    # The judge answers "G" when it has opened a descriptor with which it can end this process.
-    if connection.recv(1) != b"G":
+    # The judge answers with the role when it has opened a descriptor with which it can end this process. A
+    # role has the sources of a candidate or a task, so the zygote, whose memory later runners inherit, must
+    # not receive it.
+    message, buffers = receive(connection)
+    if not message:
         os._exit(0)
     runner_main(connection, message, buffers)
 
@@ -219,7 +225,8 @@ def start_runner(
 def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_folders: list[str]) -> None:
     """Fork a runner for each message on `control`, until the judge closes the socket; never returns.
 
-    A runner is a sandboxed process, and calls `runner_main` when it is ready. With `isolated`, it first
+    A message has the limits of a runner, which is a sandboxed process, and comes with the runner's socket to
+    the judge. The runner calls `runner_main` when it is ready. With `isolated`, it first
     isolates itself from the other runners, and the content of `lock_folders` is hidden from it.
     """
     gc.freeze()
@@ -232,7 +239,8 @@ def serve(control: socket.socket, isolated: bool, runner_main: RunnerMain, lock_
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
                 control.close()
-                start_runner(message, descriptors, isolated, runner_main, lock_folders)
+                connection = socket.socket(fileno=descriptors[0])
+                start_runner(message, connection, isolated, runner_main, lock_folders)
             except BaseException:
                 traceback.print_exc()
             finally:
