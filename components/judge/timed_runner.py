@@ -37,9 +37,9 @@ COLD_CACHES = 4
 # Largest number of seconds for which the judge waits for one call without sleeping.
 SPIN_SECONDS = 0.01
 
-# Smallest size in bytes of a result whose address is recorded, and the number of addresses that is never
-# suspicious; kernels that allocate their results use about ten.
-LARGE_RESULT_BYTES, FEW_ADDRESSES = 1 << 16, 16
+# Smallest size in bytes of a result whose address is recorded, and the number of new addresses in timed calls
+# that is never suspicious; kernels that allocate their results use up to eight that verification did not.
+LARGE_RESULT_BYTES, FEW_ADDRESSES = 1 << 16, 8
 # Bytes with which a candidate's results are overwritten. Repeated, each gives another number, which is very
 # large or NaN in floating-point types. A task's outputs may have one of them as a constant, but not all.
 LOUD_BYTES, BOOLEANS = (0x7B, 0x7C, 0x7D, 0x7E, 0x7F, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF), (0, 1)
@@ -85,8 +85,8 @@ class TimedRunner:
         self.output_bytes = [slot.bytes for slot in self.layout.outputs.slots]
         # Bytes that replace a candidate's results, for each output.
         self.garbage = [np.empty(size, np.uint8) for size in self.output_bytes]
-        # Addresses of results that were overwritten on cpu, and how many of the large results on cpu lay
-        # where no earlier one had been.
+        # Addresses of results that were overwritten on cpu, and how many of the large results of timed calls
+        # on cpu lay where no earlier one had been.
         self.overwritten: set[int] = set()
         self.results = self.new_results = 0
         # Whether torch.compile had an archive from the judge's cache and nothing to add to it.
@@ -254,8 +254,9 @@ class TimedRunner:
             # A baseline's own bytes are written back, so that its cache lines move as the candidate's do.
             replacing = [garbage.ctypes.data for garbage in self.garbage] if is_candidate else into
             runner.write_memory(addresses, replacing, self.output_bytes)
-            self.results += len(large)
-            self.new_results += sum(address not in self.overwritten for address, _ in large)
+            if operation == "time":
+                self.results += len(large)
+                self.new_results += sum(address not in self.overwritten for address, _ in large)
             self.overwritten.update(addresses)
             if index + 1 < calls:
                 np.copyto(targets[index + 1], sources[index + 1])
@@ -374,15 +375,15 @@ class TimedRunner:
 
     @property
     def prepares_results(self) -> bool:
-        """Whether most large results lay in memory that had no earlier result, as if prepared in advance.
+        """Whether many large results lay in memory that had no earlier result, as if prepared in advance.
 
-        A result is an output tensor of one call, and is large from `LARGE_RESULT_BYTES` on. A kernel that
-        allocates its results gets the same memory again and again. The judge has overwritten memory with an
-        earlier result, so that all of a result there must be written in its call, which does not hold for
-        other memory. Up to `FEW_ADDRESSES` results in other memory are never suspicious. The property is
-        always False on cuda.
+        A result is an output tensor of one timed call, and is large from `LARGE_RESULT_BYTES` on. A kernel
+        that allocates its results gets the same memory again and again. The judge has overwritten memory with
+        an earlier result, so that all of a result there must be written in its call, which does not hold for
+        other memory. Up to `FEW_ADDRESSES` results in other memory and one in sixteen are not suspicious. The
+        property is always False on cuda.
         """
-        return self.new_results > max(FEW_ADDRESSES, self.results / 2)
+        return self.new_results > FEW_ADDRESSES + self.results / 16
 
     def extend_deadline(self, seconds: float) -> None:
         """Extend the deadline of the process by `seconds`, during which the process waited for other work.

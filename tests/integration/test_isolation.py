@@ -207,7 +207,8 @@ KERNEL(forward) {
     const unsigned long low = hexadecimal(), high = (++p, hexadecimal());
     if (p[2] != 'w' || p[4] != 'p') continue;
     for (char* at = (char*)low; (at = (char*)memchr(at, key[0], (char*)high - at - 32)); ++at)
-      if (at != key && !memcmp(at, key, sizeof key - 1) && at[sizeof key - 1] == ':') throw std::runtime_error("found " + std::string(at, 32));
+      if (at != key && !memcmp(at, key, sizeof key - 1) && at[sizeof key - 1] == ':')
+        throw std::runtime_error("found " + std::string(at, 32));
   }
   throw std::runtime_error("nothing");
 }
