@@ -169,13 +169,17 @@ class RunnerFactory:
                     send(zygote.control, self._confinement(header["role"], kind), (theirs.fileno(),))
                 except OSError as error:
                     raise self._start_error(kind, zygote, str(error)) from error
-            pid = _receive_pid(ours)
+            pid, pagemap = _receive_start(ours)
+            if pagemap is not None:
+                on_failure.callback(os.close, pagemap)
             if pid is None:
                 with self.lock:
                     raise self._start_error(kind, zygote, "it started no runner")
             zygote.has_served = True
             try:
-                runner = Runner(ours, pid, os.pidfd_open(pid), unsuspended_seconds() + seconds)
+                pidfd = os.pidfd_open(pid)
+                runner = Runner(ours, pid, pidfd, unsuspended_seconds() + seconds, pagemap)
+                on_failure.pop_all()
                 on_failure.callback(runner.close)
                 with self.lock:
                     self._forget_exited(0)
@@ -333,16 +337,21 @@ class RunnerFactory:
                 os.close(pidfd)
 
 
-def _receive_pid(connection: socket.socket) -> int | None:
-    """Return the PID of a new runner, or None if its zygote (the process that forks it) has failed.
+def _receive_start(connection: socket.socket) -> tuple[int | None, int | None]:
+    """Return the PID of a new runner, and the descriptor of its page table (/proc/PID/pagemap).
 
     A runner is a sandboxed process. Its PID is reliable, because the kernel adds it to the runner's message
-    (SCM_CREDENTIALS). Raises InfrastructureError if no message comes in START_SECONDS.
+    (SCM_CREDENTIALS). It is None if the runner's zygote (the process that forks it) has failed, and the
+    descriptor is None if there is no such file. Raises InfrastructureError if no message comes in
+    START_SECONDS.
     """
     connection.settimeout(START_SECONDS)
+    space = socket.CMSG_SPACE(struct.calcsize("3i")) + socket.CMSG_SPACE(struct.calcsize("i"))
     try:
-        data, ancillary, _, _ = connection.recvmsg(16, socket.CMSG_SPACE(struct.calcsize("3i")))
+        data, ancillary, _, _ = connection.recvmsg(16, space)
     except OSError as error:
         raise InfrastructureError(f"a runner did not start: {error}") from error
-    credentials = [payload for _, kind, payload in ancillary if kind == socket.SCM_CREDENTIALS]
-    return struct.unpack("3i", credentials[0])[0] if data == b"H" and credentials else None
+    found = {kind: payload for _, kind, payload in ancillary}
+    credentials, rights = found.get(socket.SCM_CREDENTIALS), found.get(socket.SCM_RIGHTS)
+    pid = struct.unpack("3i", credentials)[0] if data == b"H" and credentials else None
+    return pid, struct.unpack("i", rights)[0] if rights else None

@@ -148,6 +148,8 @@ class Runner:
     pidfd: int
     # The value of unsuspended_seconds() at which the runner has used up its wall time.
     deadline: float
+    # The descriptor of the runner's page table, or None if the kernel has none.
+    pagemap: int | None = None
     # The value of unsuspended_seconds() when `pause` stopped the runner, or None if it is not paused. The
     # time of a pause is not included in the runner's wall time.
     paused_since: float | None = None
@@ -312,20 +314,16 @@ class Runner:
 
         The pages are those of the runner, a sandboxed process. A page that was not written since it was
         mapped, or since its content was given back to the kernel, reads as zeros, but it is absent, or is the
-        page of zeros that all processes share. The result is True if the kernel does not show the pages to
-        this account.
+        page of zeros that all processes share. The result is True if the kernel does not show the pages.
         """
         first = -(-address // PAGE_BYTES)
         count = (address + size) // PAGE_BYTES - first
-        try:
-            pagemap = os.open(f"/proc/{self.pid}/pagemap", os.O_RDONLY)
-        except OSError:
+        if count <= 0 or self.pagemap is None:
             return True
-        with open(pagemap, "rb", buffering=0) as file:
-            for _ in range(SAMPLED_PAGES if count > 0 else 0):
-                entry = os.pread(file.fileno(), 8, 8 * (first + secrets.randbelow(count)))
-                if len(entry) == 8 and not int.from_bytes(entry, sys.byteorder) & PAGE_WRITTEN:
-                    return False
+        for _ in range(SAMPLED_PAGES):
+            entry = os.pread(self.pagemap, 8, 8 * (first + secrets.randbelow(count)))
+            if len(entry) == 8 and not int.from_bytes(entry, sys.byteorder) & PAGE_WRITTEN:
+                return False
         return True
 
     def cpu_seconds(self) -> float:
@@ -419,4 +417,6 @@ class Runner:
         if wait:
             has_ended(self.pidfd, EXIT_SECONDS)
         os.close(self.pidfd)
+        if self.pagemap is not None:
+            os.close(self.pagemap)
         self.connection.close()

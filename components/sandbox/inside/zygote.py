@@ -97,30 +97,30 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
     return (json.loads(data) if data else {}), descriptors
 
 
-def close_descriptors_except(kept: int) -> None:
-    """Close every descriptor above 2 but `kept`."""
+def close_descriptors_except(keep: set[int]) -> None:
+    """Close every descriptor above 2 that is not in `keep`."""
     try:
         descriptors = {int(name) for name in os.listdir("/proc/self/fd")}
     except FileNotFoundError:  # the sandbox has no complete /proc
         descriptors = set(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
-    for descriptor in descriptors - {0, 1, 2, kept}:
+    for descriptor in descriptors - {0, 1, 2, *keep}:
         with contextlib.suppress(OSError):
             os.close(descriptor)
 
 
-def enter_sandbox(message: Message, connection: int, lock_folders: list[str]) -> None:
+def enter_sandbox(message: Message, keep: set[int], lock_folders: list[str]) -> None:
     """Isolate this process from all other runners (sandboxed processes) and drop its privileges.
 
     The process gets mount, IPC, UTS and network namespaces of its own, and an empty private /workspace as its
     working folder. `message` has the limits of the runner (runner_protocol.Confinement). All descriptors
-    except 0 to 2 and `connection` are closed. The content of `lock_folders`, where torch.compile locks
+    except 0 to 2 and those in `keep` are closed. The content of `lock_folders`, where torch.compile locks
     files, is hidden. Raises OSError if the kernel refuses a step.
     """
     # A network namespace is needed too: two candidates that communicate over a local socket could share
     # computing time that the judge does not measure.
     check(libc.unshare(CLONE_NEWNS | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWNET), "unshare")
     mount("none", "/", None, MS_REC | MS_PRIVATE)
-    close_descriptors_except(connection)
+    close_descriptors_except(keep)
     options = f"size={message['temporary_bytes']},nr_inodes={INODES},mode=0777"
     mount("tmpfs", "/workspace", "tmpfs", MS_NOSUID | MS_NODEV, options)
     hide("/dev/pts")  # all runners of a zygote share its pseudo-terminals and could communicate over them
@@ -178,6 +178,17 @@ def redirect_stdio() -> None:
     os.close(null)
 
 
+def open_pagemap() -> list[int]:
+    """Return the descriptor of this process's page table, or an empty list if there is none.
+
+    The judge reads it (Runner.is_written). As an ordinary user it could not open the file of a process that
+    has dropped its privileges.
+    """
+    with contextlib.suppress(OSError):
+        return [os.open("/proc/self/pagemap", os.O_RDONLY)]
+    return []
+
+
 def start_runner(
     confinement: Message,
     connection: socket.socket,
@@ -206,13 +217,17 @@ def start_runner(
         check(libc.unshare(CLONE_NEWPID), "unshare PID")
         if os.fork() != 0:
             os._exit(0)
-        enter_sandbox(confinement, connection.fileno(), lock_folders)
+        pages = open_pagemap()
+        enter_sandbox(confinement, {connection.fileno(), *pages}, lock_folders)
         redirect_stdio()
     else:
+        pages = open_pagemap()
         os.makedirs(confinement["folder"], exist_ok=True)
         os.chdir(confinement["folder"])
     # The judge receives this message with SCM_CREDENTIALS, in which the kernel states this process's PID.
-    connection.send(b"H")
+    socket.send_fds(connection, [b"H"], pages)
+    for descriptor in pages:
+        os.close(descriptor)
     # The judge answers with the role when it has opened a descriptor with which it can end this process. A
     # role has the sources of a candidate or a task, so the zygote, whose memory later runners inherit, must
     # not receive it.
