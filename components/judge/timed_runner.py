@@ -239,9 +239,6 @@ class TimedRunner:
             # slower after a longer wait. An output of a baseline may be a view of its inputs.
             results = zip(addresses, self.output_bytes, strict=True)
             large = [(address, size) for address, size in results if size >= LARGE_RESULT_BYTES]
-            is_written = [runner.is_written(*result) for result in large]
-            if is_candidate and not all(is_written):
-                raise RunnerError("wrong", "output_not_written")
             if not is_candidate:
                 runner.read_memory(addresses, into, self.output_bytes)
             with shared_memory.corrupted_pages(torch.from_numpy(targets[index])):
@@ -249,8 +246,11 @@ class TimedRunner:
                     runner.read_memory(addresses, into, self.output_bytes)
             if index == inspected_call:
                 private = [*map(runner.is_private_memory, addresses, self.output_bytes)]
+                is_written = [runner.is_written(*result) for result in large]
                 if is_candidate and not all(private):
                     raise RunnerError("wrong", "output_is_mapped")
+                if is_candidate and not all(is_written):
+                    raise RunnerError("wrong", "output_not_written")
             # A baseline's own bytes are written back, so that its cache lines move as the candidate's do.
             replacing = [garbage.ctypes.data for garbage in self.garbage] if is_candidate else into
             runner.write_memory(addresses, replacing, self.output_bytes)

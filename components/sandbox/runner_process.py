@@ -38,7 +38,7 @@ STOP_SECONDS = 10
 LOOK_SECONDS = 2e-5
 # Number of pages of an output that are looked at, and the bits of an entry of /proc/PID/pagemap for a page
 # that only this process has, or that is swapped out (Linux, Documentation/admin-guide/mm/pagemap.rst).
-SAMPLED_PAGES, PAGE_WRITTEN = 8, 1 << 56 | 1 << 62
+SAMPLED_PAGES, PAGE_WRITTEN = 32, 1 << 56 | 1 << 62
 PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 RunnerErrorKind = Literal[
     "crashed",

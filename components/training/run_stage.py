@@ -13,7 +13,7 @@ from components.core.params import Params
 from components.core.records import TrainingStage
 from components.judge.verdict import require_standard_labels
 from components.policy.vllm.own_servers import check_own_servers
-from components.training.stage import STAGES, Stage, StageName, StageResult, finished_result
+from components.training.stage import STAGES, Stage, StageName, StageResult, claim, finished_result
 
 if TYPE_CHECKING:
     from components.training.rollouts import RunEpisode
@@ -46,6 +46,7 @@ def run_stage(stage: Stage, episode: RunEpisode | None = None) -> StageResult:
         check_critic_given(stage)
         if result := finished_result(stage):
             return result
+        claim(stage)
         return _run(stage, episode)
     except Exception as error:
         get_error_handler().record_exception(error)

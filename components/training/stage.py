@@ -2,6 +2,7 @@
 
 The folder contains:
 
+begun.json          the inputs with which the stage was begun; it continues with no others
 checkpoint/         the trained checkpoint: a Hugging Face folder with its manifest
 trajectories/       folders step-NNNN with the trajectories that each step has trained on
 sampling/           trajectories that no step has taken yet, while the stage runs
@@ -21,11 +22,11 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from components.core.config import KINDS
 from components.core.errors import UserError
-from components.core.files import MANIFEST, digest_json, read_json
+from components.core.files import MANIFEST, digest_json, read_json, write_json
 from components.core.params import Params
 from components.core.progress import Progress
 from components.core.records import FrozenModel, TrainingStage
@@ -38,6 +39,8 @@ from components.training.metrics import Figures
 StageName = Literal["coldstart", TrainingStage]
 STAGES: tuple[TrainingStage, ...] = get_args(TrainingStage)
 RESULT = "stage.json"
+# Inputs with which the stage was begun.
+BEGUN = "begun.json"
 UNFINISHED = "unfinished.json"
 CHECKPOINT = "checkpoint"
 SAMPLING = "sampling"
@@ -158,25 +161,67 @@ def finished_result(stage: Stage) -> StageResult | None:
     if (result := load_result(stage.out)) is None:
         return None
     manifest = Manifest.model_validate(read_json(stage.out / result.checkpoint / MANIFEST))
-    params = stage.params.model_dump(mode="json")
-    pairs = {
-        "stage": (manifest.stage, stage.name),
-        "input": (manifest.parent, verify_checkpoint(stage.actor).digest),
-        "data set": (manifest.dataset, dataset_version(stage.dataset / TASKS)),
+    finished = _inputs(stage.name, manifest.stage, manifest.parent, manifest.dataset, manifest.params)
+    _require_equal(stage, finished, f"finished stage {manifest.stage}")
+    return result
+
+
+def claim(stage: Stage) -> None:
+    """Write the inputs of the stage to BEGUN in `stage.out`, or compare them with those of an earlier call.
+
+    The folder of an interrupted stage continues only with equal inputs, which are those that
+    `finished_result` compares. The parameters of the stage's section may differ, because a stage that failed
+    asks for another learning rate, for instance. Raises UserError, which names the inputs that differ, or if
+    the data set is missing.
+    """
+    file = stage.out / BEGUN
+    if file.is_file():
+        _require_equal(stage, read_json(file), f"interrupted stage {stage.name}")
+    else:
+        fixed = {name: value for name, value in _requested(stage).items() if "." not in name}
+        write_json(file, fixed)
+
+
+def _requested(stage: Stage) -> dict[str, Any]:
+    return _inputs(
+        stage.name,
+        stage.name,
+        verify_checkpoint(stage.actor, stage.params.device).digest,
+        dataset_version(stage.dataset / TASKS),
+        stage.params.model_dump(mode="json"),
+    )
+
+
+def _inputs(
+    section: str, name: str, parent: str | None, dataset: str, params: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what the results of a stage depend on, by names for people.
+
+    `section` is the section of the stage's parameters in `params`, `name` is the stage's name, `parent` the
+    digest of its input checkpoint, and `dataset` the version of its data set.
+    """
+    return {
+        "stage": name,
+        "input": parent,
+        "data set": dataset,
         **{
-            f"{stage.name}.{key}": (value, params[stage.name].get(key))
-            for key, value in manifest.params.get(stage.name, {}).items()
-            if KINDS.get(f"{stage.name}.{key}") != "throughput"
+            f"{section}.{key}": value
+            for key, value in params.get(section, {}).items()
+            if KINDS.get(f"{section}.{key}") != "throughput"
         },
-        **{key: (manifest.params.get(key), params[key]) for key in ("seed", "device", "reward")},
+        **{key: params.get(key) for key in ("seed", "device", "reward")},
     }
-    different = [name for name, (finished, requested) in pairs.items() if finished != requested]
+
+
+def _require_equal(stage: Stage, recorded: dict[str, Any], what: str) -> None:
+    """Raise UserError if an input in `recorded` is not that of `stage`; `what` names the recorded stage."""
+    requested = _requested(stage)
+    different = [name for name, value in recorded.items() if value != requested.get(name)]
     if different:
         raise UserError(
-            f"{stage.out}: holds the finished stage {manifest.stage} of another {', '.join(different)}; "
+            f"{stage.out}: holds the {what} of another {', '.join(different)}; "
             "give another folder, or delete it first."
         )
-    return result
 
 
 def derived_seed(*parts: object) -> int:

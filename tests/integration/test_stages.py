@@ -20,7 +20,7 @@ from components.policy.checkpoint import load_model, verify_checkpoint
 from components.training import critic, rejection
 from components.training.networks import check_critic, load_critic
 from components.training.run_stage import run_stage
-from components.training.stage import load_result
+from components.training.stage import claim, load_result
 
 
 class Killed(BaseException):
@@ -367,3 +367,15 @@ def test_equal_rewards_leave_the_explained_variance_undefined_and_pass(tmp_path:
     made = stage(tmp_path, "critic", "critic.epochs=1", "critic.min_explained_variance=0.99")
     result = critic.run(dataclasses.replace(made, trajectories=(tmp_path / "warmup/trajectories",)))
     assert "undefined" in result.stopped and "explained_variance_held_out" not in result.figures
+
+
+def test_an_interrupted_stage_continues_with_equal_inputs_only(tmp_path: Path) -> None:
+    begun = stage(tmp_path, "critic")
+    claim(begun)
+    claim(stage(tmp_path, "critic", "engine.tokens_per_microbatch=64"))
+    claim(stage(tmp_path, "critic", "critic.learning_rate=1e-5"))
+    with pytest.raises(UserError, match=r"holds the interrupted stage critic of another seed; give another"):
+        claim(stage(tmp_path, "critic", "seed=9"))
+    (tmp_path / "data" / "tasks.parquet").unlink()
+    with pytest.raises(UserError, match=r"tasks\.parquet"):
+        claim(begun)
