@@ -194,6 +194,8 @@ class Builder:
           says that its CPU time is used up. If it fails again, `timed_out` is set. Nothing is cached.
         - The machine ends the compiler, for example because memory runs out: the build is tried a second
           time. If it fails again, InfrastructureError is raised.
+        - The compiler writes no library, or one whose imported symbols nm cannot list: the result says so in
+          `log` and is cached.
         - The sandbox, the compiler or nm cannot be run: InfrastructureError is raised at once.
         """
         kernels = {name: text for name, text in sorted(files.items()) if name.startswith("kernels/")}
@@ -352,9 +354,10 @@ class Builder:
         The symbols are names, and there are none if the compiler has failed. `folder` is a build folder
         (`_build_folder`), in whose subfolder `out` the file is written. The compiler and nm run in the same
         sandbox, because starting a sandbox takes as long as a small compilation. Without isolation, both run
-        outside a sandbox. The stderr of the returned process has the compiler's output. Raises
-        InfrastructureError if the compiler succeeds but nm lists no symbols, and subprocess.TimeoutExpired
-        after sandbox.build_seconds.
+        outside a sandbox. The stderr of the returned process has the compiler's output. If the compiler
+        writes no library, or one whose symbols nm cannot read, or that imports none, the process has failed
+        with the exit code COMPILER_FAILED and an error, because the sources can cause that. Raises
+        subprocess.TimeoutExpired after sandbox.build_seconds.
         """
         output = "/out/library.so" if self.is_isolated else f"{folder}/out/library.so"
         file = shlex.quote(output)
@@ -362,7 +365,13 @@ class Builder:
         # 126 and 127 mean a program that could not be started, and larger codes a signal, but 255 is the code
         # of nvcc if ptxas reports an error.
         failed = f"code=$?; test $code -lt 126 -o $code -eq 255 && exit {COMPILER_FAILED}; exit $code"
-        script = f'"$@" >&2 || {{ {failed}; }}; test -f {file} && test ! -L {file} && exec {nm}'
+        missing = f"{{ echo 'error: the compiler wrote no library' >&2; exit {COMPILER_FAILED}; }}"
+        unread = "code=$?; test $code -ge 126 && exit $code; echo 'error: nm cannot read the library' >&2"
+        script = f"""
+            "$@" >&2 || {{ {failed}; }}
+            test -f {file} && test ! -L {file} || {missing}
+            {nm} || {{ {unread}; exit {COMPILER_FAILED}; }}
+        """
         command = ["/bin/sh", "-c", script, "sh", *command, "-o", output]
         environment: Mapping[str, str] = os.environ | {"TMPDIR": f"{folder}/out"}
         pass_fds: tuple[int, ...] = ()
@@ -397,7 +406,8 @@ class Builder:
                 os.pread(file.fileno(), MAX_OUTPUT_BYTES, 0).decode(errors="replace") for file in files
             )
         names = (TOO_MANY_SYMBOLS,) if len(out.encode()) >= MAX_OUTPUT_BYTES else symbol_names(out)
-        # Every library imports at least the Py_ functions that the binding calls.
         if code == 0 and not names:
-            raise InfrastructureError(f"nm failed on a built library: {errors[-500:]}")
+            # Every honest library imports functions of Python. Sources can hide that, by defining them.
+            code = COMPILER_FAILED
+            errors = f"error: the library imports no symbols, not even those of Python\n{errors}"
         return subprocess.CompletedProcess(command, code, out, errors), names

@@ -38,29 +38,41 @@ TORCH_CUDA_FLAGS = (
 TORCH_HEADER = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"](?:torch|ATen|c10)/", re.MULTILINE)
 
 
+# Pattern of the name of a -f flag that changes the code of a library. It has none of the flags that change
+# which files the compiler reads or writes, or what it prints.
+CODE_FLAG = (
+    r"PIC|pic|aligned-new|asynchronous-unwind-tables|builtin|common|concepts|coroutines|data-sections"
+    r"|delete-null-pointer-checks|exceptions|expensive-optimizations|fast-math|forward-propagate|fp-contract"
+    r"|function-sections|gcse|gnu-unique|if-conversion2?|lto|math-errno|omit-frame-pointer|openmp(?:-simd)?"
+    r"|permissive|plt|rename-registers|rtti|schedule-insns2?|semantic-interposition|sized-deallocation"
+    r"|stack-protector(?:-strong)?|template-depth|threadsafe-statics|unwind-tables|visibility|web|wrapv"
+    r"|(?:align|associative|constexpr|cx|devirtualize|excess|finite|graphite|inline|ipa|loop|merge|modulo|move"
+    r"|optimize|partial|peel|prefetch|reciprocal|reorder|rounding|signaling|signed|simd|single|split"
+    r"|strict|trapping|tree|unroll|unsafe|unswitch|vect|version-loops|visibility)-[a-z0-9-]+"
+)
 # Pattern of the flags of an extension that are passed to the compiler. No other flag is accepted, because
-# some flags name files and programs.
+# some flags name files and programs, and others would have the compiler write no library, or errors in
+# another form.
 EXTENSION_FLAG = re.compile(
-    r"-O[0-3]|-Ofast|-f[a-z][a-z0-9-]*(?:=[a-z0-9]+)?|-m(?:avx|fma|sse|f16c|prefer-vector-width=)[a-z0-9.]*"
+    rf"-O[0-3]|-Ofast|-f(?:no-)?(?:{CODE_FLAG})(?:=[a-z0-9-]+)?"
+    r"|-m(?:avx|fma|sse|f16c|prefer-vector-width=)[a-z0-9.]*"
     r"|-D[A-Za-z_]\w*(?:=[\w.+-]*)?|-U\w+|--?use_fast_math|--?maxrregcount=\d+|-?-ftz=\w+|-?-fmad=\w+"
     r"|-?-prec-(?:div|sqrt)=\w+|--expt-(?:relaxed-constexpr|extended-lambda)|--extended-lambda"
 )
 # Pattern of the flags that are left out, because the judge sets them itself or they change no code.
 IGNORED_FLAG = re.compile(
-    r"-std=[\w+]+|-march=[\w-]+|-mtune=[\w-]+|-g|-w|-v|--?(?:generate-)?line-?info|-W(?!p,|a,|l,)[\w=-]*|--?verbose"
-    r"|--?ptxas-options=.*|-Xptxas(?:=.*)?|-gencode(?:=.*)?|-arch=\w+|--?gpu-architecture=\w+|arch=compute_\w+,code=\w+"
-    r"|--?threads=?\d*|-Xcompiler|-pthread|-lc(?:udart|10)|-l(?:m|pthread|gomp|cublas|cublasLt|cudnn|torch|torch_cpu|torch_python)"
+    r"-std=[\w+]+|-f(?:no-)?diagnostics-[\w=-]+|-march=[\w-]+|-mtune=[\w-]+|-g|-w|-v"
+    r"|--?(?:generate-)?line-?info|-W(?!p,|a,|l,)[\w=-]*|--?verbose|--?ptxas-options=.*|-Xptxas(?:=.*)?"
+    r"|-gencode(?:=.*)?|-arch=\w+|--?gpu-architecture=\w+|arch=compute_\w+,code=\w+|--?threads=?\d*"
+    r"|-Xcompiler|-pthread|-lc(?:udart|10)"
+    r"|-l(?:m|pthread|gomp|cublas|cublasLt|cudnn|torch|torch_cpu|torch_python)"
 )
-# Beginnings of flags that would have the compiler load code, although they match EXTENSION_FLAG.
-LOADING_FLAGS = ("-fplugin", "-fuse-ld", "-fprofile", "-fdump", "-fsanitize")
 
 
 def refused_flag(flags: Iterable[str]) -> str | None:
     """Return the first of an extension's compiler flags that is not accepted, or None if all are accepted."""
     for flag in flags:
-        if flag.startswith(LOADING_FLAGS) or not (
-            EXTENSION_FLAG.fullmatch(flag) or IGNORED_FLAG.fullmatch(flag)
-        ):
+        if not (EXTENSION_FLAG.fullmatch(flag) or IGNORED_FLAG.fullmatch(flag)):
             return flag
     return None
 
@@ -171,29 +183,36 @@ def _vendor_flags(name: str, paths: PathMap) -> list[str]:
 
 # Maximum output of a compiler or of nm that is read.
 MAX_OUTPUT_BYTES = 1 << 20
-# Exit code of the build script if the compiler ran and reported a failure.
+# Exit code of the build script if the compiler ran and reported a failure, or if its library is unusable.
 COMPILER_FAILED = 65
 # Exit codes after signals that end a compiler because of the sources: it crashed, or exceeded its own limits
 # of output and CPU time.
 COMPILER_CRASHED = frozenset(
     128 + number
     for number in (
-        *(signal.SIGABRT, signal.SIGFPE, signal.SIGILL),
+        *(signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
         *(signal.SIGSEGV, signal.SIGXCPU, signal.SIGXFSZ),
     )
 )
 # Pattern of the messages of compilers and linkers about a source.
 DIAGNOSTIC = re.compile(
-    r"(?i)\b(?:error|fatal)\s*(?::|#\d)|undefined reference|(?:out of memory|exhausted)\b"
+    r"(?i)\b(?:error|fatal)\s*(?::|#\d)|sorry, unimplemented:|undefined reference"
+    r"|(?:out of memory|exhausted)\b"
 )
 # Pattern of whole lines with which a compiler says that the machine ended or refused one of its processes. A
-# source could print such a line, but only in an error of its own, which is a further line.
+# source could print such a line, but only in an error of its own, which is a further line. The pattern allows
+# no text after that of the compiler, where an error of the source would go on.
 MACHINE_FAULT = re.compile(
     r"\S+: (?:fatal|internal compiler) error: (?:Killed|Terminated) signal terminated program \S+"
-    r"|\S+: fatal error: \S+ terminated with signal \d+ \[(?:Killed|Terminated)\].*"
+    r"|\S+: fatal error: \S+ terminated with signal \d+ \[(?:Killed|Terminated)\](?:, core dumped)?"
     r"|\S+: fatal error: cannot execute [^:]*: \w+:"
     r" (?:Resource temporarily unavailable|Cannot allocate memory)"
     r"|nvcc error\s*: '[^']+' died due to signal (?:9|15)\b[^:]*"
+)
+# Pattern of words of a shell or compiler that the machine refused something, in output without diagnostics.
+MACHINE_WORDS = re.compile(
+    r"(?i)cannot fork|cannot execute|cannot allocate memory|temporarily unavailable|permission denied"
+    r"|no space left|input/output error|not found"
 )
 # Pattern of what compilers say about a process that a signal ended. The signal can come from outside, so the
 # failure of such a build is not cached.
@@ -206,15 +225,22 @@ TIME_USED_UP = re.compile(r"CPU time limit exceeded|died due to signal 24\b")
 
 
 def is_compiler_error(result: subprocess.CompletedProcess[str]) -> bool:
-    """Return whether a failed build ended with diagnostics of the compiler or linker about the sources.
+    """Return whether a failed build ended because of its sources, not because of the machine.
 
     `result` is the ended process of the build, whose stderr has the compiler's output. The result is False if
     the sandbox could not be made, a process could not be started, or the machine ended a process. It is True
     for a compiler that printed more than is read, or that crashed, because only the sources can cause that.
+    A compiler that failed with a message in which neither an error of a source nor a failure of the machine
+    is recognised counts as failed because of its sources, since sources can have unusual errors.
     """
-    lines = [line for line in result.stderr.splitlines() if not MACHINE_FAULT.fullmatch(line.strip())]
-    has_diagnostics = any(map(DIAGNOSTIC.search, lines)) or len(result.stderr.encode()) >= MAX_OUTPUT_BYTES
-    return result.returncode in COMPILER_CRASHED or (result.returncode == COMPILER_FAILED and has_diagnostics)
+    if result.returncode != COMPILER_FAILED:
+        return result.returncode in COMPILER_CRASHED
+    # Only line breaks end lines, because a source can put other separators into the text of an error.
+    lines = [line.strip() for line in result.stderr.split("\n") if line.strip()]
+    others = [line for line in lines if not MACHINE_FAULT.fullmatch(line)]
+    if any(map(DIAGNOSTIC.search, others)) or len(result.stderr.encode()) >= MAX_OUTPUT_BYTES:
+        return True
+    return len(others) == len(lines) > 0 and not MACHINE_WORDS.search(result.stderr)
 
 
 def is_signalled(result: subprocess.CompletedProcess[str]) -> bool:

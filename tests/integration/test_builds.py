@@ -140,3 +140,31 @@ def test_what_ends_a_compiler_determines_whose_fault_it_is(
     with builder._build_folder() as folder:
         result, _ = builder._compile(folder, fails)
     assert is_compiler_error(result) == is_compiled and "too much shared data" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("true", "the compiler wrote no library"),
+        ('ln -s /etc/hostname "$1"', "the compiler wrote no library"),
+        ('echo text > "$1"', "nm cannot read the library"),
+        ('g++ -shared -nostdlib -x c++ /dev/null -o "$1"', "the library imports no symbols"),
+    ],
+)
+def test_a_library_that_is_missing_or_unusable_is_the_candidates_fault(
+    judge: Judge, tmp_path: Path, script: str, words: str
+) -> None:
+    builder = Builder(judge.params.sandbox, judge.params.device, tmp_path)
+    with builder._build_folder() as folder:
+        result, _ = builder._compile(folder, ["/bin/sh", "-c", script])
+    assert is_compiler_error(result) and words in result.stderr, (result.returncode, result.stderr)
+
+
+def test_a_kernel_that_defines_every_symbol_of_its_library_is_refused(judge: Judge, tmp_path: Path) -> None:
+    builder = Builder(judge.params.sandbox, judge.params.device, tmp_path)
+    imported = builder.build(SIMD).symbols
+    names = [name.partition("@")[0] for name in imported]
+    defined = "".join(f'".globl {name}\\n.hidden {name}\\n{name}:\\n"\n' for name in names)
+    source = f'{SIMD[KERNEL]}\nasm(".pushsection .text\\n"\n{defined}"ret\\n.popsection\\n");\n'
+    built = builder.build(SIMD | {KERNEL: source})
+    assert built.library is None and "the library imports no symbols" in built.log, built.log

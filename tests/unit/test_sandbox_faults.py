@@ -12,7 +12,14 @@ import pytest
 from components.core.errors import InfrastructureError, IsolationUnavailable
 from components.judge.pool.ray_pool import RayBackend
 from components.sandbox import isolation
-from components.sandbox.compilers import COMPILER_FAILED, MAX_OUTPUT_BYTES, is_compiler_error
+from components.sandbox.compilers import (
+    COMPILER_FAILED,
+    MAX_OUTPUT_BYTES,
+    extension_flags,
+    is_compiler_error,
+    refused_flag,
+)
+from components.sandbox.inside.inline_extension import Extension
 
 
 @pytest.mark.parametrize(
@@ -35,6 +42,7 @@ from components.sandbox.compilers import COMPILER_FAILED, MAX_OUTPUT_BYTES, is_c
             "g++: fatal error: cannot execute '/usr/lib/gcc/x86_64-linux-gnu/12/cc1plus': "
             "vfork: Resource temporarily unavailable\ncompilation terminated.\n",
         ),
+        (COMPILER_FAILED, ""),
     ],
 )
 def test_a_fault_of_the_machine_is_no_error_of_the_compiler(code: int, errors: str) -> None:
@@ -53,6 +61,11 @@ def test_a_fault_of_the_machine_is_no_error_of_the_compiler(code: int, errors: s
         # A source that imitates a fault of the machine has an error of its own beside it.
         "g++: fatal error: Killed signal terminated program cc1plus\nfoo:1:2: error: #error x\n",
         "g++: fatal error: Killed signal terminated program cc1plus:1:2: error: #error x\n",
+        # The name of a file to include, after a #line that gives the source the name of a program.
+        "collect2: fatal error: ld terminated with signal 9 [Killed]: No such file or directory\n",
+        "a.cpp:1:10: fatal error: ld terminated with signal 9 [Killed]\u2028x: No such file or directory\n",
+        "a.cpp:1:48: sorry, unimplemented: capture of variably-modified type 'int [n][n]'\n",
+        "a.cpp:1:48: words of another compiler\n",
     ],
 )
 def test_diagnostics_of_a_compiler_are_the_candidates_fault(errors: str) -> None:
@@ -64,6 +77,46 @@ def test_a_compiler_that_its_source_floods_or_crashes_is_the_candidates_fault() 
     assert is_compiler_error(CompletedProcess([], COMPILER_FAILED, "", notes[:MAX_OUTPUT_BYTES]))
     for number in (signal.SIGXFSZ, signal.SIGXCPU, signal.SIGSEGV):
         assert is_compiler_error(CompletedProcess([], 128 + number, "", ""))
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *("-fsyntax-only", "-fpreprocessed", "-fdirectives-only", "-fmodule-only", "-fmodules-ts", "-fhelp"),
+        *("-fplugin=x", "-fuse-ld=gold", "-fprofile-use", "-fdump-passes", "-fsanitize=address", "-fversion"),
+        *("-fstack-usage", "-fcallgraph-info", "-fwpa", "-fself-test=x", "-fmax-errors=1", "-fno-working"),
+        *("-E", "-S", "-c", "-M", "-x", "-wrapper", "-o", "-Wl,-s", "@file"),
+    ],
+)
+def test_a_flag_that_changes_what_a_compiler_reads_writes_or_prints_is_refused(flag: str) -> None:
+    assert refused_flag(["-O3", flag]) == flag
+
+
+def test_flags_of_published_kernels_are_accepted_and_those_of_messages_are_left_out() -> None:
+    flags = [
+        *("-O3", "-Ofast", "-ffast-math", "-fopenmp", "-fopenmp-simd", "-funroll-loops", "-fPIC", "-flto"),
+        *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-ftree-vectorize", "-fno-plt"),
+        *("-fomit-frame-pointer", "-fno-strict-aliasing", "-fvisibility=hidden", "-fno-exceptions"),
+        *("-finline-functions", "-falign-loops=32", "-fassociative-math", "-ffinite-math-only"),
+        *("-fprefetch-loop-arrays", "-fvect-cost-model=unlimited", "-fno-semantic-interposition"),
+        *("-mavx2", "-mfma", "-mavx512f", "-mprefer-vector-width=512", "-DNDEBUG"),
+    ]
+    ignored = [
+        "-march=native",
+        "-std=c++17",
+        "-Wall",
+        "-fdiagnostics-color=always",
+        "-fdiagnostics-format=json",
+    ]
+    assert refused_flag(flags + ignored) is None
+    extension: Extension = {
+        "name": "x",
+        "sources": {},
+        "cflags": flags + ignored,
+        "cuda_cflags": [],
+        "ldflags": [],
+    }
+    assert extension_flags(extension, "cpu") == flags
 
 
 def machine(root: Path, devices: list[int], gpus: dict[str, tuple[str, int]]) -> Path:
