@@ -44,6 +44,18 @@ DENIED_TO_CPU_CANDIDATES = [
 # takes its flags and mode in a structure, which a filter cannot read.
 NOT_IMPLEMENTED = ("openat2", 437), ("cachestat", 451), ("fchmodat2", 452)
 
+# Flag of preadv2 with which it fails unless the data is in memory. With it a candidate could read which pages
+# of a shared file other runners have read, as mincore tells.
+RWF_NOWAIT = 8
+# Operations of futex that tell how many threads wait at an address: FUTEX_WAKE, REQUEUE, CMP_REQUEUE,
+# WAKE_OP, WAKE_BITSET and CMP_REQUEUE_PI. Unless they have the flag FUTEX_PRIVATE_FLAG, the threads may be
+# those of another runner that has mapped the same file, so candidates on cpu are denied them. A thread that
+# waits for the end of another is woken by the kernel itself.
+FUTEX_WAKES = (1, 3, 4, 5, 10, 12)
+FUTEX_WAIT, FUTEX_CLOCK_REALTIME = 0, 256
+# Calls that could take the place of these operations: futex_waitv, futex_wake, futex_wait and futex_requeue.
+FUTEX_CALLS = (449, 454, 455, 456)
+
 SETUID_BITS = (0o4000, 0o2000)
 # Calls that set the mode of a file, and the position of the mode among their arguments.
 MODE_CALLS = (("chmod", 1), ("fchmod", 1), ("fchmodat", 2), ("creat", 1), ("mknod", 1), ("mknodat", 2))
@@ -79,7 +91,8 @@ def seccomp_program(role: Literal["candidate", "task", "command"], device: str =
 
     The role `candidate` is for a process with the code of a candidate, an implementation of a PyTorch module,
     to be judged. It may start threads, but no processes and no programs, and it may open only local sockets.
-    If `device` is cpu, it also cannot make memory that its address-space limit does not include. The role
+    If `device` is cpu, it also cannot make memory that its address-space limit does not include, or wake
+    threads that wait at an address of a file. The role
     `task` is for a process with the original module, which may start programs, as torch.compile does. A
     process of these two roles may not make the kernel send a signal to it later. The role `command` is for a
     compiler or an agent's shell, which may.
@@ -138,6 +151,19 @@ def seccomp_program(role: Literal["candidate", "task", "command"], device: str =
         deny("prctl", (0, WORD, PR_SET_DUMPABLE))
         for command in CANDIDATE_FCNTL:
             deny("fcntl", (1, WORD, command))
+        deny("preadv2", (5, RWF_NOWAIT, RWF_NOWAIT))
+    if candidate and device == "cpu":
+        # The comparison includes FUTEX_PRIVATE_FLAG, which must not be set, and leaves out the flag that
+        # selects a clock.
+        operation = WORD & ~FUTEX_CLOCK_REALTIME
+        for wake in FUTEX_WAKES:
+            deny("futex", (1, operation, wake))
+        # Futures and the initialisation of static variables of libstdc++ wake by the denied operation. They
+        # wait in a loop by this one, which glibc does not use to join threads, so they end, but do not sleep.
+        waits = pyseccomp.Arg(1, pyseccomp.MASKED_EQ, operation, FUTEX_WAIT)
+        program.add_rule(pyseccomp.ERRNO(errno.EAGAIN), "futex", waits)
+        for number in FUTEX_CALLS:
+            program.add_rule(pyseccomp.ERRNO(errno.ENOSYS), number)
     with os.fdopen(os.memfd_create("bpf"), "w+b") as file:
         program.export_bpf(file)
         file.seek(0)

@@ -303,6 +303,47 @@ print(json.dumps([name for name, action in {
 """
 
 
+THREADS = """
+#include <chrono>
+#include <future>
+#include <sys/syscall.h>
+#include <thread>
+#include <unistd.h>
+
+static int slow() {
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  return 1;
+}
+static int once() {
+  static const int value = slow();
+  return value;
+}
+extern "C" int wake(int operation) {
+  int word = 0;
+  return syscall(SYS_futex, &word, operation, 1);
+}
+extern "C" int threads() {
+  int first = 0, second = 0;
+  std::promise<int> promise;
+  std::thread a([&] { first = once(); }), b([&] { second = once(); });
+  std::thread c([&] { promise.set_value(slow()); });
+  const int third = promise.get_future().get();
+  a.join(); b.join(); c.join();
+  return first + second + third;
+}
+"""
+WOKEN = """
+import ctypes, json, struct, sys
+code = bytes.fromhex(sys.stdin.read())
+libc, library = ctypes.CDLL(None), ctypes.CDLL(sys.argv[1])
+program = ctypes.create_string_buffer(code, len(code))
+libc.prctl(38, 1, 0, 0, 0)
+held = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(program))
+assert libc.prctl(22, 2, ctypes.create_string_buffer(held, len(held)), 0, 0) == 0
+print(json.dumps([library.wake(1), library.wake(129), library.threads()]))
+"""
+
+
 @pytest.mark.parametrize("role", ["candidate", "task", "command"])
 def test_no_role_may_do_what_outlives_it_or_is_counted_for_the_whole_account(
     role: str, tmp_path: Path
@@ -316,6 +357,22 @@ def test_no_role_may_do_what_outlives_it_or_is_counted_for_the_whole_account(
         check=True,
     )
     assert json.loads(done.stdout) == ["mode", "file"]
+
+
+def test_only_candidates_on_cpu_are_denied_to_wake_threads_at_a_shared_address(tmp_path: Path) -> None:
+    """Threads that wait for a static variable or a promise, which libstdc++ would wake, go on."""
+    source, library = tmp_path / "threads.cpp", tmp_path / "threads.so"
+    source.write_text(THREADS)
+    subprocess.run(["g++", "-shared", "-fPIC", "-pthread", str(source), "-o", str(library)], check=True)
+    for role, device, expected in (
+        ("candidate", "cpu", [-1, 0, 3]),
+        ("candidate", "cuda", [0, 0, 3]),
+        ("task", "cpu", [0, 0, 3]),
+    ):
+        program = seccomp_filter.seccomp_program(role, device).hex()
+        command = [sys.executable, "-c", WOKEN, str(library)]
+        done = subprocess.run(command, input=program, capture_output=True, text=True, check=True, timeout=60)
+        assert json.loads(done.stdout) == expected, (role, device)
 
 
 def test_a_thread_has_the_descriptors_of_its_process(judge: Judge) -> None:
