@@ -30,7 +30,7 @@ import inline_extension
 import reference
 import torch
 import triton_cache
-from delivery import Call, WrongForm, make_delivery
+from delivery import Call, Check, WrongForm, make_delivery
 from operator_modes import (
     ConstructorMode,
     ForbiddenOperator,
@@ -167,19 +167,6 @@ def play_role(connection: socket.socket, header: RoleHeader, descriptors: list[i
                 connection.send(b"U" + str(error).encode())
 
 
-def orders(connection: socket.socket) -> Iterator[dict[str, Any]]:
-    """Yield the judge's orders for one role, such as `{"op": "warm"}`, as they arrive on `connection`.
-
-    A role is what this process executes, and an order is a message that says what to do next. The iteration
-    ends at the order `leave`, which is not yielded, or when the judge closes the connection.
-    """
-    while data := os.read(connection.fileno(), ORDER_BYTES):
-        order = parse_order(data)
-        if order["op"] == "leave":
-            return
-        yield order
-
-
 @functools.lru_cache(8)
 def parse_order(order: bytes) -> dict[str, Any]:
     """Return an order of the judge parsed from JSON; equal orders are parsed only once.
@@ -189,6 +176,25 @@ def parse_order(order: bytes) -> dict[str, Any]:
     """
     parsed: dict[str, Any] = json.loads(order)
     return parsed
+
+
+def orders(
+    descriptor: int,
+    read: Callable[[int, int], bytes] = os.read,
+    parse: Callable[[bytes], dict[str, Any]] = parse_order,
+) -> Iterator[dict[str, Any]]:
+    """Yield the judge's orders for one role, such as `{"op": "warm"}`, as they arrive on a socket.
+
+    A role is what this process executes, and an order is a message that says what to do next. `descriptor` is
+    that of the socket. The iteration ends at the order `leave`, which is not yielded, or when the judge
+    closes the connection. The functions `read` and `parse` are arguments so that a candidate (an
+    implementation of a PyTorch module, to be judged) cannot replace them by assigning to their names.
+    """
+    while data := read(descriptor, ORDER_BYTES):
+        order = parse(data)
+        if order["op"] == "leave":
+            return
+        yield order
 
 
 def make_references(
@@ -203,7 +209,7 @@ def make_references(
     raised.
     """
     connection.send(b"R")
-    for order in orders(connection):
+    for order in orders(connection.fileno()):
         failure = ""
         if order["op"] == "parameters":
             model.write_parameters(order["seed"])
@@ -233,6 +239,13 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
     Raises WrongForm, ForbiddenOperator or UnknownResult if the candidate breaks a rule, and any other error
     of the loaded code.
     """
+    # What checks the form of outputs is complete before the candidate, which could replace it, is loaded.
+    arguments = [tuple(shared.arguments(i)) for i in range(shared.layout["sets"])]
+    inputs = [tensor for i in range(len(arguments)) for tensor in shared.tensors("inputs", i)]
+    forbidden = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in inputs]
+    check = output_check(shared.zero_outputs(share_elements=True), forbidden)
+    delivery = make_delivery(connection, header, shared)
+    checked_calls, received = delivery.checked_calls, orders(connection.fileno())
     refuse_construction, artefacts = None, None
     if header["role"] == "candidate":
         content = io.BytesIO(os.pread(library, os.fstat(library).st_size, 0))
@@ -261,15 +274,6 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
         if header["role"] == "compile":
             artefacts = inductor.CompileArtefacts(library)
         call = load_baseline(header, shared)
-    arguments = [tuple(shared.arguments(i)) for i in range(shared.layout["sets"])]
-    inputs = [tensor for i in range(len(arguments)) for tensor in shared.tensors("inputs", i)]
-    expected = shared.zero_outputs(share_elements=True)
-    forbidden = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in inputs]
-
-    def check(output: Any) -> list[torch.Tensor]:
-        return check_outputs(output, expected, forbidden)
-
-    delivery = make_delivery(connection, header, shared)
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -277,7 +281,7 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
         refuse_construction()
     with torch.no_grad():
         connection.send(b"R")
-        for order in orders(connection):
+        for order in received:
             delivery.forget_results()
             if order["op"] == "release":
                 torch.cuda.empty_cache()
@@ -288,7 +292,7 @@ def measure(connection: socket.socket, header: RoleHeader, shared: SharedTensors
             elif order["op"] == "time":
                 delivery.calls(call, arguments[: order["sets"]])
             else:
-                delivery.checked_calls(call, arguments[: order["sets"]], check)
+                checked_calls(call, arguments[: order["sets"]], check)
             if shared.device == "cuda":
                 torch.cuda.synchronize()
             connection.send(b"D")
@@ -399,28 +403,44 @@ def load_baseline(header: RoleHeader, shared: SharedTensors) -> Call:
     return torch.compile(module, mode=header["compile_mode"]) if header["role"] == "compile" else module
 
 
-def check_outputs(
-    output: Any, expected: list[torch.Tensor], forbidden: list[tuple[int, int]]
-) -> list[torch.Tensor]:
-    """Return the tensors of a call's output, which may be nested in tuples and lists, in order.
+def output_check(expected: list[torch.Tensor], forbidden: list[tuple[int, int]]) -> Check:
+    """Return the function that checks the form of a call's output.
 
-    Raises WrongForm, with a text such as `wrong_number_of_outputs`, unless all are plain tensors, their
+    The function returns the tensors of an output, which may be nested in tuples and lists, in order. It
+    raises WrongForm, with a text such as `wrong_number_of_outputs`, unless all are plain tensors, their
     number, shapes, dtypes and device are those of `expected`, and their memory overlaps none of the address
     ranges `forbidden`. A range is the first address, and the address after the last.
+
+    All that the function uses is looked up here, before a candidate (an implementation of a PyTorch module,
+    to be judged) is loaded. So the candidate cannot change the check by assigning to names of modules or to
+    attributes of torch's classes; native code could still write to the memory of the function.
     """
-    leaves: list[torch.Tensor] = flatten_outputs(output)
-    if len(leaves) != len(expected):
-        raise WrongForm("wrong_number_of_outputs")
-    for leaf, form in zip(leaves, expected, strict=True):
-        if type(leaf) is not torch.Tensor:
-            raise WrongForm("not_a_plain_tensor")
-        if leaf.shape != form.shape:
-            raise WrongForm(f"wrong_shape:{list(leaf.shape)}_instead_of_{list(form.shape)}")
-        if leaf.dtype != form.dtype:
-            raise WrongForm(f"wrong_dtype:{leaf.dtype}_instead_of_{form.dtype}")
-        if leaf.device.type != form.device.type:
-            raise WrongForm(f"wrong_device:{leaf.device}")
-        start = leaf.untyped_storage().data_ptr()
-        if any(start < high and low < start + leaf.untyped_storage().nbytes() for low, high in forbidden):
-            raise WrongForm("output_aliases_input")
-    return leaves
+    flatten, count, pairs, type_of, error = flatten_outputs, len, zip, type, WrongForm
+    plain, base = torch.Tensor, torch._C.TensorBase
+    storage: Any = torch._C.StorageBase
+    # The attributes of the base class, since a candidate could replace those of torch.Tensor.
+    shape_of, dtype_of, device_of = (getattr(base, name).__get__ for name in ("shape", "dtype", "device"))
+    storage_of, address_of, bytes_of = base.untyped_storage, storage.data_ptr, storage.nbytes
+    forms = [(shape_of(tensor), dtype_of(tensor), device_of(tensor).type) for tensor in expected]
+
+    def check(output: Any) -> list[torch.Tensor]:
+        leaves: list[torch.Tensor] = flatten(output)
+        if count(leaves) != count(forms):
+            raise error("wrong_number_of_outputs")
+        for leaf, (shape, dtype, device) in pairs(leaves, forms, strict=True):
+            if type_of(leaf) is not plain:
+                raise error("not_a_plain_tensor")
+            if shape_of(leaf) != shape:
+                raise error(f"wrong_shape:{[*shape_of(leaf)]}_instead_of_{[*shape]}")
+            if dtype_of(leaf) != dtype:
+                raise error(f"wrong_dtype:{dtype_of(leaf)}_instead_of_{dtype}")
+            if device_of(leaf).type != device:
+                raise error(f"wrong_device:{device_of(leaf)}")
+            memory: Any = storage_of(leaf)
+            start, size = address_of(memory), bytes_of(memory)
+            for low, high in forbidden:
+                if start < high and low < start + size:
+                    raise error("output_aliases_input")
+        return leaves
+
+    return check

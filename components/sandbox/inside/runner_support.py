@@ -6,6 +6,7 @@ A runner is a sandboxed process; several of its roles (what it executes) use the
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,16 +78,25 @@ def restored(value: Any) -> Any:
     return [restored(item) for item in value] if isinstance(value, list) else value
 
 
-def flatten_outputs(value: Any) -> list[Any]:
-    """Return the leaves of an output, which is a tensor or a nested tuple or list of tensors, in order.
+def _bound_flatten_outputs() -> Callable[[Any], list[Any]]:
+    """Return the function `flatten_outputs`, which looks up no name that a candidate could replace later."""
+    is_subclass, type_of, kinds = issubclass, type, (tuple, list)
 
-    Of an object of a subclass of tuple or list, the items that the object holds are returned. The method
-    `__iter__` of the subclass, which could compute items late, is not called.
-    """
-    for kind in (tuple, list):
-        if issubclass(type(value), kind):
-            return [leaf for item in kind.__iter__(value) for leaf in flatten_outputs(item)]
-    return [value]
+    def flatten_outputs(value: Any) -> list[Any]:
+        """Return the leaves of an output, which is a tensor or a nested tuple or list of tensors, in order.
+
+        Of an object of a subclass of tuple or list, the items that the object holds are returned. The method
+        `__iter__` of the subclass, which could compute items late, is not called.
+        """
+        for kind in kinds:
+            if is_subclass(type_of(value), kind):
+                return [leaf for item in kind.__iter__(value) for leaf in flatten_outputs(item)]
+        return [value]
+
+    return flatten_outputs
+
+
+flatten_outputs = _bound_flatten_outputs()
 
 
 def eval_mode(module: torch.nn.Module, device: str) -> torch.nn.Module:
