@@ -19,6 +19,7 @@ from components.judge import (
     staged_inputs,
     task_layout,
     timed_output_check,
+    timed_runner,
 )
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
@@ -76,6 +77,8 @@ def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -
     """A result is memory of its own: no input's, and no page of it twice."""
     monkeypatch.setattr(measurement, "POSSIBLE", 0.0)  # a result that is an input takes no time
     monkeypatch.setattr(Runner, "is_private_memory", lambda self, address, size: True)
+    assert verdict(cold_judge, "mapped_twice").reason == "output_not_written"
+    monkeypatch.setattr(Runner, "is_written", lambda self, address, size: True)
     assert verdict(cold_judge, "mapped_twice").status == "correct"
     assert verdict(cold_judge, "mapped_input").status == "wrong_output"
     monkeypatch.setattr(shared_memory, "corrupted_pages", lambda memory: contextlib.nullcontext())
@@ -89,6 +92,32 @@ def test_results_not_overwritten(cold_judge: Judge, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(measurement, "POSSIBLE", 0.0)  # a result that is not written takes no time
     monkeypatch.setattr(Runner, "write_memory", lambda self, addresses, sources, sizes: None)
     assert verdict(cold_judge, "written_once").status == "correct"
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "known"),
+    [("minus_one", "LOUD_BYTES", 0xFF), ("constant_bools", "BOOLEANS", 1)],
+)
+def test_results_overwritten_with_what_is_known(
+    name: str, place: str, known: int, cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "POSSIBLE", 0.0)
+    monkeypatch.setattr(timed_runner, place, (known,))
+    assert verdict(cold_judge, name).status == "correct"
+
+
+def test_pages_not_looked_at(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "POSSIBLE", 0.0)
+    monkeypatch.setattr(Runner, "is_written", lambda self, address, size: True)
+    assert verdict(cold_judge, "dropped_pages").status == "correct"
+
+
+def test_pages_may_be_moved(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement, "POSSIBLE", 0.0)
+    denied = [name for name in seccomp_filter.DENIED_TO_CPU_CANDIDATES if name != "mremap"]
+    monkeypatch.setattr(seccomp_filter, "DENIED_TO_CPU_CANDIDATES", denied)
+    monkeypatch.setattr(seccomp_filter, "seccomp_program", seccomp_filter.seccomp_program.__wrapped__)
+    assert verdict(cold_judge, "moved_pages").status == "correct"
 
 
 def test_one_family_of_inputs(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +271,7 @@ def mutated(
     [
         # torch's kernels replaced
         ("runner.py", "block_operators(shared.device)", "None", "torch_when_unwatched"),
-        ("runner.py", "if type(leaf) is not torch.Tensor:", "if False:", "tensor_subclass"),
+        ("runner.py", "if type_of(leaf) is not plain:", "if False:", "tensor_subclass"),
         (
             "reference.py",
             "if seed is None or value.dtype == torch.bool:",
