@@ -155,8 +155,12 @@ SOURCE = re.compile(
 )
 # Pattern of a line of the constructor that creates a parameter or a norm.
 PARAMETER = re.compile(
-    r" {8}self\.(?:(scale|shift) = nn\.Parameter\(.*\)"
+    r" {8}self\.(?:(scale|shift) = nn\.Parameter\(torch\.randn\(\(?(?:1, )?(?P<cols>\d+),?\)?\)\)"
     r"|(layer_norm) = nn\.LayerNorm\(\d+\)|(rms_norm) = nn\.RMSNorm\(\d+, eps=1e-5\))"
+)
+# Pattern of the input of a chain, or of several inputs that are equal.
+CHAIN_INPUTS = re.compile(
+    r"(?:t\.\w+\(\) if .+ for t in \[)?(torch\.randn\(\w+, (\w+)\)(?:\.\w+\(\))?)(?:, \1)*\]?"
 )
 # Pattern of a source that names a dtype.
 NAMES_DTYPE = re.compile(r"\b(half|b?float16|float64|double|dtype)\b")
@@ -200,10 +204,12 @@ def read_chain(code: str) -> OperatorChain | None:
 
     A chain is the sequence of operators in `forward`, one in each line. The source may be cast to half
     precision by `in_dtype`. A source in which a line of `forward` is not that of a core operator, for which
-    kernels can be written by rules, has no chain either.
+    kernels can be written by rules, has no chain either. The same is so if an input or a parameter would have
+    to be broadcast, or if an operator after a reduction is not elementwise.
     """
     source = SOURCE.fullmatch(code)
-    if source is None:
+    inputs = CHAIN_INPUTS.fullmatch(source["inputs"]) if source else None
+    if source is None or inputs is None:
         return None
     steps = [_read_step(line) for line in source["lines"].splitlines()]
     dtype = dtype_of(source["init"])
@@ -211,7 +217,15 @@ def read_chain(code: str) -> OperatorChain | None:
     parameters = [PARAMETER.fullmatch(line) for line in init]
     if None in steps or None in parameters or (dtype not in CASTS and NAMES_DTYPE.search(code)):
         return None
-    names = [match[match.lastindex or 0] for match in parameters if match is not None]
+    made = [match for match in parameters if match is not None]
+    kinds = [BY_NAME[step.name].kind for step in steps if step is not None]
+    after = kinds[kinds.index("reduction") + 1 :] if "reduction" in kinds else []
+    sizes = {match["cols"] for match in made if match["cols"]}
+    if set(after) - {"elementwise"} or (inputs[2].isdigit() and sizes - {inputs[2]}):
+        return None
+    if dtype in CASTS and f".{CASTS[dtype]}()" not in source["inputs"]:
+        return None
+    names = [match[1] or match[3] or match[4] for match in made]
     tensors = [name for name in names if name not in MODULE_TENSORS]
     tensors += [tensor for name in names for tensor in MODULE_TENSORS.get(name, ())]
     return OperatorChain(

@@ -49,6 +49,32 @@ def test_a_chain_is_recognised_in_a_persons_own_words() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("line", "inputs"),
+    [
+        ("F.relu(x) + y", "torch.randn(256, 512), torch.randn(512)"),
+        ("F.relu(x) + y", "torch.randn(1, 512), torch.randn(256, 512)"),
+        ("F.relu(x) * self.w", "torch.randn(256, 1), torch.randn(256, 1)"),
+        ("torch.sum(x, dim=1, keepdim=True) * self.w", "torch.randn(256, 512), torch.randn(256, 512)"),
+        ("torch.softmax(x, dim=0)", "torch.randn(512), torch.randn(512)"),
+        ("F.relu(x)", "torch.randint(0, 5, (256, 512)), torch.randn(256, 512)"),
+    ],
+    ids=["smaller", "larger", "larger_parameter", "after_a_reduction", "vector", "integers"],
+)
+def test_what_would_have_to_be_broadcast_is_no_chain(line: str, inputs: str) -> None:
+    init = "def __init__(self):\n        super().__init__()\n        self.w = nn.Parameter(torch.ones(512))"
+    if "self.w" not in line:
+        init = init.rpartition("\n")[0]
+    code = (
+        f"class Model(nn.Module):\n    {init}\n\n    def forward(self, x, y):\n        return {line}\n\n"
+        f"def get_inputs():\n    return [{inputs}]\n"
+    )
+    assert canonicalize(code) is None
+    usual = "torch.randn(256, 512)"
+    if "sum" not in line and "dim=0" not in line:
+        assert canonicalize(code.replace(inputs, f"{usual}, {usual}")) is not None
+
+
 def test_a_sum_in_parentheses_before_a_product_is_recognised() -> None:
     mine = f"class Model(nn.Module):\n    def forward(self, x):\n        return (x + 1) * 2\n{INPUTS}"
     form = canonicalize(mine)
