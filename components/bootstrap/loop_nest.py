@@ -178,17 +178,27 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[index + 1 :]) for index in range(len(shape)))
 
 
+def fits(shape: Shape, following: Shape) -> bool:
+    """Return whether a tensor of the shape `shape` can be broadcast to the shape `following`."""
+    pairs = zip(reversed(shape), reversed(following), strict=False)
+    return len(shape) <= len(following) and all(one in (1, size) for one, size in pairs)
+
+
 def broadcast(shape: Shape, stride: int, following: Shape) -> int:
     """Return the stride of an axis in an operand that is broadcast to the shape `following` of a tensor.
 
-    `stride` is the stride of the axis in this tensor. The tensor and the operand are contiguous, and strides
-    are in elements. `shape` is the shape of the operand; its dimensions with more than one element must be
-    neighbours. The result is 0 if the operand has the same elements at all indices of the axis.
+    `stride` is the stride of the axis in this tensor; the axis stays within one dimension. The tensor and the
+    operand are contiguous, and strides are in elements. `shape` is the shape of the operand. The result is 0
+    if the operand has the same elements at all indices of the axis. Raises ValueError if the operand cannot
+    be broadcast to the tensor.
     """
+    if not fits(shape, following):
+        raise ValueError(f"an operand of the shape {shape} for a tensor of the shape {following}")
     padded = (1,) * (len(following) - len(shape)) + shape
-    last = max((index for index, size in enumerate(padded) if size > 1), default=len(padded) - 1)
-    inner = prod(following[last + 1 :])
-    return 0 if not stride or stride % (inner * prod(shape)) == 0 else stride // inner
+    for size, step, own in zip(padded, strides_of(following), strides_of(padded), strict=True):
+        if 0 < step <= stride:
+            return 0 if size == 1 else stride // step * own
+    return 0
 
 
 def attach(nest: Nest, line: Line, *, tensor: str, following: Shape) -> Nest:
@@ -214,15 +224,11 @@ def attach(nest: Nest, line: Line, *, tensor: str, following: Shape) -> Nest:
     return replace(nest, axes=axes, after=nest.after + text)
 
 
-def over_dims(
-    shape: Shape, dims: Iterable[int], code: Code, *, keepdim: bool = False, lines: Sequence[Line] = ()
-) -> Nest:
+def over_dims(shape: Shape, dims: Iterable[int], code: Code, *, keepdim: bool = False) -> Nest:
     """Return a loop nest in which `code` reduces the dimensions `dims` of a contiguous tensor.
 
     `shape` is the shape of the tensor. If the code has a result for each group, the output does not have
     these dimensions, or has them with size 1 if `keepdim` is true; otherwise it has the shape of the input.
-    `lines` are C++ lines. If the code has a result, they change each element of the input after it is read,
-    and otherwise each element of the output before it is written.
     """
     reduced = {dim % len(shape) for dim in dims}
     kept = tuple(1 if index in reduced else size for index, size in enumerate(shape))
@@ -238,15 +244,7 @@ def over_dims(
     )
     if code.result and not keepdim:
         kept = tuple(size for index, size in enumerate(shape) if index not in reduced)
-    nest = Nest(axes, code, kept if code.result else shape)
-    for line in lines:
-        nest = attach(nest, line, tensor="a" if code.result else "o", following=shape)
-    return nest
-
-
-def elementwise_nest(shape: Shape) -> Nest:
-    """Return a loop nest that copies a contiguous tensor, to which C++ lines can be attached."""
-    return over_dims(shape, (), Code())
+    return Nest(axes, code, kept if code.result else shape)
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,7 @@ from typing import Literal, get_args, get_type_hints
 
 from components.bootstrap.kernel_writer import block_functions, indent
 from components.bootstrap.library_calls import declarations, library_call
-from components.bootstrap.loop_nest import (
-    Axis,
-    Line,
-    Nest,
-    attach,
-    elementwise_nest,
-    merge,
-)
+from components.bootstrap.loop_nest import Axis, Code, Line, Nest, attach, merge, over_dims
 from components.bootstrap.nest_group import Group, for_axis, is_lane, position, tile_count, tiles_of
 from components.bootstrap.nest_layout import with_near_columns, without_windows
 from components.bootstrap.operator_code import replace_functions
@@ -95,15 +88,17 @@ def fuse(program: Program, fusion: str, *, library: bool = False) -> list[Nest]:
     """Return the loop nests of a program, with its elementwise operators as lines of nests.
 
     If `fusion` is `all`, an elementwise operator is computed by the nest before it. Elementwise operators
-    before the first nest are computed by this nest if it reads each element of its input once, and otherwise
-    by one nest of their own. If `fusion` is `none`, each elementwise operator has a nest of its own. If
-    `library` is true, elementwise operators after a nest that a library computes never belong to this nest.
+    before the first nest are computed by this nest if it reads each element of its input once and does not
+    change the shape for their operands, and otherwise by one nest of their own. If `fusion` is `none`, each
+    elementwise operator has a nest of its own. If `library` is true, elementwise operators after a nest that
+    a library computes never belong to this nest.
     """
     nests: list[Nest] = []
     pending: tuple[Line, ...] = ()
     for part in program.parts:
         if isinstance(part, Nest):
-            if pending and part.reads_once and not part.is_name:
+            reshapes = part.is_elementwise and any(line.operand for line in pending)
+            if pending and part.reads_once and not part.is_name and not reshapes:
                 nests.pop()
                 for line in pending:
                     part = attach(part, line, tensor="a", following=program.shape)
@@ -111,7 +106,7 @@ def fuse(program: Program, fusion: str, *, library: bool = False) -> list[Nest]:
             pending = ()
         else:
             if not nests or fusion == "none" or nests[-1].is_name or (library and nests[-1].has_library):
-                nests.append(elementwise_nest(nests[-1].shape if nests else program.shape))
+                nests.append(over_dims(nests[-1].shape if nests else program.shape, (), Code()))
             nests[-1] = attach(nests[-1], part, tensor="o", following=nests[-1].shape)
             if fusion == "all" and len(nests) == 1 and nests[0].is_elementwise:
                 pending = (*pending, part)

@@ -26,6 +26,9 @@ POSITIONAL = {
     "unsqueeze": ("dim",),
     "flatten": ("start_dim",),
 }
+# Numbers of the arguments after the tensors that may be given by position, by function, if torch has others
+# there than the lines name, such as p in F.normalize(x, p, dim).
+BY_POSITION = {"var": 1, "std": 1, "normalize": 0, "huber_loss": 0, "kl_div": 0}
 # Functions with another name that compute the same.
 SAME = {"bmm": "matmul"}
 # Values of arguments that people leave out, or write although it is the default, as source texts.
@@ -236,7 +239,7 @@ class Speller(ast.NodeTransformer):
         if value is not None and is_value(value):
             return copy.deepcopy(value)
         if node.attr == "T":
-            return ast.parse(f"{ast.unparse(node.value)}.transpose(-2, -1)", mode="eval").body
+            return ast.parse(f"{ast.unparse(node.value)}.transpose(0, 1)", mode="eval").body
         if node.attr == "values":
             return ast.Subscript(node.value, ast.Constant(0))
         if ast.unparse(node) == "math.pi":
@@ -301,16 +304,18 @@ class Speller(ast.NodeTransformer):
         """
         if name == "identity" or (name in COPIES and len(arguments) == 1):
             return arguments[0]
-        if name in ("min", "max") and len(arguments) == 2 and not is_number(arguments[1]):
+        if name in ("min", "max") and len(arguments) == 2 and not keywords and not is_number(arguments[1]):
             match arguments[1]:
                 case ast.Call(func=ast.Attribute(attr="tensor"), args=[bound]):
                     side = "max" if name == "min" else "min"
                     return self._call("clamp", arguments[:1], [ast.keyword(side, bound)])
             return self._call(f"{name}imum", arguments, keywords)
-        if name in ("mul", "multiply") and len(arguments) == 2:
+        if name in ("mul", "multiply") and len(arguments) == 2 and not keywords:
             return self.visit_BinOp(ast.BinOp(arguments[0], ast.Mult(), arguments[1]))
-        if name == "einsum" and re.fullmatch(r"'(\w+)(\w), ?\2(\w) ?-> ?\1\3'", ast.unparse(arguments[0])):
-            return self._call("matmul", arguments[1:], [])
+        if name == "einsum":
+            letters = re.fullmatch(r"'(\w+)(\w), ?\2(\w) ?-> ?\1\3'", ast.unparse(arguments[0]))
+            if letters and len({*"".join(letters.groups())}) == len("".join(letters.groups())):
+                return self._call("matmul", arguments[1:], [])
         return self._call(name, arguments, keywords)
 
     def function_of(self, made: ast.expr) -> str:
@@ -333,7 +338,7 @@ class Speller(ast.NodeTransformer):
         placed = POSITIONAL.get(name, ())
         named = [keyword.arg or "" for keyword in line.keywords]
         tensors = max(1, len(line.args) - len(placed))
-        if len(arguments) - tensors > len(placed) + len(named):
+        if len(arguments) - tensors > BY_POSITION.get(name, len(placed) + len(named)):
             return None
         values = dict(zip((*placed, *named), arguments[tensors:], strict=False))
         values |= {keyword.arg or "": keyword.value for keyword in keywords}

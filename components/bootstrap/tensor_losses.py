@@ -24,23 +24,34 @@ def _loss(code: Code, *, elements: bool = True) -> Callable[..., Parts]:
 
     def build(shape: Shape, inputs: dict[str, Shape], name: str, **numbers: Any) -> Parts:
         rows, total = shape[0], prod(shape) if elements else shape[0]
-        (nest,) = reduction_of(code)(
-            shape,
-            {key: of if len(of) > 1 or elements else (*of, 1) for key, of in inputs.items()},
-            name,
-            dim=tuple(range(1, len(shape))),
-            **numbers,
-        )
+        (nest,) = reduction_of(code)(shape, inputs, name, dim=tuple(range(1, len(shape))), **numbers)
         mean = Code((sum_of("total", "v"),), f"total / {total}.0f")
         return [nest, over_dims((rows,), (0,), mean)]
 
     return build
 
 
+def _cross_entropy(shape: Shape, inputs: dict[str, Shape], name: str) -> Parts:
+    """Return the loop nests of the cross entropy of the rows of x, with the class of each row in y."""
+    if inputs["y"] != shape[:1]:
+        raise ValueError(f"classes of the shape {inputs['y']}")
+    return _loss(_CROSS_ENTROPY, elements=False)(shape, {"y": (*inputs["y"], 1)}, name)
+
+
 def _elements(term: str) -> Code:
     return Code((sum_of("total", term),), "total")
 
 
+_CROSS_ENTROPY = Code(
+    (
+        TOP,
+        Loop(
+            (("sum", "total", "vexp(v - top)"), ("sum", "chosen", "<axis> == y@ ? v : 0")),
+            (("level", "std::log(total)"),),
+        ),
+    ),
+    "top - chosen + level",
+)
 _D = "(v - y@)"
 _ANY_RANK = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "hinge_loss")
 LOSSES: dict[str, TensorOperator] = {
@@ -86,22 +97,6 @@ LOSSES: dict[str, TensorOperator] = {
             further_inputs("y"),
         ),
         (
-            "cross_entropy",
-            "F.cross_entropy(x, y)",
-            Code(
-                (
-                    TOP,
-                    Loop(
-                        (("sum", "total", "vexp(v - top)"), ("sum", "chosen", "<axis> == y@ ? v : 0")),
-                        (("level", "std::log(total)"),),
-                    ),
-                ),
-                "top - chosen + level",
-            ),
-            False,
-            lambda rng, shape: {"inputs": {"y": shape[:1]}, "classes": shape[1]},
-        ),
-        (
             "triplet_margin_loss",
             "F.triplet_margin_loss(x, y, z, margin={margin})",
             Code(
@@ -120,3 +115,10 @@ LOSSES: dict[str, TensorOperator] = {
         ),
     )
 }
+LOSSES["cross_entropy"] = TensorOperator(
+    "F.cross_entropy(x, y)",
+    _cross_entropy,
+    lambda rng, shape: {"inputs": {"y": shape[:1]}, "classes": shape[1]},
+    ranks=(2,),
+    types=("int64_t",),
+)

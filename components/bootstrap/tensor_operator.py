@@ -34,7 +34,7 @@ class TensorOperator:
     (loop_nest.py), and C++ lines for elementwise operators. `draw` is called with a random generator and the
     shape of x. It returns arguments by name, of which `inputs` has the shapes of further inputs, or None if
     the operator does not fit the shape. If `draw` is None, no task is composed with the operator. `ranks` are
-    the ranks of x for which arguments can be drawn.
+    the ranks of x that `build` supports, and `types` the C++ types of further inputs that it does.
     """
 
     line: str
@@ -43,13 +43,16 @@ class TensorOperator:
     init: str = ""
     # Endings of the names of the entries of the state dict, in their order.
     state: tuple[str, ...] = ()
-    # Ranks of x for which arguments can be drawn.
+    # Ranks of x, and C++ types of further inputs, that `build` supports.
     ranks: tuple[int, ...] = (2, 3, 4, 5)
+    types: tuple[str, ...] = ("float",)
 
 
-# Endings of the state of a module with a weight and a bias, and the ranks of elementwise operators.
+# Endings of the state of a module with a weight and a bias, the ranks of elementwise operators, and the types
+# of inputs.
 AFFINE = ("_weight", "_bias")
 ALL_RANKS = (1, 2, 3, 4, 5)
+ALL_TYPES = ("float", "int64_t", "bool")
 
 
 def constants_of(**palettes: Sequence[str]) -> Drawn:

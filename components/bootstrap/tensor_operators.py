@@ -15,15 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from components.bootstrap.loop_nest import Code, Line, Nest, Shape, over_dims
+from components.bootstrap.loop_nest import Code, Line, Nest, Shape, fits, over_dims
 from components.bootstrap.operator_chain import CORE_OPERATORS, PALETTE, SLOPES, SOURCE
 from components.bootstrap.operator_code import ELEMENTWISE
 from components.bootstrap.source_names import plain_layout
+from components.bootstrap.source_parts import UNREADABLE
 from components.bootstrap.spelling import spellings
 from components.bootstrap.tensor_losses import LOSSES
 from components.bootstrap.tensor_norms import NORMS
 from components.bootstrap.tensor_operator import (
     ALL_RANKS,
+    ALL_TYPES,
     Arguments,
     Parts,
     TensorOperator,
@@ -138,7 +140,7 @@ LINES |= {
     )
 }
 LINES |= {
-    name: TensorOperator(f"x {sign} y", _line(code, "y"), same_shape, ranks=ALL_RANKS)
+    name: TensorOperator(f"x {sign} y", _line(code, "y"), same_shape, ranks=ALL_RANKS, types=ALL_TYPES)
     for name, sign, code in (
         ("add_input", "+", "v = v + y@;"),
         ("mul_input", "*", "v = v * y@;"),
@@ -201,7 +203,8 @@ def _pattern(template: str) -> re.Pattern[str]:
     """Return the pattern of a line or a statement, with a named group for each field `{NAME}` of `template`.
 
     The field `{self}` matches an attribute such as `self.scale`, and any other field a number, a tuple or
-    list of numbers, or a truth value. A field that occurs again matches only the same text.
+    list of numbers, or a truth value. A field that occurs again matches only the same text. The first two
+    dimensions may be exchanged instead of the last two, which is the same for matrices.
     """
     seen: set[str] = set()
 
@@ -212,7 +215,8 @@ def _pattern(template: str) -> re.Pattern[str]:
         seen.add(name)
         return rf"(?P<{name}>self[.]\w+)" if name == "self" else rf"(?P<{name}>{LITERAL})"
 
-    return re.compile(re.sub(r"\\\{(\w+)\\\}", group, re.escape(template)))
+    pattern = re.sub(r"\\\{(\w+)\\\}", group, re.escape(template))
+    return re.compile(pattern.replace(re.escape("(-2, -1)"), r"\((?:-2, -1|0, 1)\)"))
 
 
 PATTERNS = {name: (_pattern(row.line), _pattern(row.init)) for name, row in OPERATORS.items()}
@@ -230,12 +234,13 @@ def read_program(code: str) -> Program | None:
 
     The layout is TASK_LAYOUT, which has one operator in each line of forward (`plain_layout`). The program
     has the loop nests and C++ lines that compute the task. Returns None also if a line of forward is not that
-    of a tensor operator, or if an input is not created by torch.rand, torch.randn or torch.randint.
+    of a tensor operator, if an input is not created by torch.rand, torch.randn or torch.randint, or if the
+    kernel would be wrong for the shapes or the types of the inputs.
     """
     try:
         return _read(code)
-    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError):
-        return None  # arguments that torch refuses too
+    except UNREADABLE:
+        return None
 
 
 def _read(code: str) -> Program | None:
@@ -244,17 +249,20 @@ def _read(code: str) -> Program | None:
         return None
     names = source["arguments"].split(", ")
     texts = [INPUT.fullmatch(text) for text in re.split(r", (?=torch\.)", source["inputs"])]
-    created = dict(line.strip().split(" = ", 1) for line in source["init"].splitlines() if " = " in line)
-    if None in texts or len(texts) != len(names):
+    made = [re.fullmatch(r" {8}(self\.\w+) = (.+)|\s*", line) for line in source["init"].splitlines()]
+    if None in (*texts, *made) or len(texts) != len(names):
         return None
+    created = {match[1]: match[2] for match in made if match is not None and match[1]}
     found = [match for match in texts if match is not None]
     shapes = {name: ast.literal_eval(f"({match[2]},)") for name, match in zip(names, found, strict=True)}
     types = {
         name: "bool" if match[3] else "int64_t"
         for name, match in zip(names, found, strict=True)
-        if match[1].startswith("randint")
+        if match[3] or match[1].startswith("randint")
     }
     shape, state = shapes["x"], {}
+    if "x" in types:
+        return None
     parts: list[Nest | Line] = []
     for line in source["lines"].splitlines():
         step = _read_operator(line.strip().removeprefix("x = "), created)
@@ -262,16 +270,23 @@ def _read(code: str) -> Program | None:
             return None
         operator, attribute, arguments = step
         name = attribute.removeprefix("self.")
+        # What follows would read the integers of an argmax as floats.
+        if len(shape) not in operator.ranks or "out" in types:
+            return None
+        sizes = {**shapes, "x": shape, attribute: arguments.get("size", ())}
+        if any(len(sizes[key]) != 2 for key in re.findall(r"([\w.]+)\.transpose\(0, 1\)", line)):
+            return None
         new = operator.build(shape, {key: of for key, of in shapes.items() if key != "x"}, name, **arguments)
         state[attribute] = [
             f"{name}{end}" for end in operator.state if end != "_bias" or arguments.get("bias", True)
         ]
-        if len(shape) not in operator.ranks:
-            return None
         parts += new
         for part in new:
-            if not _keeps(part, shape):
+            operands = part.operands if isinstance(part, Nest) else (part.operand,)
+            if any(types.get(key, "float") not in operator.types for key in operands):
                 return None
+            if isinstance(part, Line) and not fits(part.shape, shape):
+                return None  # the operand would enlarge the result
             if isinstance(part, Nest):
                 shape = part.shape
                 shapes |= {part.target: shape} if part.target else {}
@@ -283,13 +298,6 @@ def _read(code: str) -> Program | None:
     unused = {key: [key.removeprefix("self.")] for key in direct if created[key].startswith("nn.Parameter")}
     tensors = (*names, *(entry for key in direct for entry in (unused | state)[key]), "out")
     return Program(tuple(parts), shapes["x"], tensors, types)
-
-
-def _keeps(part: Nest | Line, shape: Shape) -> bool:
-    """Return whether a line keeps the shape of the tensor that it changes, which its operand may enlarge."""
-    of = part.shape if isinstance(part, Line) else ()
-    pairs = zip(reversed(of), reversed(shape), strict=False)
-    return len(of) <= len(shape) and all(one in (1, size) for one, size in pairs)
 
 
 def uses_operator(code: str, name: str) -> bool:

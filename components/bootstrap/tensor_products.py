@@ -40,14 +40,17 @@ def _matrices(
 
     `shape` and `right` are the shapes of `a` and of the operand in memory, and `transposed` says of each
     whether its last two dimensions are exchanged before the product. An operand of rank 2 is the same for all
-    matrices of `a`. `windows` restrict the sums to a part of the matrices, such as a triangle.
+    matrices of `a`. `windows` restrict the sums to a part of the matrices, such as a triangle. Raises
+    ValueError if a tensor is a vector, or if their sizes are not equal and one would have to be broadcast.
     """
     (m, k), (step_i, step_k) = shape[-2:], (shape[-1], 1)
     if transposed[0]:
         (m, k), (step_i, step_k) = (k, m), (step_k, step_i)
-    n, step_n, along = right[-1], 1, right[-1]
+    (height, n), step_n, along = right[-2:], 1, right[-1]
     if transposed[1]:
-        n, step_n, along = right[-2], right[-1], 1
+        height, n, step_n, along = n, height, right[-1], 1
+    if height != k or right[:-2] not in ((), shape[:-2]):
+        raise ValueError(f"a product of tensors of the shapes {shape} and {right}")
     out = (*shape[:-2], m, n)
     batch, batch_out = strides_of(shape), strides_of(out)
     batch_right = strides_of(right)[:-2] or (0,) * len(shape[:-2])
@@ -124,9 +127,12 @@ def _square(rng: random.Random, shape: Shape) -> Arguments | None:
 def _diagonal(shape: Shape, inputs: dict[str, Shape], name: str) -> Parts:
     """Return the loop nest of the product of a diagonal matrix, whose diagonal is x, and the matrix y.
 
-    `inputs` has the shape of y. `shape` and `name` are not used.
+    `shape` is the shape of x, and `inputs` has that of y. `name` is not used. Raises ValueError if y does not
+    have as many rows as x has elements.
     """
     rows, cols = inputs["y"]
+    if shape != (rows,):
+        raise ValueError(f"a diagonal of {shape} for {rows} rows")
     axes = (
         Axis("i", rows, False, {"a": 1, "o": cols, "y": cols}),
         Axis("j", cols, False, {"o": 1, "y": 1}),

@@ -13,6 +13,7 @@ from typing import Any
 from components.bootstrap.loop_nest import Code, Line, Loop, Nest, Shape, attach, over_dims
 from components.bootstrap.tensor_operator import (
     ALL_RANKS,
+    ALL_TYPES,
     Arguments,
     Parts,
     TensorOperator,
@@ -60,7 +61,8 @@ def reduction_of(code: Code) -> Callable[..., Parts]:
     if that is None, form a group, on which `code` computes. If `code` returns one value for each group and
     `keepdim` is true, the output has these dimensions with size 1. A further input that the code reads has
     the shape of x or is broadcast to it. In the code, `<NAME>` is replaced by the argument NAME, and `<axis>`
-    by the index in the first of the dimensions.
+    by the index in the first of the dimensions. The function raises ValueError if `dim` is empty or a truth
+    value, which torch takes as something else.
     """
 
     def build(
@@ -71,8 +73,10 @@ def reduction_of(code: Code) -> Callable[..., Parts]:
         keepdim: bool = False,
         **numbers: Any,
     ) -> Parts:
-        dims = range(len(shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
-        axis = f"d{next(iter(dims)) % len(shape)}"
+        dims = (*range(len(shape)),) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+        if not dims or isinstance(dim, bool):
+            raise ValueError(f"the dimensions {dim}")
+        axis = f"d{dims[0] % len(shape)}"
         filled = fill_code(code, axis=axis, **{key: f"{float(value)!r}f" for key, value in numbers.items()})
         nest = over_dims(shape, dims, filled, keepdim=keepdim)
         operands = [key for key in inputs if f"{key}@" in str(filled)]
@@ -291,6 +295,8 @@ ALONG: dict[str, TensorOperator] = {
         ),
     )
 }
+
+ALONG["cumsum_masked"] = replace(ALONG["cumsum_masked"], types=ALL_TYPES)
 
 
 def _reshaped(new_shape: Callable[[Shape, int], Shape]) -> Callable[..., Parts]:

@@ -59,6 +59,15 @@ OTHERS = (
     ('F.kl_div(torch.log(x), y, reduction="batchmean")', "", "torch.rand(30, 50), torch.rand(30, 50)"),
     ("torch.cumsum(x * y, dim=1)", "", "torch.randn(9, 70), torch.randint(0, 2, (9, 70)).bool()"),
     ("torch.mean(torch.clamp(1.0 - x * y, min=0.0))", "", "torch.randn(30, 50), torch.randn(50)"),
+    ("x + y", "", "torch.randn(3, 9, 20), torch.randn(3, 1, 20)"),
+    ("x * y", "", "torch.randn(9, 70), torch.randn(9, 70).bool()"),
+    ("x - y", "", "torch.randn(9, 70), torch.randint(0, 5, (9, 1))"),
+    ("F.mse_loss(x, y)", "", "torch.randn(3, 9, 20), torch.randn(3, 1, 20)"),
+    ('F.kl_div(x, y, reduction="batchmean", log_target=True)', "", "torch.randn(33, 33), torch.randn(33)"),
+    ("F.cosine_similarity(x, y, dim=2)", "", "torch.randn(3, 9, 20), torch.randn(9, 1)"),
+    ("(x * self.w).flatten(1)", "self.w = nn.Parameter(torch.randn(20))", "torch.randn(3, 9, 20)"),
+    ("x @ self.w.T", "self.w = nn.Parameter(torch.randn(11, 50))", "torch.randn(4, 30, 50)"),
+    ("x.T @ y", "", "torch.randn(50, 30), torch.randn(50, 11)"),
     (
         "self.conv(x)",
         "self.conv = nn.ConvTranspose2d(8, 12, (3, 5), stride=(2, 3), padding=(1, 2), dilation=(2, 1), "

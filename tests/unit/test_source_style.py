@@ -142,7 +142,7 @@ def task(lines: str, init: str = "") -> str:
         ("torch.sum(x, 1)", "torch.sum(x, dim=1, keepdim=False)"),
         ("x.mean(dim=(2, 3), keepdim=True)", "torch.mean(x, dim=(2, 3), keepdim=True)"),
         ("torch.max(x, dim=1).values", "torch.max(x, dim=1, keepdim=False)[0]"),
-        ("torch.matmul(x.T, y)", "torch.matmul(x.transpose(-2, -1), y)"),
+        ("torch.matmul(x.T, y)", "torch.matmul(x.transpose(0, 1), y)"),
         ("torch.bmm(x, y)", "torch.matmul(x, y)"),
         ("x * torch.sigmoid(x)", "F.silu(x)"),
         ("F.max_pool2d(x, 2)", "F.max_pool2d(x, kernel_size=2, stride=2, padding=0, dilation=1)"),
