@@ -22,6 +22,7 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from components.cli.progress_view import ProgressView
     from components.core.config import Resolved
@@ -238,29 +239,26 @@ def judge_session(
 def stderr_console() -> Console:
     from rich.console import Console
 
+    # Text from elsewhere may have square brackets and colons, which rich would take for tags and emoji.
     # Without a terminal, rich would assume 80 columns and wrap the text in wide tables.
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 200)
+    return Console(stderr=True, markup=False, emoji=False, width=None if sys.stderr.isatty() else 200)
 
 
 def print_line(text: object, style: str = "") -> None:
-    """Print text on standard error, without line wrapping and without interpreting markup in it."""
-    stderr_console().print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+    """Print text on standard error, without line wrapping."""
+    stderr_console().print(text, style=style, highlight=False, soft_wrap=True)
 
 
 def print_table(
     columns: Sequence[str],
-    rows: Sequence[Iterable[str]],
+    rows: Sequence[Iterable[str | Text]],
     *,
     empty: str = "",
     show_header: bool = True,
-    markup: bool = True,
 ) -> None:
-    """Print a table on standard error, or the text `empty` if it is given and there are no rows.
-
-    With `markup`, tags of rich such as [bold] in the cells are interpreted.
-    """
+    """Print a table on standard error, or the text `empty` if it is given and there are no rows."""
     from components.cli.progress_view import plain_table
 
     stderr_console().print(
-        empty if empty and not rows else plain_table(columns, rows, show_header=show_header), markup=markup
+        empty if empty and not rows else plain_table(columns, rows, show_header=show_header)
     )

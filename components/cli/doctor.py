@@ -29,6 +29,8 @@ from components.cli.common import (
 from components.core.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from components.core.config import Resolved
     from components.core.params import Params
 
@@ -83,10 +85,12 @@ def doctor(options: CommonOptions) -> Output:
     )
 
 
-def _mark(finding: Finding) -> str:
+def _mark(finding: Finding) -> Text:
+    from rich.text import Text
+
     if finding.here:
-        return "[green]ok[/green]"
-    return "[red]missing[/red]" if finding.needed else "[yellow]absent[/yellow]"
+        return Text("ok", "green")
+    return Text("missing", "red") if finding.needed else Text("absent", "yellow")
 
 
 def examine(resolved: Resolved) -> list[Finding]:

@@ -54,7 +54,7 @@ def params(
         atomic_write(write, yaml.safe_dump(plain, sort_keys=False))
     if not options.as_json:
         table = [(key, json.dumps(row["value"]), row["meaning"], row["source"]) for key, row in rows.items()]
-        print_table(("parameter", "value", "meaning", "source"), table, markup=False)
+        print_table(("parameter", "value", "meaning", "source"), table)
     return Output({"profile": resolved.profile, "params": rows})
 
 

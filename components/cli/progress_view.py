@@ -12,6 +12,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from components.core.progress import LineProgress
 from components.core.text import FIGURES, before_name, duration, figures_row, figures_text, format_number
@@ -48,7 +49,7 @@ class ProgressView(LineProgress):
             super().print_progress(stage, is_new=is_new)
 
     def note(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     def render(self) -> Table:
         return plain_table(
@@ -65,7 +66,9 @@ class ProgressView(LineProgress):
         )
 
 
-def plain_table(columns: Iterable[str], rows: Iterable[Iterable[str]], *, show_header: bool = True) -> Table:
+def plain_table(
+    columns: Iterable[str], rows: Iterable[Iterable[str | Text]], *, show_header: bool = True
+) -> Table:
     """Return a table without lines between its cells, with the headings `columns` and the cells `rows`."""
     table = Table(*columns, box=None, padding=(0, 2, 0, 0), show_header=show_header)
     for row in rows:
@@ -130,7 +133,7 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
         console.print(f"  {reason}", highlight=False, soft_wrap=True)
     console.print(f"\nreport   {record['report']}", highlight=False, soft_wrap=True)
     for name, command in commands.items():
-        console.print(f"{name:<8} {command}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"{name:<8} {command}", highlight=False, soft_wrap=True)
 
 
 def comparison_tables(found: Any, console: Console) -> None:
@@ -148,7 +151,7 @@ def comparison_tables(found: Any, console: Console) -> None:
         *([f"not written down on both sides, so not compared: {unknown}"] if unknown else []),
     ]
     for difference in differences or ["the same data, code and parameters"]:
-        console.print(f"  {difference}", highlight=False, soft_wrap=True, markup=False)
+        console.print(f"  {difference}", highlight=False, soft_wrap=True)
 
     changes = []
     for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile"):
