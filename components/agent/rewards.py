@@ -54,8 +54,9 @@ def reward_of(trajectory: Trajectory, function: Reward) -> float | None:
         return None
     value = function(trajectory)
     if not isinstance(value, int | float) or not math.isfinite(value):
+        name = getattr(function, "__qualname__", type(function).__qualname__)
         raise UserError(
-            f"params.yaml: reward: {function.__module__}.{function.__qualname__} returned {value!r} for a "
-            "trajectory; let it return a finite number."
+            f"params.yaml: reward: {function.__module__}.{name} returned {value!r} for a trajectory; "
+            "let it return a finite number."
         )
     return float(value)

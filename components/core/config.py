@@ -20,6 +20,8 @@ from components.core.errors import UserError, refuse
 from components.core.params import JudgeParams, Params
 
 PROJECT = Path(__file__).resolve().parents[2]
+# What PyYAML raises for a text that is no YAML, or that it cannot represent, such as the date 2024-13-45.
+NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
@@ -106,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: the parameter file cannot be read ({error.strerror}); give its path with --params."
         ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except NOT_YAML as error:
         raise UserError(
             f"{path}: not valid YAML ({' '.join(str(error).split())}); fix the syntax."
         ) from error
@@ -181,10 +183,12 @@ def _layers(profile: str, sets: tuple[str, ...], path: Path) -> list[tuple[str, 
     """
     base = _read(path)
     profiles = base.pop("profiles", None) or {}
+    if not isinstance(profiles, dict) or not all(isinstance(item or {}, dict) for item in profiles.values()):
+        raise UserError(f"{path}: profiles must be a mapping of names to mappings of parameters; mend it.")
     if profile and profile not in profiles:
         raise UserError(
             f"{path}: unknown profile {profile}; "
-            f"give one of {', '.join(profiles) or 'none: it has no profiles'}."
+            f"give one of {', '.join(map(str, profiles)) or 'none: it has no profiles'}."
         )
 
     def layer(name: str) -> tuple[str, dict[str, Any]]:
@@ -209,8 +213,8 @@ def _option(item: str) -> tuple[str, dict[str, Any]]:
         raise UserError(f"--set {item}: KEY=VALUE is expected, for instance --set seed=1.")
     try:
         return f"--set {item}", flatten_values({key: yaml.safe_load(text)})
-    except yaml.YAMLError as error:
-        raise UserError(f"--set {item}: the value is not valid YAML; quote it.") from error
+    except NOT_YAML as error:
+        raise UserError(f"--set {item[:200]}: the value is not valid YAML; quote it.") from error
 
 
 def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
@@ -364,7 +368,8 @@ def check_policy_source(params: Params) -> None:
             if file.read(4) == b"GGUF":
                 return
         raise UserError(f"policy.{key}: {source} is no GGUF file, or is damaged; fetch it again.")
-    lacks = "has no config.json" if Path(source).is_dir() else "does not exist"
+    lacks = "is neither a folder nor a GGUF file" if Path(source).exists() else "does not exist"
+    lacks = "has no config.json" if Path(source).is_dir() else lacks
     raise UserError(
         f"policy.{key}: {source} {lacks}; link the folder of a Hugging Face model there, "
         f"or give one, or a GGUF file, with --set policy.{key}=PATH."

@@ -19,6 +19,7 @@ from components.core.records import (
     Natural,
     Positive,
     Precision,
+    Seed,
     Share,
     TaskDtype,
     Tasks,
@@ -45,8 +46,8 @@ class Data(FrozenModel):
 
     tasks: Tasks = result("admitted training tasks to make")
     held_out: Tasks = result("admitted held-out tasks to make; never seen in any stage")
-    seed: Natural = result("seed of the composer")
-    held_out_seed: Natural = result(
+    seed: Seed = result("seed of the composer")
+    held_out_seed: Seed = result(
         "seed that decides which sequences of operators are held out; keep it while data.seed changes from "
         "night to night"
     )
@@ -296,7 +297,8 @@ class Registry(FrozenModel):
 
     tracking_uri: str = result("MLflow tracking URI; empty is SQLite in the home folder")
     experiment: str = result("MLflow experiment")
-    model: str = result("MLflow registered model")
+    # MLflow allows neither slashes nor colons, and quotes end the texts of its filters.
+    model: Annotated[str, Field(pattern=r"^\w[\w .+-]*$")] = result("MLflow registered model")
     audit: str = result(
         "folder of the audit chain and its lock; "
         "empty is in the home folder. Machines that promote in one registry share it"
@@ -406,7 +408,7 @@ class Params(JudgeParams):
     `config.resolve` makes this record. The description of each field gives its meaning and its unit.
     """
 
-    seed: Natural = result("seed of sampling and of the training stages")
+    seed: Seed = result("seed of sampling and of the training stages")
     reward: str = result(
         "import path of the function that gives a trajectory its reward, such as "
         "components.agent.rewards.milestone, the paper's milestones"

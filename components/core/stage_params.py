@@ -8,7 +8,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from components.core.records import Count, FrozenModel, Minutes, Natural, Positive, Share, result, throughput
+from components.core.records import (
+    Count,
+    FrozenModel,
+    Minutes,
+    Natural,
+    Positive,
+    Seed,
+    Share,
+    result,
+    throughput,
+)
 
 
 class Coldstart(FrozenModel):
@@ -34,7 +44,7 @@ class Coldstart(FrozenModel):
     matrix_learning_rate: Positive = result("peak learning rate of Muon (matrices of a policy from scratch)")
     wrong_share: Share = result("share of demonstrations that are deliberately wrong")
     multi_turn_share: Share = result("share of demonstrations with a measurement and a second attempt")
-    seed: Natural = result("seed of demonstrations, initial weights and order")
+    seed: Seed = result("seed of demonstrations, initial weights and order")
 
 
 class Rollouts(FrozenModel):

@@ -1,5 +1,6 @@
 """The reward of a trajectory: the milestone, or a function of one's own that a parameter names."""
 
+import functools
 import math
 import sys
 from pathlib import Path
@@ -42,6 +43,17 @@ def test_a_reward_that_is_no_finite_number_is_named_with_its_function(value: obj
 
     with pytest.raises(UserError, match=r"params\.yaml: reward: .*broken returned .* let it return a finite"):
         reward_of(trajectory(Verdict(status="correct")), broken)
+
+
+class Broken:
+    def __call__(self, _: Trajectory) -> Any:
+        return None
+
+
+def test_a_reward_may_be_any_callable_object() -> None:
+    for function in (functools.partial(lambda _: None), Broken()):
+        with pytest.raises(UserError, match=r"(partial|Broken) returned None for a trajectory"):
+            reward_of(trajectory(Verdict(status="correct")), function)
 
 
 def test_the_source_of_a_function_of_ones_own_is_part_of_the_keys_of_the_stages_that_sample(
