@@ -18,7 +18,7 @@ from components.core.config import flatten_values, result_values
 from components.core.errors import UserError
 from components.core.files import MANIFEST, atomic_folder, digest_json, read_json, verify_files, write_json
 from components.core.params import Params
-from components.core.records import FrozenModel
+from components.core.records import FrozenModel, read_as
 from components.evaluation.compare import SETTINGS
 from components.registry import models
 from components.registry.promotion import Promotion
@@ -73,11 +73,11 @@ def open_night(run: PipelineRun, client: MlflowClient, started: float) -> Night:
     the run continues another one, it starts from the same policy. Raises UserError if the kept copy of the
     champion's checkpoint is damaged.
     """
-    file = run.folder / NIGHT
+    file, remedy = run.folder / NIGHT, "restore it from a backup, or give another home with --home"
     if file.is_file():
-        return Night.model_validate(read_json(file))
+        return read_as(Night, file, remedy)
     if run.continues:
-        champion = Night.model_validate(read_json(run.home / "runs" / run.continues / NIGHT)).champion
+        champion = read_as(Night, run.home / "runs" / run.continues / NIGHT, remedy).champion
     else:
         champion = find_champion(run, Promotion(client, run.params.registry, run.home))
     night = Night(started=started, champion=champion)

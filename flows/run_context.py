@@ -44,7 +44,7 @@ from components.core.files import (
     write_json,
 )
 from components.core.params import Params
-from components.core.records import TrainingStage
+from components.core.records import TrainingStage, read_as
 from components.core.sources import project_digests
 from components.registry.audit import AuditChain
 from flows.stage_keys import reward_digests
@@ -142,9 +142,10 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     """
     first = PipelineRun(resolved)
     file = first.home / "redo.json"
-    requests: dict[str, Any] = read_json(file) if file.is_file() else {}
+    remedy = "delete it, and name the stage with --from again"
+    requests = read_as(dict[str, Rerun], file, remedy) if file.is_file() else {}
     request = requests.get(first.base_key)
-    run = PipelineRun(resolved, Rerun(**request)) if request else first
+    run = PipelineRun(resolved, request) if request else first
     if not rerun_from:
         # The time budget of each run before the last one ended in a stage, which the next run continues.
         while left_unfinished(run.folder):
@@ -168,7 +169,7 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
         )
     rerun = Rerun(rerun_from, run.rerun.number + 1 if run.rerun else 1)
     prepare_home(first.home)
-    write_json(file, requests | {first.base_key: asdict(rerun)})
+    write_json(file, {key: asdict(item) for key, item in (requests | {first.base_key: rerun}).items()})
     return PipelineRun(resolved, rerun)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from components.agent.rewards import load_reward
 from components.core.config import result_values
 from components.core.errors import UserError
-from components.core.files import digest_json, read_json
+from components.core.files import digest_json
 from components.core.params import Params
-from components.core.records import FrozenModel
+from components.core.records import FrozenModel, read_as
 from components.core.sources import closure_digests, source_digest
 
 # File in a stage's folder with the parts of its key.
@@ -184,4 +184,4 @@ def changes_since_last(parts: KeyParts, home: Path) -> list[str]:
     if not others:
         return []
     newest = max(others, key=lambda file: file.stat().st_mtime)
-    return parts.changes(KeyParts.model_validate(read_json(newest)))
+    return parts.changes(read_as(KeyParts, newest, "delete its folder"))

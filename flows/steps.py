@@ -28,8 +28,8 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.states import Crashed
 
 from components.core.errors import UserError
-from components.core.files import digest_file, read_json, verify_files, write_json
-from components.core.records import FrozenModel
+from components.core.files import digest_file, verify_files, write_json
+from components.core.records import FrozenModel, read_as
 from components.judge.pool.local_pool import LocalPool
 from components.registry.tracking import MlflowRun
 from flows.home_gc import note_use
@@ -226,7 +226,8 @@ class Context:
         # in the stage, the folder is incomplete. So the cached record is used only if the output and RECORD,
         # the last file that a stage writes, exist.
         file = folder / RECORD
-        is_kept = file.is_file() and record_type.model_validate(read_json(file)).output(home).exists()
+        remedy = "delete it, and the step runs again"
+        is_kept = file.is_file() and read_as(record_type, file, remedy).output(home).exists()
         if not (folder / KEY_FILE).is_file():
             if changed := changes_since_last(parts, home):
                 get_run_logger().info(f"{title} runs again, because these changed: {'; '.join(changed)}")

@@ -5,6 +5,7 @@ A kernel task is a PyTorch module that a policy has to make faster.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -89,7 +90,7 @@ def data_convert(
 
     converted = convert(folder, out_folder)
     if converted.left_out:
-        print_table(("left out", "reason"), sorted(converted.left_out.items()), markup=False)
+        print_table(("left out", "reason"), sorted(converted.left_out.items()))
     print_line(f"{out_folder}: {len(converted.files)} tasks, {len(converted.left_out)} left out")
     return Output({"files": [str(file) for file in converted.files], "left_out": converted.left_out})
 
@@ -113,14 +114,14 @@ def data_check(options: CommonOptions, dataset: Dataset) -> Output:
     # A data set of this project records the split of each row. For other files, the operators determine it.
     own = (path.parent / "metrics.json").is_file()
     tasks = read_tasks(path) if own else read_public(path, data.held_out_seed)
+    version = dataset_version(path)
     refused = check_rows(tasks, data)
     if refused:
         rows = [
             (str(row), " ".join(finding.task.ops), finding.reason, finding.detail[:100])
             for row, finding in refused.items()
         ]
-        print_table(("row", "operators", "reason", "detail"), rows, markup=False)
-    version = dataset_version(path)
+        print_table(("row", "operators", "reason", "detail"), rows)
     print_line(f"{path}: {len(tasks)} tasks, {len(refused)} refused, version {version}")
     return Output(
         {
@@ -187,7 +188,10 @@ def data_show(
 
     path = _parquet(dataset or newest_dataset(home_of(options.resolve())))
     tasks = read_tasks(path)
-    matches = [task for task in tasks if task.task_id.startswith(task_id)]
+    matches = []
+    for task in tasks:
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # of a faulty source
+            matches += [task] if task.task_id.startswith(task_id) else []
     if len(matches) != 1:
         raise UserError(
             f"{path}: {len(matches) or 'no'} tasks begin with {task_id}; give more of the id, or one that "

@@ -7,6 +7,7 @@ only a runner, which is a sandboxed process, executes it.
 """
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import atomic_write, digest_bytes, digest_json
-from components.core.records import FrozenModel, TaskDtype
+from components.core.records import FrozenModel, TaskDtype, reason
 from components.core.text import parse_python, parse_without_docstrings
 from components.core.workloads import parse_task, workloads_of
 
@@ -260,39 +261,67 @@ def write_tasks(path: Path, tasks: list[KernelTask]) -> None:
 def read_tasks(path: Path) -> list[KernelTask]:
     """Return the tasks in a parquet file of `write_tasks` or of the public data set CUDA-Agent-Ops-6K.
 
-    Missing columns get default values, and `level` is None. Sources are not checked (`check_contract`).
-    Raises UserError if the file cannot be read, has no rows or no column `code`, or has a row with values of
-    wrong types.
+    Missing columns get default values. A column `level`, as KernelBench's files have, gives the levels.
+    Sources are not checked (`check_contract`). Raises UserError if the file cannot be read, has no rows or no
+    column `code`, or has a row with values of wrong types.
     """
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise UserError(
-            f"{path}: not a readable parquet of tasks ({error}); build it with cuda-agent data build."
-        ) from error
+    rows = read_rows(path, "code")
     if not rows:
         raise UserError(f"{path}: holds no task; build it with cuda-agent data build.")
-    if "code" not in rows[0]:
-        raise UserError(
-            f"{path}: column code is missing; a task parquet has the columns ops, data_source and code."
-        )
     return [_task(path, number, row) for number, row in enumerate(rows)]
+
+
+def read_rows(path: Path, *columns: str, field: str = "") -> list[dict[str, Any]]:
+    """Return the rows of a parquet file of tasks, each with its values by column.
+
+    Raises UserError, which begins with `field`, if the file cannot be read or lacks one of `columns`.
+    """
+    try:
+        table = pyarrow.parquet.read_table(path)
+        rows: list[dict[str, Any]] = table.to_pylist()
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise UserError(
+            f"{field}{path}: not a readable parquet file "
+            f"({reason(error) if path.exists() else 'there is no such file'}); give one of tasks, such as "
+            "cuda-agent data build writes."
+        ) from error
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise UserError(
+            f"{field}{path}: column {missing[0]} is missing; a parquet file of tasks has the columns ops, "
+            "data_source and code."
+        )
+    return rows
+
+
+def parse_operators(value: Any) -> tuple[str, ...]:
+    """Return the names of operators in a value of the column `ops` of a parquet file of tasks.
+
+    The value is a list, a text with a list in JSON or Python syntax, a text of names with commas between
+    them, or None, which gives no names. Any other value, such as a number, is taken for a name.
+    """
+    if isinstance(value, str):
+        # A list of texts in JSON is also one in Python.
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            value = ast.literal_eval(value)
+    if not isinstance(value, list | tuple | set):
+        value = [] if value is None else str(value).split(",")
+    return tuple(str(name).strip() for name in value if str(name).strip())
 
 
 def _task(path: Path, number: int, row: dict[str, Any]) -> KernelTask:
     try:
         return KernelTask(
             code=row["code"],
-            ops=tuple(row.get("ops") or ()),
+            ops=parse_operators(row.get("ops")),
             data_source=row.get("data_source") or "parquet",
             split=row.get("split") or "train",
             name=row.get("name") or "",
+            level=row.get("level"),
             evidence=json.loads(row.get("evidence") or "{}"),
         )
     except (ValueError, TypeError) as error:
         raise UserError(
-            f"{path}: row {number} is no task ({' '.join(str(error).split())[:150]}); "
-            "build it with cuda-agent data build."
+            f"{path}: row {number} is no task ({reason(error)}); build it with cuda-agent data build."
         ) from error
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import BaseModel, Field
 from scipy import stats
 
 from components.core.config import flatten_values
 from components.core.errors import UserError
 from components.core.files import read_json
-from components.core.records import FrozenModel
+from components.core.records import FrozenModel, T, read_as
 from components.evaluation.intervals import Estimate
 from components.evaluation.metrics import changes
 from components.evaluation.results import (
@@ -50,6 +50,13 @@ class Side(FrozenModel):
     evaluation: Evaluation
     params: dict[str, Any] = Field(default_factory=dict)
     dataset: str = ""
+    sources: dict[str, str] = Field(default_factory=dict)
+
+
+class Settings(BaseModel):
+    """The content of settings.json: parameters in nested sections, and digests of source files by path."""
+
+    params: dict[str, Any] = Field(default_factory=dict)
     sources: dict[str, str] = Field(default_factory=dict)
 
 
@@ -132,13 +139,13 @@ def open_side(home: Path, name: str) -> Side:
     if folder.parent.name == "evaluations":
         return _evaluation_side(folder.name, folder)
     record = read_record(folder / RUN_FILE)
-    settings = _read_if_there(folder / SETTINGS)
+    settings = _read_if_there(Settings, folder / SETTINGS)
     return Side(
         name=folder.name,
         evaluation=load_evaluation(home / record["evaluation"]["results"]),
-        params=flatten_values(settings.get("params", {})),
+        params=flatten_values(settings.params),
         dataset=record["dataset"]["version"],
-        sources=settings.get("sources", {}),
+        sources=settings.sources,
     )
 
 
@@ -150,8 +157,10 @@ def read_record(file: Path) -> dict[str, Any]:
     """
     try:
         record: dict[str, Any] = read_json(file)
-        _ = record["stages"], record["evaluation"]["results"], record["dataset"]["version"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        checkpoints = [stage["checkpoint"] for stage in record["stages"]]
+        # This raises TypeError unless all of these are texts.
+        "".join([record["evaluation"]["results"], record["dataset"]["version"], *checkpoints])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{file}: not the record of a run; delete it, and the same cuda-agent run writes it anew "
             f"from what the home holds."
@@ -160,18 +169,15 @@ def read_record(file: Path) -> dict[str, Any]:
 
 
 def _evaluation_side(name: str, folder: Path) -> Side:
-    plan = _read_if_there(folder / PLAN)
+    plan: dict[str, Any] = _read_if_there(dict, folder / PLAN)
     plan.pop("epoch", None)
     return Side(name=name, evaluation=load_evaluation(folder), params=flatten_values(plan))
 
 
-def _read_if_there(file: Path) -> dict[str, Any]:
-    try:
-        return dict(read_json(file)) if file.is_file() else {}
-    except (ValueError, TypeError) as error:
-        raise UserError(
-            f"{file}: damaged ({error}); delete it, and the rest is compared without the parameters."
-        ) from error
+def _read_if_there(kind: type[T], file: Path) -> T:
+    """Return the content of a JSON file as a value of the class `kind`; without the file, `kind()`."""
+    remedy = "delete it, and the rest is compared without the parameters"
+    return read_as(kind, file, remedy) if file.is_file() else kind()
 
 
 def compare(first: Side, second: Side) -> Comparison:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from components.core.errors import UserError
 from components.core.files import atomic_write
+from components.core.records import reason
 from components.core.task import check_contract
 from components.core.workloads import MAX_WORKLOADS, WORKLOADS, parse_task
 
@@ -120,26 +121,34 @@ def convert(root: Path, out: Path) -> Converted:
     A task has at most MAX_WORKLOADS workloads, which are spread over the definition's workloads in the order
     of their sizes. A definition is left out if a tensor has a dtype of 8 bits or less other than int8 and
     bool, if an output is a number, if every workload reads inputs from a file, or if a file is missing or not
-    in the format. Raises UserError if no definition is found or none fits.
+    in the format. Raises UserError, and writes nothing, if no definition is found or none fits, or if two
+    that fit have one name.
     """
     converted = Converted()
+    sources: dict[Path, tuple[Path, str]] = {}
     for path, workloads in _pairs(root):
         try:
             definition = _parsed(Definition, path, path.read_text())
             code = task_source(definition, _workloads(workloads))
             check_contract(code, str(path))
-        except (Unfit, UserError, OSError) as error:
+        except (Unfit, UserError, OSError, UnicodeDecodeError) as error:
             converted.left_out[str(path.relative_to(root))] = str(error)
             continue
         file = out / f"{definition.name}.py"
-        atomic_write(file, code)
-        converted.files.append(file)
-    if not converted.files:
+        if file in sources:
+            raise UserError(
+                f"{path}: has the name {definition.name}, and so has {sources[file][0]}; rename one of them."
+            )
+        sources[file] = path, code
+    if not sources:
         reasons = "; ".join(f"{name}: {why}" for name, why in converted.left_out.items())[:500]
         raise UserError(
             f"{root}: no definition that a kernel task can be made of ({reasons or 'there is none'}); give a "
             "folder with definitions/ and workloads/, or with definition.json and workload.jsonl."
         )
+    for file, (_, code) in sources.items():
+        atomic_write(file, code)
+        converted.files.append(file)
     return converted
 
 
@@ -267,8 +276,6 @@ def _parsed(kind: type[Record], origin: Path | str, text: str) -> Record:
         record = json.loads(text)
         return kind.model_validate(record.get("workload", record) if isinstance(record, dict) else record)
     except ValidationError as error:
-        fault = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, fault["loc"]))
-        raise UserError(f"{origin}: {where}: {fault['msg']}; mend this field.") from error
-    except ValueError as error:
+        raise UserError(f"{origin}: {reason(error)}; mend this field.") from error
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{origin}: not valid JSON ({error}); mend the file.") from error

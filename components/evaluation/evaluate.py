@@ -27,8 +27,9 @@ from components.agent.policies import Policy
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.core.config import result_values
 from components.core.errors import InfrastructureError, StageFailed, UserError
-from components.core.files import digest_json, read_json, write_json
+from components.core.files import digest_json, write_json
 from components.core.progress import Progress
+from components.core.records import read_as
 from components.core.task import KernelTask
 from components.evaluation.metrics import by_level, summarise
 from components.evaluation.results import (
@@ -168,7 +169,7 @@ def claim(out: Path, plan: dict[str, Any]) -> None:
     if not file.is_file():
         write_json(file, plan)
         return
-    begun = read_json(file)
+    begun = read_as(dict[str, Any], file, "delete its folder and evaluate again")
     different = sorted(key for key in plan if begun.get(key) != plan[key])
     if different:
         raise UserError(
@@ -183,7 +184,7 @@ def add_cost(out: Path, phase: str, seconds: float) -> None:
     The file has the sum of seconds for each phase, and is made if it does not exist.
     """
     file = out / "cost.json"
-    costs: dict[str, float] = read_json(file) if file.is_file() else {}
+    costs = read_as(dict[str, float], file, "delete it") if file.is_file() else {}
     write_json(file, costs | {phase: round(costs.get(phase, 0.0) + seconds, 3)})
 
 
@@ -314,7 +315,7 @@ def _measure(
     first = {task.task_id: (task, own) for task, own in reversed(list(zip(tasks, attempts, strict=True)))}
     files = {task_id: out / "tasks" / f"{task_id}.json" for task_id in first}
     results = {
-        task_id: TaskResult.model_validate(read_json(file))
+        task_id: read_as(TaskResult, file, "delete it, and the task is measured again")
         for task_id, file in files.items()
         if file.is_file()
     }

@@ -11,9 +11,6 @@ problem_id`).
 import re
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
-
 from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.params import Params
@@ -23,6 +20,7 @@ from components.core.task import (
     check_contract,
     load_task,
     missing_kernelbench,
+    read_rows,
     read_tasks,
 )
 
@@ -131,27 +129,16 @@ def _task_files(folder: Path) -> list[KernelTask]:
 
 
 def _from_parquet(path: Path) -> list[KernelTask]:
-    try:
-        columns = set(pyarrow.parquet.read_schema(path).names)
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise UserError(
-            f"{path}: not a readable parquet file ({error}); give a data set or KernelBench's parquet."
-        ) from error
-    if not {"code", "level", "name"} <= columns:
-        tasks = read_tasks(path)
-        for index, task in enumerate(tasks):
-            check_contract(task.code, f"{path}: row {index}")
+    tasks, rows = read_tasks(path), read_rows(path)
+    for index, task in enumerate(tasks):
+        check_contract(task.code, f"{path}: row {index}")
+    if not {"level", "name"} <= rows[0].keys():
         return tasks
-    rows = pyarrow.parquet.read_table(path).to_pylist()
-    rows.sort(key=lambda row: (row["level"], row.get("problem_id") or 0, row["name"]))
-    for row in rows:
-        check_contract(row["code"], f"{path}: {row['name']}")
+    numbers = [str(row.get("problem_id") or "").zfill(9) for row in rows]
+    order = sorted(
+        zip(tasks, numbers, strict=True), key=lambda item: (item[0].level or 0, item[1], item[0].name)
+    )
     return [
-        KernelTask(
-            code=row["code"],
-            data_source="KernelBench",
-            name=row["name"].removesuffix(".py"),
-            level=int(row["level"]),
-        )
-        for row in rows
+        task.model_copy(update={"data_source": "KernelBench", "name": task.name.removesuffix(".py")})
+        for task, _ in order
     ]

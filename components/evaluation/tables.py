@@ -13,8 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
-from components.core.files import read_json
-from components.core.records import FrozenModel
+from components.core.records import FrozenModel, read_as
 from components.evaluation.intervals import Interval
 from components.evaluation.metrics import SHARES, summarise
 from components.evaluation.results import Evaluation, Summary, TaskResult
@@ -162,7 +161,7 @@ def cost(results: Path) -> dict[str, float]:
     cost.json.
     """
     file = (results if results.is_dir() else results.parent) / "cost.json"
-    return dict(read_json(file)) if file.is_file() else {}
+    return read_as(dict[str, float], file, "delete it") if file.is_file() else {}
 
 
 def environment(rows: Sequence[TaskResult]) -> dict[str, str]:

@@ -16,12 +16,9 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
-
 from components.core.errors import UserError
 from components.core.files import digest_bytes
-from components.core.task import CASTS, missing_kernelbench
+from components.core.task import CASTS, missing_kernelbench, read_rows
 from components.core.text import parse_python
 
 # Variables that stand for modules of torch. They are kept, and every other variable is replaced by one word.
@@ -106,14 +103,8 @@ class EvaluationPrograms:
 
 def _sources(path: Path) -> list[tuple[str, str]]:
     if path.suffix == ".parquet":
-        try:
-            codes = pyarrow.parquet.read_table(path, columns=["code"]).column("code").to_pylist()
-        except (OSError, pyarrow.ArrowInvalid) as error:
-            raise UserError(
-                f"data.against: {path} is not a readable parquet with a column code ({error}); "
-                "fix or remove it."
-            ) from error
-        sources = [(f"{path.name}:{index}", code) for index, code in enumerate(codes)]
+        rows = read_rows(path, "code", field="data.against: ")
+        sources = [(f"{path.name}:{index}", str(row["code"])) for index, row in enumerate(rows)]
     elif path.is_dir() or (path.suffix == ".py" and path.is_file()):
         nested = path / "KernelBench"
         root = nested if nested.is_dir() else path
@@ -138,7 +129,7 @@ def _sources(path: Path) -> list[tuple[str, str]]:
 def _has_model(code: str) -> bool:
     try:
         tree = parse_python(code)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
     return any(isinstance(node, ast.ClassDef) and node.name == "Model" for node in tree.body)
 

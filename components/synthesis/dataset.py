@@ -5,24 +5,20 @@ A task is a PyTorch module that a policy has to make faster. A parquet file of t
 is proposed for the data set, and not a kernel.
 """
 
-import ast
 import contextlib
 import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import torch
 
 from components.core.errors import UserError
 from components.core.params import Data, Params
 from components.core.progress import Progress
 from components.core.records import TaskDtype
-from components.core.task import KernelTask, cast_task
+from components.core.task import KernelTask, cast_task, parse_operators, read_rows
 from components.synthesis.core_composer import compose_tasks, draw_dtypes
 from components.synthesis.dataset_builder import AdmissionPool, DatasetBuilder, TaskCandidate, task_quotas
 from components.synthesis.dataset_summary import DatasetSummary, Rejection
@@ -142,20 +138,8 @@ def read_public(path: Path, seed: int) -> list[KernelTask]:
     the file is not a parquet file or lacks one of the columns of the public data set CUDA-Agent-Ops-6K, which
     are `ops`, `data_source` and `code`.
     """
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (OSError, pyarrow.ArrowInvalid) as error:
-        raise UserError(
-            f"{path}: not a readable parquet ({' '.join(str(error).split())[:120]}); "
-            f"give a file with the columns {', '.join(PUBLIC)}."
-        ) from error
-    missing = [name for name in PUBLIC if name not in table.column_names]
-    if missing:
-        raise UserError(
-            f"{path}: column {missing[0]} is missing; a parquet of tasks has the columns {', '.join(PUBLIC)}."
-        )
     tasks = []
-    for row, values in enumerate(table.select(list(PUBLIC)).to_pylist()):
+    for row, values in enumerate(read_rows(path, *PUBLIC)):
         ops = parse_operators(values["ops"])
         code, source = (
             value if isinstance(value, str) else "" for value in (values["code"], values["data_source"])
@@ -170,21 +154,6 @@ def read_public(path: Path, seed: int) -> list[KernelTask]:
             )
         )
     return tasks
-
-
-def parse_operators(value: Any) -> tuple[str, ...]:
-    """Return the names of operators in a value of the column `ops` of a parquet file of tasks.
-
-    The value is a list, a text with a list in JSON or Python syntax, a text of names with commas between
-    them, or None, which gives no names.
-    """
-    if isinstance(value, str):
-        # A list of texts in JSON is also one in Python.
-        with contextlib.suppress(ValueError, SyntaxError):
-            value = ast.literal_eval(value)
-    if isinstance(value, str):
-        value = value.split(",")
-    return tuple(str(name).strip() for name in value or () if str(name).strip())
 
 
 def check_rows(tasks: list[KernelTask], data: Data) -> dict[int, Rejection]:

@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 
 import httpx
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from components.agent import utilities
 from components.agent.utilities import Utility
-from components.cli.common import CommonOptions
+from components.cli.common import CommonOptions, print_line, print_table, stderr_console
 from components.cli.doctor import Finding, examine
+from components.cli.progress_view import ProgressView
 from components.core import config
 from components.core.config import resolve
 from components.core.errors import InfrastructureError, IsolationUnavailable, UserError
@@ -85,6 +88,62 @@ def test_a_stage_that_would_never_train_the_policy_is_refused(tmp_path: Path) ->
 def test_a_value_out_of_range_says_what_the_parameter_is(tmp_path: Path) -> None:
     sentence = one_sentence(command("run", "--home", str(tmp_path), "--set", "gate.pass_rate=2"))
     assert "gate.pass_rate = 2" in sentence and "least lower end" in sentence
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed: 2024-13-45", "not valid YAML (month must be in 1..12)"),
+        (f"seed: {'[' * 3000}", "not valid YAML"),
+        ("seed: !!bool x", "not valid YAML"),
+        ("- a", "a mapping of parameters is expected"),
+        ("profiles: [smoke]", "profiles must be a mapping"),
+        ("profiles: {smoke: 5}", "profiles must be a mapping"),
+        ("profiles: {1: {}}", "unknown profile smoke; give one of 1"),
+    ],
+)
+def test_a_parameter_file_of_something_else_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"own\.yaml: ") as error:
+        resolve("smoke", (), tmp_path / "own.yaml")
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("set_", "said"),
+    [
+        ("seed=2024-13-45", "not valid YAML"),
+        (f"seed={'9' * 5000}", "not valid YAML"),
+        (f"seed={'[' * 3000}", "not valid YAML"),
+        ("data=&a {b: *a}", "not valid YAML"),
+        ("seed=4294967296", "less than or equal to 4294967295"),
+        ("coldstart.seed=100000000000000000000000", "less than or equal to 4294967295"),
+        ("registry.model=o'brien", 'registry.model = "o\'brien" is not accepted'),
+        ("registry.model=a/b", "registry.model = 'a/b' is not accepted"),
+    ],
+)
+def test_a_value_that_nothing_can_use_is_refused(set_: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"^--set {set_.partition('=')[0]}=") as error:
+        resolve("smoke", (set_,))
+    assert said in str(error.value)
+
+
+def test_square_brackets_and_colons_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "[bold]a[/wiki] :bug: [/usr/lib/x.so] run[b]/c"
+    print_line(text)
+    print_table((text,), [(text,)])
+    ProgressView(stderr_console()).note(text)
+    assert capsys.readouterr().err.count(text) == 4
+
+
+def test_a_faulty_row_of_a_data_set_does_not_hide_the_others(tmp_path: Path) -> None:
+    codes = ["def", "class Model: ...", "\0"]
+    table = pyarrow.table({"code": codes, "data_source": ["x"] * 3, "ops": [5, 5, 5]})
+    pyarrow.parquet.write_table(table, tmp_path / "tasks.parquet")
+    done = command("data", "show", "", "--dataset", str(tmp_path), "--json")
+    assert json.loads(done.stdout)["code"] == "class Model: ..."
+    done = command("data", "check", str(tmp_path), "--json")
+    assert done.returncode == 1 and json.loads(done.stdout)["rejected"] == {"contract": 3}
 
 
 def test_an_unknown_profile_names_those_there_are(tmp_path: Path) -> None:

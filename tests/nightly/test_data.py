@@ -22,13 +22,12 @@ from components.cli.main import app
 from components.core.config import resolve
 from components.core.errors import IsolationUnavailable, StageFailed, UserError
 from components.core.progress import Quiet
-from components.core.task import KernelTask, read_tasks
+from components.core.task import KernelTask, parse_operators, read_tasks
 from components.judge.judge import Judge
 from components.synthesis.dataset import (
     admit_tasks,
     build_dataset,
     check_rows,
-    parse_operators,
     read_public,
 )
 from flows import data, dataset_dvc, run_context

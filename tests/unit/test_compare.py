@@ -158,14 +158,15 @@ def test_runs_are_found_by_the_beginning_of_their_id(tmp_path: Path) -> None:
     found = compare(open_side(tmp_path, "abc1"), open_side(tmp_path, "abc2"))
     assert found.params == {"warmup.steps": (1, 2)} and found.unknown == ()
     assert open_side(tmp_path, str(tmp_path / "stages" / "evaluation-1")).dataset == ""
-    for number, damage in enumerate(("", "{", "[]", '{"stages": []}')):
+    number_as_path = '{"stages": [], "evaluation": {"results": 5}, "dataset": {"version": "d"}}'
+    for number, damage in enumerate(("", "{", "[]", '{"stages": []}', number_as_path, "[" * 9999)):
         (tmp_path / "runs" / f"bad{number}").mkdir()
         (tmp_path / "runs" / f"bad{number}" / "run.json").write_text(damage)
         with pytest.raises(UserError, match=r"run\.json: not the record of a run; delete it"):
             open_side(tmp_path, f"bad{number}")
-    for damage in ("{", "[1]"):
+    for damage in ("{", "[1]", '{"params": [1]}', '{"sources": {"x": 5}}', "[" * 9999):
         (tmp_path / "runs" / "abc1" / "settings.json").write_text(damage)
-        with pytest.raises(UserError, match=r"abc1/settings\.json: damaged"):
+        with pytest.raises(UserError, match=r"abc1/settings\.json: cannot be read or is damaged"):
             open_side(tmp_path, "abc1")
     for name, says in {
         "abc": "2 begin with it",

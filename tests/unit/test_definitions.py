@@ -140,6 +140,21 @@ def test_what_does_not_fit_is_left_out_with_the_reason(
     assert reason in converted.left_out["bad/definition.json"]
 
 
+def test_a_definition_that_is_not_utf_8_is_left_out(tmp_path: Path) -> None:
+    problem(tmp_path / "in/bad", NORM, NORM_WORKLOADS)
+    problem(tmp_path / "in/good", CUSTOM, CUSTOM_WORKLOADS)
+    (tmp_path / "in/bad/definition.json").write_bytes(b"\xff")
+    assert "can't decode" in convert(tmp_path / "in", tmp_path / "out").left_out["bad/definition.json"]
+
+
+def test_two_definitions_of_one_name_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        problem(tmp_path / "in" / name, CUSTOM, CUSTOM_WORKLOADS)
+    with pytest.raises(UserError, match=r"other/definition\.json: has the name custom, .*in/one/definition"):
+        convert(tmp_path / "in", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_without_a_definition_that_fits_nothing_is_written(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     with pytest.raises(UserError, match="there is none"):

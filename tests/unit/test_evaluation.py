@@ -1,7 +1,9 @@
 """Metrics, suites and the evaluation's durability."""
 
+import contextlib
 import math
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -11,6 +13,7 @@ from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.params import Params
 from components.core.task import KernelTask, write_tasks
+from components.evaluation.evaluate import claim
 from components.evaluation.metrics import by_level, changes, summarise
 from components.evaluation.results import Attempt, TaskResult
 from components.evaluation.suites import load_suite
@@ -279,6 +282,36 @@ def test_nonsense_is_refused_with_the_mend(
     with pytest.raises(UserError) as error:
         load_suite(suite_params(str(tmp_path / suite)), tmp_path)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ({"level": [1, 2]}, ""),
+        ({"level": [None, 2]}, ""),
+        ({"level": ["x", "2"]}, "row 0 is no task (level: Input should be a valid integer"),
+        ({"level": [1, 2], "code": [TASK.format(factor=2), None]}, "row 1 is no task (code: Input should be"),
+        ({"level": [1, 2], "name": [None, "b"]}, ""),
+        ({"level": [1, 2], "name": [3, 4]}, "row 0 is no task (name: Input should be a valid string)"),
+        ({"ops": [5, None]}, ""),
+        ({"ops": ["5", "['relu']"]}, ""),
+    ],
+)
+def test_a_value_of_a_parquet_file_that_is_none_is_named(
+    tmp_path: Path, columns: dict[str, Any], says: str
+) -> None:
+    rows = {"code": [TASK.format(factor=2), TASK.format(factor=1)], "name": ["a", "b"]} | columns
+    pyarrow.parquet.write_table(pyarrow.table(rows), tmp_path / "suite.parquet")
+    with pytest.raises(UserError) if says else contextlib.nullcontext() as error:
+        assert len(load_suite(suite_params(str(tmp_path / "suite.parquet")), tmp_path)) == 2
+    assert error is None or says in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 9999])
+def test_a_damaged_plan_of_an_evaluation_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(UserError, match=r"plan\.json: cannot be read or is damaged .*; delete its folder"):
+        claim(tmp_path, {"seed": 1})
 
 
 def test_a_data_set_without_held_out_tasks_is_refused(tmp_path: Path) -> None:

@@ -66,6 +66,13 @@ def test_a_run_that_its_budget_ended_is_followed_by_another_one(tmp_path: Path) 
     assert open_run(resolved).run_id == second.run_id
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", '{"a": [1]}', "[" * 9999])
+def test_a_damaged_file_of_requests_to_run_again_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "redo.json").write_text(text)
+    with pytest.raises(UserError, match=r"redo\.json: cannot be read or is damaged .*; delete it"):
+        open_run(resolve("smoke", (f"home={tmp_path}",)))
+
+
 def test_a_scheduled_night_continues_what_the_newest_one_left_and_else_has_a_seed_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
