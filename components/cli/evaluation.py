@@ -55,7 +55,12 @@ def evaluate(
     ] = "",
     attempts: Annotated[
         int,
-        typer.Option("--attempts", min=0, help="trajectories for each task; by default evaluation.attempts"),
+        typer.Option(
+            "--attempts",
+            min=0,
+            max=100_000,
+            help="trajectories for each task; by default evaluation.attempts",
+        ),
     ] = 0,
     dataset: Annotated[
         Path | None,

@@ -120,10 +120,13 @@ def optimize(
     model: ServerModel = "",
     device: Device = "",
     attempts: Annotated[
-        int, typer.Option("--attempts", min=0, help="trajectories; 0 is the policy's default")
+        int, typer.Option("--attempts", min=0, max=100_000, help="trajectories; 0 is the policy's default")
     ] = 0,
     turns: Annotated[
-        int, typer.Option("--turns", min=0, help="turns of one trajectory; 0 is the policy's default")
+        int,
+        typer.Option(
+            "--turns", min=0, max=100_000, help="turns of one trajectory; 0 is the policy's default"
+        ),
     ] = 0,
     budget: Annotated[
         float, typer.Option("--budget", min=0, help="seconds after which no turn begins; 0 is no limit")
@@ -138,15 +141,16 @@ def optimize(
     If no faster kernel is found, the report says so. The exit code is 0 in both cases.
     """
     resolved = options.resolve_for_judging(device=device)
-    from components.agent.optimize.export import check_output_folder, export, headline
+    from components.agent.optimize.export import FILES, export, headline
     from components.agent.optimize.search import find_kernel
     from components.cli.models import find_policy
+    from components.core.files import check_replaceable
     from components.core.task import load_task
     from components.judge.pool.local_pool import with_any_duration
 
     task = load_task(module)
     folder = out_folder or Path(f"optimized-{module.stem}")
-    check_output_folder(folder)
+    check_replaceable(folder, "the output of an optimisation", FILES)
     chosen = find_policy(policy, model, resolved)
     params, home = with_any_duration(chosen.params), home_of(resolved)
     with judge_session(params, home, use_service=True) as (pool, view):

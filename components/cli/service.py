@@ -39,7 +39,7 @@ def serve(
         str, typer.Option("--tasks", help="tasks to list: shipped, a folder, or a parquet file")
     ] = "shipped",
     keep_days: Annotated[
-        int, typer.Option("--keep-days", min=1, help="days for which ended jobs are kept")
+        int, typer.Option("--keep-days", min=1, max=36_500, help="days for which ended jobs are kept")
     ] = 30,
 ) -> None:
     """Keep a judge of kernels with its processes and baselines ready, until Ctrl-C or SIGTERM.
@@ -99,7 +99,9 @@ def mcp(
 def create(
     name: Name,
     file: File = DEFAULT,
-    days: Annotated[float | None, typer.Option("--days", min=0, help="days until it expires")] = None,
+    days: Annotated[
+        float | None, typer.Option("--days", min=0, max=36_500, help="days until it expires")
+    ] = None,
     queued: Annotated[int, typer.Option("--queued", min=1, help="jobs that may wait at once")] = 1000,
     measurements: Annotated[
         int, typer.Option("--measurements", min=1, help="how often an equal candidate may be measured")

@@ -92,7 +92,10 @@ def store_get(
 def store_gc(
     options: CommonOptions,
     older_than: Annotated[
-        float, typer.Option("--older-than", metavar="DAYS", min=0, help="keep everything younger than this")
+        float,
+        typer.Option(
+            "--older-than", metavar="DAYS", min=0, max=36_500, help="keep everything younger than this"
+        ),
     ] = 30,
     delete: Annotated[
         bool, typer.Option("--delete", help="remove; without it the command only lists what it would remove")

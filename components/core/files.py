@@ -16,7 +16,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -204,6 +204,22 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def check_replaceable(folder: Path, what: str, names: Sequence[str]) -> None:
+    """Raise UserError unless a new folder may take the place of the folder `folder`.
+
+    It may if there is no such folder, if it is empty, or if it has the first of `names` and nothing else than
+    `names`. `what` says in the message what the folder may hold.
+    """
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    others = sorted(found - set(names))
+    is_other = os.path.lexists(folder) if not folder.is_dir() else found and names[0] not in found
+    if others or is_other:
+        raise UserError(
+            f"{folder}: holds something else than {what}{f' ({others[0]})' if others else ''}; "
+            "give a new or empty folder."
+        )
+
+
 def write_json(path: Path, value: Any) -> None:
     atomic_write(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
@@ -297,7 +313,10 @@ def environment_fault(error: BaseException) -> str:
                 return place + DISK_FULL
             case _ if re.search("No space left on device|database or disk is full", str(seen)):
                 return place + DISK_FULL
-            case OSError(errno=errno.EISDIR | errno.ENOTDIR | errno.EEXIST) if place:
+            # In /proc, no file can be made; elsewhere, a missing file is a fault of the program.
+            case OSError(errno=errno.EISDIR | errno.ENOTDIR | errno.EEXIST | errno.ENOENT) if place and (
+                seen.errno != errno.ENOENT or place.startswith("/proc/")
+            ):
                 return (
                     f"{seen.filename2 or seen.filename}: cannot be written there ({seen.strerror}); "
                     "give another path."

@@ -144,7 +144,8 @@ def find(client: MlflowClient, model: str, version: str) -> Any:
     """
     number = aliases(client, model).get(version, version)
     try:
-        return client.get_model_version(model, number)
+        # No database has the integers of larger numbers, and no version has the number 0.
+        return client.get_model_version(model, number if len(number) < 10 else "0")
     except MlflowException as error:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise

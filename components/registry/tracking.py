@@ -22,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from components.core.errors import UserError
 from components.core.params import DATABASE, Registry
+from components.core.records import reason
 
 # By default, MLflow sends usage data to its makers, and it logs a line for every table that it creates.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -33,6 +34,8 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run,
 from mlflow.exceptions import MlflowException
 from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 from mlflow.tracing.client import TracingClient
+from mlflow.utils.credentials import get_default_host_creds
+from mlflow.utils.rest_utils import http_request
 
 logging.getLogger("mlflow").setLevel(logging.WARNING)
 logging.getLogger("alembic").setLevel(logging.WARNING)
@@ -49,6 +52,8 @@ CURVES = "metrics.jsonl"
 LOAD_SECONDS = 30
 # Seconds between two reads of the curves of a stage that is running.
 CURVE_SECONDS = 15.0
+# Longest wait for the first answer of a tracking server.
+ANSWER_SECONDS = 10
 # Kind of experiment for which MLflow's pages show runs and charts first, and not traces of applications.
 EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
 
@@ -67,22 +72,34 @@ def connect(params: Registry, home: Path) -> MlflowClient:
     """Return a client of MLflow's tracking store, which is created if it does not exist.
 
     The store is that of `registry.tracking_uri`, or else a database in `home`, the folder of all runs. Raises
-    UserError if this database is damaged, is no file, or was made by another version of MLflow. The address
-    becomes MLflow's global setting.
+    UserError if this database is damaged, is no file, or was made by another version of MLflow, or if the
+    server of `registry.tracking_uri` does not answer within ANSWER_SECONDS or MLflow cannot use this address.
+    The address becomes MLflow's global setting.
     """
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
     uri = params.uri(home)
     # Some of MLflow's own helpers (artifact resolution of logged models) read the global setting.
     mlflow.set_tracking_uri(uri)
     if params.tracking_uri:
-        return MlflowClient(tracking_uri=uri)
+        try:
+            if uri.startswith("http"):  # MLflow would try for minutes
+                http_request(
+                    get_default_host_creds(uri), "/health", "GET", max_retries=0, timeout=ANSWER_SECONDS
+                )
+            return MlflowClient(tracking_uri=uri)
+        except (OSError, ImportError, MlflowException, SQLAlchemyError) as error:
+            # The address itself may have a password.
+            raise UserError(
+                f"registry.tracking_uri: MLflow cannot use this address ({reason(error)}); start its server, "
+                "or give another address."
+            ) from error
     try:
         (home / DATABASE).open("ab").close()  # MLflow would try for minutes
         return MlflowClient(tracking_uri=uri)
     except (OSError, MlflowException, CommandError, SQLAlchemyError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0]
+        fault = str(error).splitlines()[0].partition(". ")[0]
         raise UserError(
-            f"{home / DATABASE}: MLflow {mlflow.__version__} cannot use this database ({reason}); restore it "
+            f"{home / DATABASE}: MLflow {mlflow.__version__} cannot use this database ({fault}); restore it "
             f"from its backup, run mlflow db upgrade '{uri}' if it is older, or give another --home."
         ) from error
 

@@ -23,6 +23,8 @@ from components.core.files import MANIFEST, atomic_write, digest_file, remove_tr
 KEY = re.compile(r"[A-Za-z0-9][\w.,=+@ -]*(/[A-Za-z0-9_][\w.,=+@ -]*)*")
 # Folder of a store of files that has the SHA-256 of each object.
 NOTES = ".sha256"
+# Beginning of the names of temporary folders, in which files are copied.
+TEMPORARY = ".cuda-agent-copy-"
 # Error numbers with which os.link fails on file systems without hard links.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
@@ -54,7 +56,10 @@ class Store(Protocol):
     def exists(self, key: str) -> bool: ...
 
     def entries(self, prefix: str = "") -> Iterator[StoredObject]:
-        """Yield every object whose key starts with `prefix`, in the order of the keys."""
+        """Yield every object whose key starts with `prefix`, in the order of the keys.
+
+        A store of files raises UserError if no key can start with `prefix`.
+        """
 
     def remove(self, key: str) -> None:
         """Delete the object `key`; nothing happens if there is none."""
@@ -133,6 +138,8 @@ class FolderStore:
         return (self.root / check_key(key)).is_file()
 
     def entries(self, prefix: str = "") -> Iterator[StoredObject]:
+        if prefix:
+            check_key(prefix.removesuffix("/"))
         for path in sorted((self.root / prefix.rpartition("/")[0]).rglob("*"), key=Path.as_posix):
             key = path.relative_to(self.root).as_posix()
             if (
@@ -156,8 +163,8 @@ class FolderStore:
         limit = (datetime.now(UTC) - older_than).timestamp()
         return [
             (path.relative_to(self.root).as_posix(), "")
-            for path in sorted(self.root.rglob(".*"))
-            if path != self.root / NOTES and path.is_dir() and path.stat().st_mtime < limit
+            for path in [*sorted(self.root.rglob(f"{TEMPORARY}*")), *sorted((self.root / NOTES).rglob(".*"))]
+            if path.is_dir() and path.stat().st_mtime < limit
         ]
 
     def abandon(self, key: str, upload: str) -> None:
@@ -188,7 +195,7 @@ def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> boo
     and differs from the SHA-256 of the copy; the target is then unchanged.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=TEMPORARY) as folder:
         copy = Path(folder) / "object"
         shutil.copyfile(source, copy)
         sync(copy)

@@ -15,28 +15,19 @@ from pathlib import Path
 import torch
 
 from components.core.errors import UserError
+from components.core.files import check_replaceable
 from components.core.params import Data, Params
 from components.core.progress import Progress
 from components.core.records import TaskDtype
 from components.core.task import KernelTask, cast_task, parse_operators, read_rows
 from components.synthesis.core_composer import compose_tasks, draw_dtypes
 from components.synthesis.dataset_builder import AdmissionPool, DatasetBuilder, TaskCandidate, task_quotas
-from components.synthesis.dataset_summary import DatasetSummary, Rejection
+from components.synthesis.dataset_summary import FILES, DatasetSummary, Rejection
 from components.synthesis.model_composer import ModelComposer
 from components.synthesis.operator_ablation import split_of
 from components.synthesis.operator_table import load_operator_table
 from components.synthesis.task_filter import TaskFilter
 from components.synthesis.torch_composer import TorchComposer
-
-
-def check_output_folder(out: Path) -> None:
-    """Raise UserError unless `out` does not exist, is an empty folder, or contains a data set.
-
-    A folder with a file tasks.parquet is taken for a data set.
-    """
-    is_usable = out.is_dir() and (not any(out.iterdir()) or (out / "tasks.parquet").is_file())
-    if not is_usable and (out.exists() or out.is_symlink()):
-        raise UserError(f"{out}: holds something else than a data set; give a new or empty folder.")
 
 
 def build_dataset(
@@ -54,7 +45,7 @@ def build_dataset(
     needed, if the language model's server fails, or if `out` contains something else than this data set.
     Raises InfrastructureError if the judge itself fails.
     """
-    check_output_folder(out)
+    check_replaceable(out, "a data set", FILES)
     data = params.data
     builder = DatasetBuilder(params, pool, progress, task_quotas(data))
     source: Iterator[TaskCandidate]
@@ -108,7 +99,7 @@ def admit_tasks(
     data.against cannot be read, or if `out` contains something else than this data set, and
     InfrastructureError if the judge itself fails.
     """
-    check_output_folder(out)
+    check_replaceable(out, "a data set", FILES)
     builder = DatasetBuilder(params, pool, progress, None)
     builder.run((TaskCandidate(task) for task in itertools.islice(tasks, total)), total)
     if not builder.admitted:

@@ -20,6 +20,8 @@ from components.core.files import atomic_write, write_json
 from components.core.params import Params
 from components.core.task import KernelTask
 
+# Names of everything in the folder of a data set.
+FILES = ("tasks.parquet", "rejected.parquet", "metrics.json", "plots", "README.md")
 # Reasons for the rejection of candidates whose source may not be valid Python.
 UNREADABLE = ("no_code", "cut_off", "contract")
 # Reasons for a rejection without executing the source.

@@ -120,7 +120,7 @@ ALLOWED_MODULES = frozenset(
         "copy warnings numpy einops"
     ).split()
 )
-FORBIDDEN_NAMES = frozenset("eval exec compile open __import__ globals breakpoint".split())
+FORBIDDEN_NAMES = frozenset("eval exec compile open __import__ __builtins__ globals breakpoint".split())
 FORBIDDEN_ATTRIBUTES = frozenset(
     (
         "__globals__ __builtins__ __subclasses__ __code__ __class__ __bases__ __mro__ __dict__ __loader__ "
@@ -129,7 +129,7 @@ FORBIDDEN_ATTRIBUTES = frozenset(
 )
 FORBIDDEN_TORCH = re.compile(
     r"torch\.(load|save|hub|compile|ops|classes|_C|multiprocessing|distributed"
-    r"|utils\.cpp_extension|cuda\.(synchronize|Event|Stream))\b"
+    r"|utils\.cpp_extension|cuda\.(synchronize|Event|Stream))\b|torch\.\*"
 )
 
 
@@ -139,26 +139,32 @@ def find_forbidden(code: str) -> tuple[str, str] | None:
     `code` is the source of a task and must be valid Python. The reason is "foreign_import" for a module that
     is neither permitted (ALLOWED_MODULES) nor of Python's standard library, and "hostile" for anything else.
     """
-    for node in ast.walk(parse_python(code)):
+    tree = parse_python(code)
+    imported: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            origin = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                package = (origin or alias.name).partition(".")[0]
+                if package not in ALLOWED_MODULES:
+                    available = ", ".join(sorted(ALLOWED_MODULES))
+                    reason = "hostile" if package in sys.stdlib_module_names else "foreign_import"
+                    return reason, f"imports {origin or alias.name}; a task may import {available}"
+                name = f"{origin}.{alias.name}" if origin else alias.name
+                if FORBIDDEN_TORCH.match(name):
+                    return "hostile", f"imports {name}"
+                if origin or alias.asname:
+                    imported[alias.asname or alias.name] = name
+    for node in ast.walk(tree):
         match node:
-            case ast.Import(names=names):
-                modules = [alias.name for alias in names]
-            case ast.ImportFrom(module=module, level=level):
-                modules = ["." * level + (module or "")]
             case ast.Name(id=name) if name in FORBIDDEN_NAMES:
                 return "hostile", f"uses {name}"
             case ast.Attribute(attr=name) if name in FORBIDDEN_ATTRIBUTES:
                 return "hostile", f"uses {name}"
-            case ast.Attribute() if FORBIDDEN_TORCH.match(ast.unparse(node)):
-                return "hostile", f"uses {ast.unparse(node)}"
-            case _:
-                modules = []
-        for name in modules:
-            package = name.partition(".")[0]
-            if package not in ALLOWED_MODULES:
-                available = ", ".join(sorted(ALLOWED_MODULES))
-                reason = "hostile" if package in sys.stdlib_module_names else "foreign_import"
-                return reason, f"imports {name}; a task may import {available}"
+            case ast.Attribute():
+                first, _, rest = ast.unparse(node).partition(".")
+                if FORBIDDEN_TORCH.match(name := f"{imported.get(first, first)}.{rest}"):
+                    return "hostile", f"uses {name}"
     return None
 
 

@@ -20,6 +20,7 @@ from components.cli.progress_view import ProgressView
 from components.core import config
 from components.core.config import resolve
 from components.core.errors import InfrastructureError, IsolationUnavailable, UserError
+from components.judge.pool.open_pool import judge_workdir
 from flows.processes import prefect_server
 from flows.run_context import home_lock
 
@@ -126,6 +127,32 @@ def test_a_value_that_nothing_can_use_is_refused(set_: str, said: str) -> None:
     with pytest.raises(UserError, match=f"^--set {set_.partition('=')[0]}=") as error:
         resolve("smoke", (set_,))
     assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "store gc --older-than 1e300",
+        "token create a --days 1e300",
+        "optimize model.py --attempts 99999999999999999999999",
+        "params --write /proc/x",
+    ],
+)
+def test_an_option_out_of_range_is_bad_input(tmp_path: Path, arguments: str) -> None:
+    done = command(*arguments.split(), cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and not any(tmp_path.iterdir())
+
+
+def test_what_a_path_holds_instead_of_a_policy_or_a_candidate_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file.sh").write_text("x")
+    for name, said in {"file.sh": "is neither a folder nor a GGUF file", "x": "does not exist"}.items():
+        with pytest.raises(UserError, match=f"policy.source: .*{name} {said}"):
+            config.check_policy_source(resolve("smoke", (f"policy.source={tmp_path / name}",)).params)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"--against .*empty: has no model_new\.py"):
+        judge_workdir(
+            resolve("smoke").params, tmp_path / "file.sh", None, tmp_path, against=tmp_path / "empty"
+        )
 
 
 def test_square_brackets_and_colons_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

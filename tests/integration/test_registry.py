@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import agent_fixtures
+import mlflow
 import pytest
 from agent_fixtures import verdict_of
 from mlflow.exceptions import MlflowException
@@ -78,6 +79,25 @@ def test_a_database_that_mlflow_cannot_use_is_named_in_one_sentence(
         connect(PARAMS, tmp_path)
     text = str(raised.value)
     assert text.startswith(f"{file}: MLflow ") and reason in text and len(text.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("foo://bar", "unsupported URI"),
+        ("http://127.0.0.1:9", "Max retries exceeded"),
+        ("http:///a", "Invalid url"),
+        ("sqlite:////proc/x/y.db", "No such file"),
+    ],
+)
+def test_an_address_that_mlflow_cannot_use_is_named_at_once(
+    tmp_path: Path, address: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow, "set_tracking_uri", lambda _: None)  # which is that of the other tests
+    began = time.monotonic()
+    with pytest.raises(UserError, match=f"registry.tracking_uri: MLflow cannot use .*{reason}"):
+        connect(PARAMS.model_copy(update={"tracking_uri": address}), tmp_path)
+    assert time.monotonic() - began < 30
 
 
 def test_a_home_with_a_question_mark_keeps_its_databases(
@@ -377,7 +397,7 @@ def test_only_a_version_that_is_not_there_is_called_missing(
     client: Any, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     register(client, home, "a version to be found")
-    for name in ("999", "no alias"):
+    for name in ("999", "9" * 30, "no alias"):
         with pytest.raises(UserError, match=f"policy has no version {name}; cuda-agent models list"):
             models.find(client, PARAMS.model, name)
 

@@ -51,6 +51,13 @@ FAST = (
 )
 
 
+def test_a_data_set_that_is_missing_is_named_before_training(tmp_path: Path) -> None:
+    made = dataclasses.replace(stage(tmp_path, "warmup", *FAST), dataset=tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"nowhere/tasks\.parquet: .*there is no such file"):
+        run_stage(made, killed_at(0))
+    assert not made.out.exists()
+
+
 def test_warmup_raises_the_reward_of_a_rule_it_has_not_seen(tmp_path: Path) -> None:
     result = run_stage(stage(tmp_path, "warmup", *FAST), episode)
     assert result.stopped == ""

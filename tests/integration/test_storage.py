@@ -180,10 +180,21 @@ def test_an_interrupted_upload_leaves_nothing_and_is_made_anew(
     assert (tmp_path / "back").read_bytes() == LARGE
 
 
+def test_a_prefix_that_no_key_has_is_refused(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    store.put("runs/1/report", file(tmp_path, b"kept"))
+    for prefix in ("/etc/x", "../", "/"):
+        with pytest.raises(UserError, match="is not a key"):
+            list(store.entries(prefix))
+    assert all(len(list(store.entries(prefix))) == 1 for prefix in ("", "r", "runs/", "runs/1", "runs/1/re"))
+
+
 def test_what_a_killed_write_left_in_a_folder_is_found_and_removed(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     store.put("runs/1/report", file(tmp_path, b"kept"))
-    left = [tmp_path / "store/runs/1/.ab12", tmp_path / "store/.sha256/runs/1/.report.x"]
+    left = [tmp_path / "store/runs/1/.cuda-agent-copy-ab12", tmp_path / "store/.sha256/runs/1/.report.x"]
+    (tmp_path / "store/.git").mkdir()
+    (tmp_path / "store/runs/.settings").mkdir()
     for folder in left:
         folder.mkdir()
         (folder / "object").write_bytes(b"half")

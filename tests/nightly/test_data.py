@@ -156,6 +156,12 @@ def test_check_says_per_row_why_not_and_runs_nothing(planted: Path, tmp_path: Pa
         "__import__('os')",
         "eval('1')",
         "torch.load('x')",
+        "from torch import load",
+        "from torch import *",
+        "import torch._C",
+        "import torch as t\nt.load('x')",
+        "from torch import cuda as c\nc.synchronize()",
+        "__builtins__['eval']('1')",
         "().__class__",
         "import torch.utils.cpp_extension as c\nc = torch.utils.cpp_extension",
     ],
@@ -301,6 +307,9 @@ def test_what_lies_where_a_data_set_shall_be_written_stays(tmp_path: Path) -> No
     assert build_dataset(parameters(), tmp_path / "set", InProcess(), Quiet()).version == first.version
     with pytest.raises(UserError, match=f"set: holds data set {first.version[:12]}"):
         build_dataset(parameters("data.seed=7"), tmp_path / "set", InProcess(), Quiet())
+    (tmp_path / "set" / "tasks.parquet.dvc").write_text("mine")
+    with pytest.raises(UserError, match=r"set: holds something else than a data set \(tasks\.parquet\.dvc\)"):
+        build_dataset(parameters(), tmp_path / "set", InProcess(), Quiet())
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "notes.txt").read_text() == "mine"
 
 

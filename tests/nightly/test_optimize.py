@@ -24,7 +24,7 @@ from agent_fixtures import (
 from schedules import SEPARATE, VECTORISED
 
 from components.agent.episode import RolloutRequest, run_episodes
-from components.agent.optimize.export import check_output_folder, drop_in, export, headline
+from components.agent.optimize.export import FILES, drop_in, export, headline
 from components.agent.optimize.search import NOT_LEARNED, Outcome, find_kernel
 from components.agent.policies import folder_policy, is_learned, with_policy_settings
 from components.agent.trajectory import Trajectory
@@ -34,6 +34,7 @@ from components.bootstrap.operator_chain import read_chain
 from components.cli.main import main
 from components.core.config import PROJECT
 from components.core.errors import UserError
+from components.core.files import check_replaceable
 from components.core.progress import Quiet
 from components.core.task import KernelTask, load_task
 from components.judge.judge import Judge
@@ -218,9 +219,9 @@ def test_a_folder_that_holds_no_model_is_bad_input(tmp_path: Path) -> None:
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("x")
-    with pytest.raises(UserError, match="it holds other files"):
-        check_output_folder(tmp_path)
-    check_output_folder(tmp_path / "new")
+    with pytest.raises(UserError, match="holds something else than the output"):
+        check_replaceable(tmp_path, "the output", FILES)
+    check_replaceable(tmp_path / "new", "the output", FILES)
 
 
 def test_no_gain_leaves_a_report_of_what_was_tried(tmp_path: Path, judge: Judge) -> None:

@@ -1,5 +1,6 @@
 """Folders that replace others in one step."""
 
+import contextlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 
 from components.core import files
 from components.core.errors import UserError
-from components.core.files import atomic_folder, remove_stale, remove_tree, verify_files
+from components.core.files import atomic_folder, check_replaceable, remove_stale, remove_tree, verify_files
 
 
 def replace(path: Path) -> None:
@@ -54,6 +55,28 @@ def test_an_old_link_is_stale_wherever_it_leads(tmp_path: Path) -> None:
             os.utime(tmp_path / name, (0, 0), follow_symlinks=False)
     remove_stale(tmp_path, 60)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "newer"]
+
+
+@pytest.mark.parametrize(
+    ("files", "other"),
+    [((), ""), (("result", "notes"), ""), (("notes",), "than a set;"), (("result", "mine"), r"\(mine\)")],
+)
+def test_only_a_folder_without_other_files_is_replaced(
+    tmp_path: Path, files: tuple[str, ...], other: str
+) -> None:
+    for name in files:
+        (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=other) if other else contextlib.nullcontext():
+        check_replaceable(tmp_path, "a set", ("result", "notes"))
+
+
+def test_a_file_or_a_broken_link_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(UserError, match="holds something else than a set; give a new"):
+            check_replaceable(tmp_path / name, "a set", ("result",))
+    check_replaceable(tmp_path / "new", "a set", ("result",))
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[1]", '{"files": 5}'])

@@ -22,7 +22,6 @@ from jinja2 import Template
 from components.agent.optimize.search import Outcome
 from components.agent.trajectory import save_trajectories
 from components.core.config import PROJECT
-from components.core.errors import UserError
 from components.core.files import atomic_folder, write_json
 from components.core.params import Params
 from components.core.text import parse_python
@@ -30,6 +29,8 @@ from components.judge.verdict import Seconds, Speedup
 from components.sandbox.build import Builder
 
 RESULT = "result.json"
+# Names of everything in an output folder; Python makes the last when model_new.py is imported.
+FILES = (RESULT, "report.md", "model_new.py", "model.py", "workspace", "trajectories", "__pycache__")
 LOADER = '''\
 import importlib.util as _util
 import pathlib as _pathlib
@@ -88,12 +89,6 @@ def write_workspace(folder: Path, code: str, files: dict[str, str], library: byt
         (folder / name).write_text(text)
     if library is not None:
         (folder / "cuda_extension.so").write_bytes(library)
-
-
-def check_output_folder(out: Path) -> None:
-    """Raise UserError unless `out` is absent, an empty folder, or the output folder of an optimisation."""
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / RESULT).is_file())):
-        raise UserError(f"--out {out}: it holds other files; give a new or empty folder.")
 
 
 def export(outcome: Outcome, params: Params, out: Path, builds: Path, policy: str) -> dict[str, Any]:

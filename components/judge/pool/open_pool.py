@@ -67,6 +67,8 @@ def judge_workdir(
     if a file is missing or not valid, or if no judge can be started here.
     """
     files, others = read_candidate(workdir), None if against is None else read_candidate(against)
+    if others is not None and "model_new.py" not in others:
+        raise UserError(f"--against {against}: has no model_new.py; give a workspace or a Python file.")
     if task is None and workdir.is_file():
         raise UserError(f"{workdir}: a single file has no task; give its task file with --task.")
     kernel_task = load_task(task if task is not None else workdir / "model.py")
