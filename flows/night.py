@@ -254,13 +254,19 @@ def descent(client: MlflowClient, model: str, version: str) -> list[dict[str, An
     """Return a row for a version and for each version that it descends from, the newest first.
 
     A row maps columns of the report's table, such as "version" and "started from", to texts, "" where nothing
-    is known. There are at most MAX_ANCESTORS rows. Raises UserError if a version does not exist.
+    is known. There are at most MAX_ANCESTORS rows, and none for a version that was deleted and those before
+    it. Raises UserError if the first version does not exist.
     """
     rows: list[dict[str, Any]] = []
     aliases = models.aliases(client, model)
     number: str | None = version
     while number and len(rows) < MAX_ANCESTORS:
-        tags = models.describe(client, model, number)["tags"]
+        try:
+            tags = models.describe(client, model, number)["tags"]
+        except UserError:
+            if not rows:
+                raise
+            break
         rows.append(
             {
                 "version": number,

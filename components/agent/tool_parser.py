@@ -76,6 +76,8 @@ LOOKS_LIKE_A_CALL = re.compile(r'\A\s*\[?\s*\{\s*"name"\s*:.*"(?:arguments|param
 MAX_CALLS = 16
 # Largest number of characters that the arguments of one call may have together.
 MAX_ARGUMENT_CHARACTERS = 1 << 20
+# Largest number of lists and objects of JSON that lie in one another in an argument.
+MAX_DEPTH = 32
 NOT_BLANK = re.compile(r"\S")
 # Strings in JSON may contain raw ends of lines, which models write.
 JSON = json.JSONDecoder(strict=False)
@@ -326,10 +328,14 @@ def _call(value: Any) -> Request:
 
 
 def _limited(request: Request) -> Request:
-    """Return `request`, or a copy with an error and without arguments if the arguments are too long.
+    """Return `request`, or a copy with an error and without arguments if these are too long or too deep.
 
-    They are too long if all of them together have more than `MAX_ARGUMENT_CHARACTERS` characters.
+    They are too long if all of them together have more than `MAX_ARGUMENT_CHARACTERS` characters, and too
+    deep if more than `MAX_DEPTH` lists and objects lie in one another.
     """
+    if _is_deeper(request.arguments, MAX_DEPTH + 1):
+        problem = f"its arguments have more than {MAX_DEPTH} lists and objects in one another"
+        return Request(request.name, {}, problem, request.call_id)
     size = sum(
         len(value) if isinstance(value, str) else len(repr(value)) for value in request.arguments.values()
     )
@@ -337,3 +343,12 @@ def _limited(request: Request) -> Request:
         return request
     problem = f"its arguments are {size} characters long, more than {MAX_ARGUMENT_CHARACTERS}"
     return Request(request.name, {}, problem, request.call_id)
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Return whether more than `depth` lists and dictionaries lie in one another in `value`."""
+    if not isinstance(value, dict | list):
+        return False
+    return depth == 0 or any(
+        _is_deeper(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value)
+    )

@@ -82,8 +82,12 @@ def record_decision(client: MlflowClient, model: str, version: str, decision: De
     """Write the results of the gates, the verdict and the reasons of a decision into tags of a model version.
 
     The gates are the conditions of promotion. `model` is the name of the registered model, and `version` the
-    number of the version.
+    number of the version. Results of gates of an earlier decision that this one lacks are removed.
     """
+    names = {f"gate.{gate.name}" for gate in decision.gates}
+    for name in find(client, model, version).tags:
+        if name.startswith("gate.") and name not in names:
+            client.delete_model_version_tag(model, version, name)
     set_tags(
         client,
         model,

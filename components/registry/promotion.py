@@ -392,7 +392,8 @@ class Promotion:
         """Apply the newest entry if a killed process wrote it without applying it, and return all entries.
 
         If another program has moved the aliases, they are set back, and an entry with the action `found` is
-        appended. Raises AuditChainError if the chain was changed.
+        appended. An alias of a version that another program has deleted is not set back. Raises
+        AuditChainError if the chain was changed.
         """
         entries = self.chain.entries()
         anchor = self._anchor()
@@ -401,15 +402,21 @@ class Promotion:
             self._apply_entry(entries[-1])
         actual, recorded = self._actual(), recorded_aliases(entries)
         if actual != recorded:
-            found = self.chain.append(
-                "found",
-                recorded.get(CHAMPION, ""),
-                recorded,
-                "unknown",
-                reason=f"another program had moved the aliases to {_listed(actual)}; they were set back",
-            )
+            existing = {alias: number for alias, number in recorded.items() if self._exists(number)}
+            deleted = sorted({*recorded.values()} - {*existing.values()})
+            reason = f"another program had moved the aliases to {_listed(actual)}; they were set back"
+            if deleted:
+                reason = (
+                    f"another program had deleted version {', '.join(deleted)}; no alias names it any more"
+                )
+            found = self.chain.append("found", existing.get(CHAMPION, ""), existing, "unknown", reason=reason)
             entries.append(self._apply_entry(found))
         return entries
+
+    def _exists(self, version: str) -> bool:
+        with contextlib.suppress(UserError):
+            return bool(models.find(self.client, self.model, version))
+        return False
 
     def _anchor(self) -> str:
         return models.tags(self.client, self.model).get(ANCHOR, "")

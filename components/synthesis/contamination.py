@@ -37,11 +37,12 @@ Subtrees = Counter[str]
 def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
     """Return how often each subtree occurs in the normalised syntax trees of the methods of class `Model`.
 
-    `code` is the source of a task, which has that class. Normalised means that assignments are inlined, and
-    that variable names, numbers, docstrings and module prefixes are removed. Subtrees are named by texts of
-    at most 64 characters. If `constants` is true, the values of constants are kept and the functions
-    `get_inputs` and `get_init_inputs` are included. Then equal results mean equal operator graphs on equal
-    shapes. Raises what `ast.parse` raises if `code` is not valid Python.
+    `code` is the source of a task, which has that class. Normalised means that assignments are inlined,
+    and that variable names, numbers, docstrings and module prefixes are removed. Subtrees are named by
+    texts of at most 64 characters. If `constants` is true, the values of constants are kept, and the
+    functions `get_inputs` and `get_init_inputs` and assignments of the module are included. Then equal
+    results mean equal operator graphs on equal shapes. Raises what `ast.parse` raises if `code` is not
+    valid Python.
     """
     counts: Subtrees = Counter()
     for node in parse_python(code).body:
@@ -53,6 +54,8 @@ def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
             constants and isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs")
         ):
             _count(_inline_assignments(node), constants, counts)
+        elif constants and isinstance(node, ast.Assign | ast.AnnAssign):
+            _count([node], constants, counts)
     return counts
 
 

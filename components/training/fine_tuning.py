@@ -31,7 +31,7 @@ from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.operator_chain import BY_NAME
 from components.bootstrap.tokenizer import Message
 from components.core.errors import UserError
-from components.core.files import digest_json
+from components.core.files import digest_bytes, digest_json
 from components.core.params import Params
 from components.core.stage_params import Rejection
 from components.core.task import KernelTask
@@ -275,28 +275,38 @@ def _messages(params: Params, trajectory: Trajectory) -> list[Message]:
 def select(trajectories: Sequence[Trajectory], rejection: Rejection) -> tuple[list[Trajectory], Counter[str]]:
     """Return the trajectories to learn from, in their given order, and the number of trajectories by outcome.
 
-    A trajectory is rejected for its `rejection_reason`, if an earlier one that was not rejected has the same
-    token ids, or if its task has rejection.per_task better ones: with a higher reward, then a higher
-    speed-up, then fewer tokens. The outcome is "kept" or the reason of the rejection: that of
-    `rejection_reason`, such as "low_reward", or "duplicate" or "over_task_limit".
+    A trajectory is rejected for its `rejection_reason`, if an earlier one that was not rejected has the
+    same content (`_content`), or if its task has rejection.per_task better ones: with a higher reward,
+    then a higher speed-up, then fewer tokens. The outcome is "kept" or the reason of the rejection: that
+    of `rejection_reason`, such as "low_reward", or "duplicate" or "over_task_limit".
     """
     reasons: Counter[str] = Counter(kept=0)
-    kept: dict[bytes, Trajectory] = {}  # by token ids
+    kept: dict[str, Trajectory] = {}  # by content
     for trajectory in trajectories:
-        is_duplicate = bytes(trajectory.ids) in kept
-        reason = rejection_reason(trajectory, rejection) or ("duplicate" if is_duplicate else "")
+        content = _content(trajectory)
+        reason = rejection_reason(trajectory, rejection) or ("duplicate" if content in kept else "")
         if reason:
             reasons[reason] += 1
         else:
-            kept[bytes(trajectory.ids)] = trajectory
+            kept[content] = trajectory
     per_task: Counter[str] = Counter()
     for one in sorted(kept.values(), key=lambda one: (-one.earned, -_speedup(one), len(one.ids))):
         per_task[one.task_id] += 1
         if per_task[one.task_id] > rejection.per_task:
             reasons["over_task_limit"] += 1
-            del kept[bytes(one.ids)]
+            del kept[_content(one)]
     reasons["kept"] = len(kept)
     return list(kept.values()), reasons
+
+
+def _content(trajectory: Trajectory) -> str:
+    """Return a digest of the tokens of a trajectory, or of its task and texts if it is of a chat server.
+
+    Trajectories of a chat server have no token ids.
+    """
+    if len(trajectory.ids):
+        return digest_bytes(bytes(trajectory.ids))
+    return digest_json([trajectory.task_id, *(turn.text for turn in trajectory.turns)])
 
 
 def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:

@@ -16,7 +16,7 @@ from components.cli.main import app
 from components.core.errors import UserError
 from components.registry import models
 from components.registry.audit import AuditChainError
-from components.registry.gates import Decision
+from components.registry.gates import Decision, Gate
 from components.registry.promotion import NotPassed, Promotion
 
 
@@ -195,6 +195,27 @@ def test_aliases_moved_by_other_means_are_set_back_and_an_entry_says_so(home: Pa
     assert aliases(promotion) == {"champion": "1", "previous": "2"} and promotion.verify() == []
     promotion.client.set_registered_model_alias(PARAMS.model, "champion", "3")
     assert promotion.aliases() == {"champion": "1", "previous": "2"} == aliases(promotion)
+
+
+def test_a_champion_that_was_deleted_in_the_registry_blocks_nothing(home: Path) -> None:
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1")
+    promotion.client.delete_model_version(PARAMS.model, "1")
+    for _ in range(2):
+        assert promotion.aliases() == {}
+    assert actions(promotion) == ["promoted", "found"]
+    assert "had deleted version 1" in promotion.chain.entries()[-1].reason and promotion.verify() == []
+    apply_decision(promotion, "2")
+    assert promotion.aliases() == aliases(promotion) == {"champion": "2"}
+
+
+def test_gates_of_an_earlier_decision_are_not_shown(home: Path) -> None:
+    promotion = promotion_of(home)
+    for names in (("pass_rate", "start.better"), ("pass_rate",)):
+        gates = tuple(Gate(name=name, value=1.0, threshold=0.5, passed=True) for name in names)
+        apply_decision(promotion, "1", Decision(verdict="refused", gates=gates, reasons=("slow",)))
+    shown = models.describe(promotion.client, PARAMS.model, "1")["gates"]
+    assert [gate["name"] for gate in shown] == ["pass_rate"]
 
 
 def arguments(home: Path, *words: str) -> list[str]:

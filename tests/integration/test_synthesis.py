@@ -157,6 +157,8 @@ def test_graphs_differ_in_constants_and_shapes_only_when_they_do() -> None:
     )
     assert graph_digest(code) != graph_digest(code.replace("0.1", "0.2"))
     assert graph_digest(code) != graph_digest(code.replace("64", "128"))
+    named = code.replace("torch.randn(64, 256)", "torch.randn(rows, 256)")
+    assert graph_digest(f"rows = 64\n{named}") != graph_digest(f"rows = 128\n{named}")
 
 
 def test_self_substitution_stays_small() -> None:

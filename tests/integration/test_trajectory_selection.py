@@ -1,5 +1,6 @@
 """Which tasks a step samples, and which trajectories the stages learn from."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def example(
         finish,
         "v",
     )
+
+
+def test_trajectories_without_token_ids_are_told_apart_by_their_texts() -> None:
+    """Those of a chat server have no ids."""
+    made = [example("a", 3, call("x"), ids=()) for _ in range(3)]
+    made[1] = dataclasses.replace(made[1], turns=(Turn("another answer", (call("y"),)),))
+    kept, reasons = select(made, params("rejection.per_task=3").rejection)
+    assert kept == made[:2] and reasons == {"kept": 2, "duplicate": 1}
 
 
 def test_rejection_counts_every_trajectory_under_one_reason() -> None:

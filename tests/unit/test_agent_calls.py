@@ -337,3 +337,18 @@ def test_a_turn_that_is_cut_anywhere_has_whole_calls_and_an_error(form: str) -> 
 def test_a_section_of_calls_ends_a_thought_of_kimi() -> None:
     text = f"I compile it. {written('kimi-k2', COMMAND)}"
     assert [request.arguments for request in parse_calls(text, in_thought=True)] == [COMMAND[1]]
+
+
+@pytest.mark.parametrize("depth", [33, 500, 5000])
+def test_arguments_that_are_nested_deeply_are_refused(depth: int) -> None:
+    """A record of such a call could not be written."""
+    nested = "[" * depth + "]" * depth
+    for value in (nested, nested.replace("[", "[{}, ", 1)):
+        (request,) = parse_calls(write_call(value))
+        assert request.error and request.arguments == {}
+    (request,) = parse_calls(write_call("[" * 31 + "]" * 31))
+    assert not request.error
+
+
+def write_call(content: str) -> str:
+    return f'<tool_call>{{"name": "Write", "arguments": {{"content": {content}}}}}</tool_call>'
