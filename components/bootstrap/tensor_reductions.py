@@ -76,7 +76,8 @@ def reduction_of(code: Code) -> Callable[..., Parts]:
         dims = (*range(len(shape)),) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
         if not dims or isinstance(dim, bool):
             raise ValueError(f"the dimensions {dim}")
-        axis = f"d{dims[0] % len(shape)}"
+        first = dims[0] % len(shape)
+        axis = f"d{first}" if shape[first] > 1 else "0"  # kernels have no loop over a single element
         filled = fill_code(code, axis=axis, **{key: f"{float(value)!r}f" for key, value in numbers.items()})
         nest = over_dims(shape, dims, filled, keepdim=keepdim)
         operands = [key for key in inputs if f"{key}@" in str(filled)]

@@ -31,7 +31,7 @@ SIZES: dict[int, tuple[tuple[int, int], ...]] = {
 OTHERS = (
     *((f"torch.{name}(x, dim={dim}, keepdim={keep})", "", f"torch.randn({shape})")
       for name in ("argmax", "argmin")
-      for dim, shape in ((1, "7, 33"), (0, "40, 5"), (1, "3, 9, 20"))
+      for dim, shape in ((1, "7, 33"), (0, "40, 5"), (1, "3, 9, 20"), (1, "7, 1"))
       for keep in (True, False)),
     ("self.norm(x)", "self.norm = nn.BatchNorm2d(6)", "torch.randn(3, 6, 7, 9)"),
     ("torch.matmul(x, y)", "", "torch.randn(30, 50), torch.randn(50, 1)"),
@@ -67,6 +67,7 @@ OTHERS = (
     ("F.cosine_similarity(x, y, dim=2)", "", "torch.randn(3, 9, 20), torch.randn(9, 1)"),
     ("(x * self.w).flatten(1)", "self.w = nn.Parameter(torch.randn(20))", "torch.randn(3, 9, 20)"),
     ("x @ self.w.T", "self.w = nn.Parameter(torch.randn(11, 50))", "torch.randn(4, 30, 50)"),
+    ("F.cross_entropy(x, y)", "", "torch.randn(7, 1), torch.randint(0, 1, (7,))"),
     ("x.T @ y", "", "torch.randn(50, 30), torch.randn(50, 11)"),
     (
         "self.conv(x)",
