@@ -117,6 +117,7 @@ def create(
     """
     from pydantic import ValidationError
 
+    from components.core.records import reason
     from components.service.tokens import Token, create_token
 
     try:
@@ -131,8 +132,7 @@ def create(
             }
         )
     except ValidationError as error:
-        first = error.errors()[0]
-        raise UserError(f"token: {first['loc'][0]}: {first['msg']}.") from error
+        raise UserError(f"token: {reason(error)}.") from error
     secret = create_token(file, token, days)
     print_line(f"token {name}, which is shown only now (its digest is in {file}):")
     print_line(secret)

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import atomic_write, read_json, write_json
-from components.core.records import FrozenModel
+from components.core.records import FrozenModel, read_as
 from components.evaluation import tables
 from components.evaluation.charts import (
     Series,
@@ -107,10 +107,7 @@ def load_report_data(
     evaluation is missing or damaged, or if the figures of the data set or of a stage are damaged.
     """
     metrics = dataset / "metrics.json"
-    try:
-        figures = read_json(metrics) if metrics.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{metrics}: damaged ({error}); build the data set again.") from error
+    figures = read_as(dict[str, Any], metrics, "build the data set again") if metrics.is_file() else {}
     loaded = tuple(_load_stage(name, folder) for name, folder in stages.items())
     cost = {
         stage.name: float(stage.result["seconds"])

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from components.agent.trajectory import Trajectory
 from components.core.errors import UserError
-from components.core.files import read_json
-from components.core.records import FrozenModel, TaskDtype
+from components.core.records import FrozenModel, TaskDtype, read_as
 from components.evaluation.intervals import Interval
 from components.judge.verdict import (
     Labels,
@@ -303,13 +302,7 @@ def load_evaluation(path: Path) -> Evaluation:
     Raises UserError if the file is missing or damaged.
     """
     file = path / RESULTS if path.is_dir() else path
-    try:
-        return Evaluation.model_validate(read_json(file))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{file}: not the results of an evaluation ({str(error).splitlines()[0]}); evaluate again "
-            f"into an empty folder."
-        ) from error
+    return read_as(Evaluation, file, "evaluate again into an empty folder")
 
 
 def require_equal_labels(name: str, one: Evaluation, other_name: str, other: Evaluation) -> None:

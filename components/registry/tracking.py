@@ -80,23 +80,19 @@ def connect(params: Registry, home: Path) -> MlflowClient:
     uri = params.uri(home)
     # Some of MLflow's own helpers (artifact resolution of logged models) read the global setting.
     mlflow.set_tracking_uri(uri)
-    if params.tracking_uri:
-        try:
-            if uri.startswith("http"):  # MLflow would try for minutes
-                http_request(
-                    get_default_host_creds(uri), "/health", "GET", max_retries=0, timeout=ANSWER_SECONDS
-                )
-            return MlflowClient(tracking_uri=uri)
-        except (OSError, ImportError, MlflowException, SQLAlchemyError) as error:
-            # The address itself may have a password.
+    try:
+        # Without these, MLflow would try for minutes.
+        if uri.startswith("http"):
+            http_request(get_default_host_creds(uri), "/health", "GET", max_retries=0, timeout=ANSWER_SECONDS)
+        elif not params.tracking_uri:
+            (home / DATABASE).open("ab").close()
+        return MlflowClient(tracking_uri=uri)
+    except (OSError, ImportError, MlflowException, CommandError, SQLAlchemyError) as error:
+        if params.tracking_uri:  # which may have a password
             raise UserError(
                 f"registry.tracking_uri: MLflow cannot use this address ({reason(error)}); start its server, "
                 "or give another address."
             ) from error
-    try:
-        (home / DATABASE).open("ab").close()  # MLflow would try for minutes
-        return MlflowClient(tracking_uri=uri)
-    except (OSError, MlflowException, CommandError, SQLAlchemyError) as error:
         fault = str(error).splitlines()[0].partition(". ")[0]
         raise UserError(
             f"{home / DATABASE}: MLflow {mlflow.__version__} cannot use this database ({fault}); restore it "

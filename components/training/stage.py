@@ -29,7 +29,7 @@ from components.core.errors import UserError
 from components.core.files import MANIFEST, digest_json, read_json, write_json
 from components.core.params import Params
 from components.core.progress import Progress
-from components.core.records import FrozenModel, TrainingStage
+from components.core.records import FrozenModel, TrainingStage, read_as
 from components.core.task import KernelTask, dataset_version, read_tasks
 from components.judge.pool.local_pool import JudgePool
 from components.policy.checkpoint import Manifest, verify_checkpoint
@@ -138,12 +138,7 @@ def load_result(out: Path, file: str = RESULT) -> StageResult | None:
     """
     if not (out / file).is_file():
         return None
-    try:
-        result = StageResult.model_validate(read_json(out / file))
-    except ValueError as error:
-        raise UserError(
-            f"{out / file}: not the result of a stage; delete the folder and run again."
-        ) from error
+    result = read_as(StageResult, out / file, "delete the folder and run again")
     if not (out / result.checkpoint).exists():
         return None
     verify_checkpoint(out / result.checkpoint)
