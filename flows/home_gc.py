@@ -86,7 +86,7 @@ def removable(home: Path, references: Mapping[str, str], seconds: float) -> list
     found += [
         Removable(path, "abandoned temporary folder")
         for place in PLACES
-        for path in sorted(home.glob(f"{place}/.*"))
+        for path in sorted(home.glob(f"{place}/.*.*"))
         if path.lstat().st_mtime < now - max(seconds, ABANDONED_SECONDS) and path.parent not in gone
     ]
     return found

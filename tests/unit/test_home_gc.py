@@ -73,10 +73,11 @@ def test_an_old_night_keeps_the_stage_that_it_left_unfinished_until_a_night_cont
 
 def test_temporary_folders_are_abandoned_after_a_day_and_what_is_removed_is_gone(tmp_path: Path) -> None:
     write_json(tmp_path / "datasets" / ".one.abc" / "tasks.json", 1)
+    (tmp_path / "datasets" / ".git").mkdir()
     aged(tmp_path, 0.5)
     assert found(tmp_path, days=0) == {}
     aged(tmp_path, 2)
     (item,) = removable(tmp_path, {}, 0)
     assert item.reason == "abandoned temporary folder" and item.bytes == 2
     item.remove()
-    assert not list((tmp_path / "datasets").iterdir())
+    assert [path.name for path in (tmp_path / "datasets").iterdir()] == [".git"]
