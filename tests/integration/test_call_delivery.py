@@ -112,7 +112,7 @@ def run_round(
     def serve() -> None:
         delivery = sys.modules["delivery"].CallDelivery(theirs, shared, inspects=False)
         with contextlib.suppress(OSError):  # the judge has ended the round
-            for order in runner_module.orders(theirs):
+            for order in runner_module.orders(theirs.fileno()):
                 if order["op"] != "warm":
                     calls = delivery.calls if order["op"] == "time" else delivery.checked_calls
                     extra = () if order["op"] == "time" else (lambda output: [output],)
