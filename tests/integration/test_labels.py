@@ -86,14 +86,16 @@ def test_torch_may_compute_only_by_the_rules_that_say_so(
 @pytest.mark.parametrize(
     ("answer", "reason"),
     [
-        (f"self.kept.setdefault(x.data_ptr(), {HONEST})", "finite_mask"),
+        (f"self.kept.setdefault(x.data_ptr(), {HONEST})", ("finite_mask", "max_error")),
         ("torch.zeros_like(x)", "max_error"),
         (f"{HONEST}.half().float()", "max_error"),
         ("x.sigmoid_()", "output_aliases_input"),
     ],
     ids=["cached", "zeros", "half", "in_place"],
 )
-def test_a_cheat_is_wrong_by_any_rules(answer: str, reason: str, judge_with: Callable[..., Judge]) -> None:
+def test_a_cheat_is_wrong_by_any_rules(
+    answer: str, reason: str | tuple[str, ...], judge_with: Callable[..., Judge]
+) -> None:
     files = {"model_new.py": TORCH.format(answer=answer)}
     verdict = judge_with(rules="any").verdict(corpus.TASK, files)
     assert verdict.status == "wrong_output", (verdict.status, verdict.reason, verdict.log)
