@@ -98,7 +98,7 @@ class EvaluationPrograms:
         The similarity is from 0 to 1. The origin is the program's path, or FILE:ROW for a row of a parquet
         file. Returns (0.0, "") if there are no programs.
         """
-        subtrees = count_subtrees(code)
+        subtrees = count_subtrees(code) if self.programs else Counter()
         return max(
             ((similarity(subtrees, other), origin) for origin, other in self.programs), default=(0.0, "")
         )

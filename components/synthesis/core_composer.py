@@ -29,6 +29,7 @@ from components.core.errors import UserError
 from components.core.params import Data
 from components.core.records import Device, TaskDtype
 from components.core.task import KernelTask, cast_task
+from components.synthesis.contamination import EvaluationPrograms
 from components.synthesis.mined_operators import function_of
 from components.synthesis.operator_ablation import (
     PROBE,
@@ -240,9 +241,17 @@ def draw_dtypes(seed: int, half_share: float) -> Iterator[TaskDtype]:
 
 
 def compose_training_tasks(seed: int, data: Data, device: Device) -> Iterator[KernelTask]:
-    """Yield composed tasks without end, except those whose operator sequence is held out for evaluation.
+    """Yield composed tasks without end that a policy may learn from.
 
-    The arguments are those of `compose_tasks`, and equal arguments give equal tasks.
+    Tasks whose operator sequence is held out for evaluation are left out, and so are those that are too
+    similar to an evaluation program (data.against, data.max_similarity). The arguments are those of
+    `compose_tasks`, and equal arguments give equal tasks. Raises UserError if a path of data.against cannot
+    be read.
     """
-    tasks = compose_tasks(seed, data, device)
-    return (task for task in tasks if not is_held_out(task.ops, data.held_out_seed))
+    programs = EvaluationPrograms(data.against)
+    return (
+        task
+        for task in compose_tasks(seed, data, device)
+        if not is_held_out(task.ops, data.held_out_seed)
+        and programs.nearest(task.code)[0] <= data.max_similarity
+    )

@@ -16,6 +16,7 @@ import torch
 from synthesis_fixtures import InProcess, parameters
 
 from components.bootstrap.operator_chain import read_chain
+from components.core.config import resolve
 from components.core.errors import InfrastructureError, UserError
 from components.core.progress import Quiet
 from components.core.task import check_contract, dataset_version, dtype_of, in_dtype, read_tasks
@@ -24,6 +25,7 @@ from components.synthesis.contamination import EvaluationPrograms, count_subtree
 from components.synthesis.core_composer import (
     compose_task,
     compose_tasks,
+    compose_training_tasks,
     every_operator_matters,
     write_source,
 )
@@ -129,6 +131,24 @@ def get_init_inputs():
 '''
 
 
+PRODUCT = """import torch
+import torch.nn as nn
+
+
+class Model(nn.Module):
+    def forward(self, A, B):
+        return torch.matmul(A, B)
+
+
+def get_inputs():
+    return [torch.rand(4096, 64), torch.rand(64, 4096)]
+
+
+def get_init_inputs():
+    return []
+"""
+
+
 def test_the_same_program_in_other_words_is_similar() -> None:
     ours = write_source((("gelu", ()), ("softmax", ())), (64, 256))
     half = in_dtype(ours, "bfloat16")
@@ -167,6 +187,21 @@ def test_self_substitution_stays_small() -> None:
         count_subtrees(f"class Model:\n    def forward(self, x):\n{lines}\n        return x\n").total()
         < 1_000_000
     )
+
+
+def test_no_task_to_learn_from_is_an_evaluation_program(tmp_path: Path) -> None:
+    """A single product is written in one way only."""
+    (tmp_path / "1_Product.py").write_text(PRODUCT)
+    data = resolve(
+        "h20-pool", ("data.operators=kernelbench", "data.half_share=0", "data.operator_mix={1: 1.0}")
+    ).params.data
+    programs = EvaluationPrograms([str(tmp_path)])
+    nearest = []
+    for against in ([], [str(tmp_path)]):
+        chosen = data.model_copy(update={"against": against})
+        tasks = itertools.islice(compose_training_tasks(1, chosen, "cuda"), 120)
+        nearest.append(max(programs.nearest(task.code)[0] for task in tasks))
+    assert nearest[0] == 1.0 and nearest[1] <= data.max_similarity
 
 
 def test_evaluation_programs_come_from_folders_and_parquet(tmp_path: Path) -> None:
