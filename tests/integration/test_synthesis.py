@@ -131,24 +131,6 @@ def get_init_inputs():
 '''
 
 
-PRODUCT = """import torch
-import torch.nn as nn
-
-
-class Model(nn.Module):
-    def forward(self, A, B):
-        return torch.matmul(A, B)
-
-
-def get_inputs():
-    return [torch.rand(4096, 64), torch.rand(64, 4096)]
-
-
-def get_init_inputs():
-    return []
-"""
-
-
 def test_the_same_program_in_other_words_is_similar() -> None:
     ours = write_source((("gelu", ()), ("softmax", ())), (64, 256))
     half = in_dtype(ours, "bfloat16")
@@ -190,18 +172,14 @@ def test_self_substitution_stays_small() -> None:
 
 
 def test_no_task_to_learn_from_is_an_evaluation_program(tmp_path: Path) -> None:
-    """A single product is written in one way only."""
-    (tmp_path / "1_Product.py").write_text(PRODUCT)
-    data = resolve(
-        "h20-pool", ("data.operators=kernelbench", "data.half_share=0", "data.operator_mix={1: 1.0}")
-    ).params.data
+    sets = ("data.operators=kernelbench", "data.half_share=0", "data.against=[]")
+    data = resolve("h20-pool", sets).params.data
+    made = list(itertools.islice(compose_training_tasks(1, data, "cuda"), 12))
+    (tmp_path / "1_Program.py").write_text(made[4].code)
     programs = EvaluationPrograms([str(tmp_path)])
-    nearest = []
-    for against in ([], [str(tmp_path)]):
-        chosen = data.model_copy(update={"against": against})
-        tasks = itertools.islice(compose_training_tasks(1, chosen, "cuda"), 120)
-        nearest.append(max(programs.nearest(task.code)[0] for task in tasks))
-    assert nearest[0] == 1.0 and nearest[1] <= data.max_similarity
+    data = data.model_copy(update={"against": [str(tmp_path)]})
+    left = list(itertools.islice(compose_training_tasks(1, data, "cuda"), 11))
+    assert left == [task for task in made if programs.nearest(task.code)[0] <= data.max_similarity]
 
 
 def test_evaluation_programs_come_from_folders_and_parquet(tmp_path: Path) -> None:
