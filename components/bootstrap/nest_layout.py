@@ -8,8 +8,8 @@ from components.bootstrap.loop_nest import PRODUCT_ROWS, Axis, Code, Loop, Nest,
 def without_windows(nest: Nest) -> list[Nest]:
     """Return a nest that copies the input of a convolution between zeros, and the nest on this copy.
 
-    The second nest needs no windows, because no position lies outside of the copy. The result is `nest` alone
-    if it has no windows, or is not a convolution.
+    The second nest has no conditions on positions (windows), because every position that it reads lies in the
+    copy. If `nest` has no windows or is not a convolution, the result is a list with `nest` only.
     """
     if not nest.windows or not nest.operands or not all(window.stride for window in nest.windows):
         return [nest]
@@ -49,8 +49,8 @@ def without_windows(nest: Nest) -> list[Nest]:
 def with_near_columns(nest: Nest) -> list[Nest]:
     """Return a nest that copies the second factor of a matrix product, and the product with this copy.
 
-    In the copy, neighbouring columns are neighbours in memory. The result is `nest` alone if it is no product
-    of matrices, or if neighbouring columns are neighbours in memory already.
+    In the copy, elements of neighbouring columns lie beside each other in memory. If `nest` is no product of
+    matrices, or if its second factor has this layout, the result is a list with `nest` only.
     """
     axes = {axis.name: axis for axis in nest.axes}
     if nest.rows != PRODUCT_ROWS:

@@ -134,7 +134,8 @@ def _figures(rows: Sequence[TaskResult]) -> dict[str, tuple[Array, Array]]:
         "attempts_mean_reward": (np.array(rewards, dtype=float), tried),
     }
     solutions = [row for row in rows if row.correct]
-    # Without limits, failures alone have a limit score, which is 0.
+    # The limit score of a task without a correct solution is 0 even if no limit is known. If no correct
+    # solution has a score, a mean over these zeros would say nothing, so there is none.
     has_limits = any(row.limit_score is not None for row in solutions) or not solutions
     for name in ("attained", "limit_score"):
         values = [getattr(row, name) if not row.error and has_limits else None for row in rows]

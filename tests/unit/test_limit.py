@@ -136,7 +136,7 @@ def test_means_are_over_the_tasks_that_have_a_score() -> None:
     low, high = found.intervals["limit_score"].low, found.intervals["limit_score"].high
     assert low is not None and high is not None and low < found.limit_score < high
     unknown = [result("correct", 3.0, limit=None), result("wrong_output", 2.0)]
-    assert summarise(unknown).limit_score is None, "failures alone are no score"
+    assert summarise(unknown).limit_score is None, "no limit is known, so there is no score"
     assert summarise(unknown[1:]).limit_score == 0
     older = json.loads(found.model_dump_json())
     del older["attained"], older["limit_score"]

@@ -1,4 +1,4 @@
-"""The time of a suspended process is not part of what limits of wall time count."""
+"""Limits of wall time do not count the time in which the process was suspended."""
 
 import os
 import signal
