@@ -8,7 +8,7 @@ import ast
 import copy
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,8 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 # Largest base and exponent of a power that is computed.
 MAX_POWER = 64
-# Modules by the names that people give them, and modules of which a name keeps its meaning when imported.
-USUAL = {"torch": "torch", "nn": "torch.nn", "F": "torch.nn.functional", "math": "math"}
-PLAIN = frozenset(("torch", "torch.nn", "typing"))
+# Names that composed tasks have for modules, by the modules' full names.
+USUAL = {"torch": "torch", "torch.nn": "nn", "torch.nn.functional": "F", "math": "math"}
 FUNCTIONS = ("get_inputs", "get_init_inputs")
 SUPER = re.compile(r"super\((Model, self)?\)\.__init__\(\)")
 
@@ -66,8 +65,10 @@ def parts_of(tree: ast.Module) -> Parts:
 
     Raises NotAChain if `forward` of the class Model or get_inputs is missing or has branches, if the effect
     of the source is not certain (`_methods`, `_constants`), or if the source names workloads (several calls
-    of get_inputs), which the layout of composed tasks has no place for.
+    of get_inputs), which the layout of composed tasks has no place for. Names that the source imports from
+    torch or math are replaced by the usual ones, such as F.relu for relu.
     """
+    tree = _with_usual_names(tree)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     model = next(
         (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"), None
@@ -107,13 +108,32 @@ def _methods(model: ast.ClassDef) -> dict[str, ast.FunctionDef]:
     return methods
 
 
+def _with_usual_names(tree: ast.Module) -> ast.Module:
+    """Return a module in which the names that it imports from torch and math are replaced by the usual ones.
+
+    Raises NotAChain if such a name has a second meaning in the module.
+    """
+    imports = [one for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom)]
+    pairs = {pair for statement in imports for pair in _imported(statement)}
+    usual = {name: text for name, text in pairs if text}
+    others = [one for one in tree.body if one not in imports]
+    parts = [part for one in others for part in ast.walk(one)]
+    bound = {part.arg for part in parts if isinstance(part, ast.arg)}
+    bound |= {part.name for part in parts if isinstance(part, ast.FunctionDef | ast.ClassDef)}
+    bound |= {part.id for part in parts if isinstance(part, ast.Name) and not isinstance(part.ctx, ast.Load)}
+    if len({name for name, _ in pairs}) != len(pairs) or bound & usual.keys():
+        raise NotAChain
+    renamed = Renamed(usual)
+    return ast.Module([one if one in imports else renamed.visit(one) for one in tree.body], [])
+
+
 def _constants(tree: ast.Module) -> Names:
     """Return the values that a module names.
 
     Raises NotAChain if the module has a statement that is none of those that people write: imports,
     functions, classes, assignments, docstrings and a main program. Raises it also if Model or a function for
-    the inputs is defined twice, or reads a name that is bound to anything but a value or a part of torch with
-    its usual name.
+    the inputs is defined twice, or reads a name that is bound to anything but a value or a part of torch or
+    math.
     """
     constants: Names = {}
     known = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
@@ -121,7 +141,7 @@ def _constants(tree: ast.Module) -> Names:
     unknown = set[str]()
     for statement in tree.body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
-            unknown |= {name for name, origin in _imported(statement) if USUAL.get(name, name) != origin}
+            unknown |= {name for name, text in _imported(statement) if not text}
         elif isinstance(statement, ast.FunctionDef | ast.ClassDef):
             unknown |= {statement.name} - {node.name for node in known}
         elif names := assigned_names(statement):
@@ -138,21 +158,21 @@ def _constants(tree: ast.Module) -> Names:
 
 
 def _imported(statement: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:
-    """Return the names that an import binds, with what each means: a module, or the name itself.
+    """Return the names that an import binds, each with its usual name, such as F.relu for relu.
 
-    A name means itself if a module of PLAIN has it. It is `*` if the import binds all names of a module.
+    The usual name is empty if it is not known, and that of a type in `typing` is the name itself. A name is
+    `*` if the import binds all names of a module.
     """
     found = []
     for alias in statement.names:
         name, origin = alias.asname or alias.name, alias.name
-        if isinstance(statement, ast.ImportFrom):
-            origin = f"{statement.module}.{alias.name}"
-            is_plain = statement.module in PLAIN and name == alias.name and name not in USUAL
-            origin = name if is_plain and name != "*" else origin
-        elif alias.asname is None:
-            name = origin = alias.name.partition(".")[0]
-            origin = name if name in USUAL else f"{name}."
-        found.append((name, origin))
+        if isinstance(statement, ast.Import):
+            name = alias.asname or alias.name.partition(".")[0]
+            found.append((name, USUAL.get(origin if alias.asname else name, "")))
+            continue
+        module = "" if statement.level else statement.module or ""
+        text = USUAL.get(f"{module}.{origin}") or (f"{USUAL[module]}.{origin}" if module in USUAL else "")
+        found.append((name, "" if name == "*" else name if module == "typing" else text))
     return found
 
 
@@ -210,6 +230,17 @@ def assigned_names(statement: ast.stmt) -> Names:
     }
     binds_more = any(isinstance(part, ast.NamedExpr) for part in ast.walk(statement))
     return {} if binds_more or len(names) != len(pairs) else names
+
+
+@dataclass(frozen=True)
+class Renamed(ast.NodeTransformer):
+    """A transformer that replaces names by others, or by attributes such as F.relu, given as texts."""
+
+    names: Mapping[str, str]
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        """Return the expression of a name of `names`, and any other name as it is."""
+        return ast.parse(self.names[node.id], mode="eval").body if node.id in self.names else node
 
 
 @dataclass

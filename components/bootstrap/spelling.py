@@ -22,6 +22,7 @@ POSITIONAL = {
     "softshrink": ("lambd",),
     "hardshrink": ("lambd",),
     "clamp": ("min", "max"),
+    "hardtanh": ("min_val", "max_val"),
     "squeeze": ("dim",),
     "unsqueeze": ("dim",),
     "flatten": ("start_dim",),
@@ -29,8 +30,8 @@ POSITIONAL = {
 # Numbers of the arguments after the tensors that may be given by position, by function, if torch has others
 # there than the lines name, such as p in F.normalize(x, p, dim).
 BY_POSITION = {"var": 1, "std": 1, "normalize": 0, "huber_loss": 0, "kl_div": 0}
-# Functions with another name that compute the same.
-SAME = {"bmm": "matmul"}
+# Functions that compute the same and stand for those that no line has.
+SAME = {"bmm": "matmul", "hardtanh": "clamp"}
 # Values of arguments that people leave out, or write although it is the default, as source texts.
 DEFAULTS = {
     "keepdim": "False",
@@ -326,16 +327,16 @@ class Speller(ast.NodeTransformer):
         has.
         """
         kind = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
-        names = {name.replace("_", ""): name for name in self.known.functions}
+        names = {name.replace("_", ""): name for name in (*SAME, *self.known.functions)}
         names |= dict.fromkeys(IDENTITIES, "identity")
         return names.get(kind.lower(), "")
 
     def _call(self, name: str, arguments: list[ast.expr], keywords: list[ast.keyword]) -> ast.expr | None:
         """Return the call of a function with its arguments as the lines spell them, None if none has it."""
-        line = self.known.functions.get(SAME.get(name, name))
+        line = self.known.functions.get(name) or self.known.functions.get(SAME.get(name, ""))
         if line is None:
             return None
-        placed = POSITIONAL.get(name, ())
+        placed = POSITIONAL.get(name, ())[: len(line.args) - 1]
         named = [keyword.arg or "" for keyword in line.keywords]
         tensors = max(1, len(line.args) - len(placed))
         if len(arguments) - tensors > BY_POSITION.get(name, len(placed) + len(named)):

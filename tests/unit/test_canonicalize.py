@@ -145,6 +145,49 @@ def test_names_methods_and_modules_of_a_persons_own_make_no_difference() -> None
     torch.testing.assert_close(composed(*inputs), mine(*inputs))
 
 
+IMPORTS = """import torch as th
+from math import sqrt
+from torch.nn import functional as functions, Module, Parameter, Hardtanh
+from torch.nn.functional import softplus as smooth
+
+
+class Model(Module):
+    def __init__(self, limit=2.0):
+        super().__init__()
+        self.gain = Parameter(th.rand(512))
+        self.last = Hardtanh(-limit, limit)
+
+    def forward(self, a):
+        return self.last(self.gain * functions.gelu(smooth(a) * sqrt(4)))
+
+
+def get_inputs():
+    return [th.rand(256, 512)]
+"""
+
+
+def test_imported_names_make_no_difference_unless_they_mean_something_else() -> None:
+    form = canonicalize(IMPORTS)
+    assert form is not None
+    lines = form.partition("forward(self, x):\n")[2].partition("        return")[0].split("        x = ")
+    assert [line.strip() for line in lines[1:]] == [
+        "F.softplus(x)",
+        "x * 2.0",
+        "F.gelu(x)",
+        "x * self.scale",
+        "torch.clamp(x, -2.0, 2.0)",
+    ]
+    for old, new in (
+        ("from torch.nn.functional import softplus as smooth", "from mine import smooth"),
+        ("from torch.nn.functional import softplus as smooth", "from .functional import softplus as smooth"),
+        ("from torch.nn.functional import softplus as smooth", "from torch.nn.functional import *"),
+        ("from math import sqrt", "from math import sqrt\nfrom torch import sqrt"),
+        ("class Model", "def smooth(x):\n    return x\n\n\nclass Model"),
+        ("forward(self, a)", "forward(self, smooth)"),
+    ):
+        assert old in IMPORTS and canonicalize(IMPORTS.replace(old, new)) is None
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
