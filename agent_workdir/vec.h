@@ -18,6 +18,30 @@ VEC_FN vsqrt(float x) { return sqrtf(x); }
 VEC_FN vabs(float x) { return fabsf(x); }
 VEC_FN vmax(float a, float b) { return fmaxf(a, b); }
 VEC_FN vmin(float a, float b) { return fminf(a, b); }
+// Combine the values v of all threads of a block and return the result to each of them. Every thread must call them, and a block
+// has one dimension of 32, 64, 128, 256, 512 or 1,024 threads.
+#define VEC_BLOCK(name, combined)                                  \
+  VEC_FN name(float v) {                                           \
+    __shared__ float part[32];                                     \
+    for (unsigned k = 16; k > 0; k /= 2) {                         \
+      const float w = __shfl_xor_sync(0xffffffff, v, k);           \
+      v = combined;                                                \
+    }                                                              \
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;         \
+    __syncthreads();                                               \
+    v = part[threadIdx.x % (blockDim.x / 32)];                     \
+    for (unsigned k = blockDim.x / 64; k > 0; k /= 2) {            \
+      const float w = __shfl_xor_sync(0xffffffff, v, k);           \
+      v = combined;                                                \
+    }                                                              \
+    __syncthreads();                                               \
+    return v;                                                      \
+  }
+VEC_BLOCK(vblock_sum, v + w)
+VEC_BLOCK(vblock_prod, v * w)
+VEC_BLOCK(vblock_max, fmaxf(v, w))
+VEC_BLOCK(vblock_min, fminf(v, w))
+#undef VEC_BLOCK
 #else
 #define VEC_FN static inline __attribute__((always_inline)) float
 static inline __attribute__((always_inline)) float vec_float(int32_t bits) { return __builtin_bit_cast(float, bits); }

@@ -27,40 +27,6 @@ from components.bootstrap.operator_code import (
 )
 from components.core.records import Device
 
-# Device functions that combine a value of each thread of a block and return the result to all threads. The
-# first uses shared memory only, the second shuffles within each warp.
-BLOCK_OPERATION = """__device__ float block_{name}(float v) {{
-  __shared__ float part[{threads}];
-  part[threadIdx.x] = v;
-  for (int k = {half}; k > 0; k /= 2) {{
-    __syncthreads();
-    if (threadIdx.x < k) part[threadIdx.x] = {combine};
-  }}
-  __syncthreads();
-  v = part[0];
-  __syncthreads();
-  return v;
-}}"""
-WARP_OPERATION = """__device__ float block_{name}(float v) {{
-  __shared__ float part[{warps}];
-  for (int k = 16; k > 0; k /= 2) v = {lane};
-  if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = v;
-  __syncthreads();
-  v = part[threadIdx.x % {warps}];
-  for (int k = {warps} / 2; k > 0; k /= 2) v = {lane};
-  __syncthreads();
-  return v;
-}}"""
-SHUFFLE = "__shfl_xor_sync(0xffffffff, v, k)"
-# Expressions that combine two values in shared memory (COMBINE) or in two lanes of a warp (LANE).
-COMBINE = {
-    "sum": "part[threadIdx.x] + part[threadIdx.x + k]",
-    "max": "fmaxf(part[threadIdx.x], part[threadIdx.x + k])",
-    "min": "fminf(part[threadIdx.x], part[threadIdx.x + k])",
-    "prod": "part[threadIdx.x] * part[threadIdx.x + k]",
-}
-LANE = {"sum": f"v + {SHUFFLE}", "max": f"fmaxf(v, {SHUFFLE})"}
-LANE |= {"min": f"fminf(v, {SHUFFLE})", "prod": f"v * {SHUFFLE}"}
 # Types of vec.h, by dtype.
 VEC_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 # Lines of a kernel, and the line that launches it.
@@ -90,14 +56,12 @@ class CudaSchedule:
 
     `fusion` says whether all operators share a launch or each has its own, and `threads` is the number of
     threads of a block. `width` is the number of elements of one memory access, in kernels of which all
-    operators are elementwise and share a launch. `combine` says how the threads of a block combine their sums
-    and maxima: in shared memory or, within a warp, by shuffles.
+    operators are elementwise and share a launch.
     """
 
     fusion: Literal["none", "all"]
     threads: Literal[128, 256, 512]
     width: Literal[1, 4]
-    combine: Literal["shared", "shuffle"]
 
 
 Schedule = CpuSchedule | CudaSchedule
@@ -361,7 +325,7 @@ def sweep_lines(sweep: Sweep, source: str, body: list[str], threads: int) -> lis
     of threads of the block. The accumulators of the threads are combined after the loop.
     """
     kind, names = sweep.clause.split(" : ")
-    function = "block_max" if kind == "max" else "block_sum"
+    function = "vblock_max" if kind == "max" else "vblock_sum"
     return [
         *(f"  {line.replace('double', 'float')}" for line in sweep.declare),
         *loop(source, [line.replace("(double)", "") for line in body], threads),
@@ -414,28 +378,6 @@ def separate_kernels(chain: OperatorChain, threads: int) -> list[Kernel]:
     return kernels
 
 
-def block_functions(body: str, threads: int, combine: str) -> list[str]:
-    """Return the device functions that `body` calls to combine a value of each of a block's threads.
-
-    The functions are block_sum, block_max, block_min and block_prod, each as one text. `threads` is the
-    number of threads of the block. They combine in shared memory or, if `combine` is "shuffle", within each
-    warp by shuffles.
-    """
-    template = WARP_OPERATION if combine == "shuffle" else BLOCK_OPERATION
-    return [
-        template.format(
-            name=name,
-            combine=COMBINE[name],
-            lane=LANE[name],
-            threads=threads,
-            half=threads // 2,
-            warps=threads // 32,
-        )
-        for name in COMBINE
-        if f"block_{name}(" in body
-    ]
-
-
 def write_cuda_kernel(chain: OperatorChain, schedule: CudaSchedule) -> str:
     """Return the text of kernels/forward.cu for the chain of operators according to the schedule."""
     threads = schedule.threads
@@ -447,6 +389,5 @@ def write_cuda_kernel(chain: OperatorChain, schedule: CudaSchedule) -> str:
         is_wide = schedule.width == 4 and chain.dtype == "float32"
         kernels = [(float4_kernel if is_wide else element_kernel)(chain, threads)]
     body = "\n".join(line for kernel, _ in kernels for line in kernel)
-    functions = block_functions(body, threads, schedule.combine)
-    lines = [*functions, body, "KERNEL(forward) {", *(call for _, call in kernels), "}"]
+    lines = [body, "KERNEL(forward) {", *(call for _, call in kernels), "}"]
     return "\n".join(['#include "binding_registry.h"', '#include "vec.h"', *lines, ""])

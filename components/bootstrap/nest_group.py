@@ -184,7 +184,7 @@ class Group:
                 ]
             lines += self.over_group([*load, *text(body)], clause, vector=True, around=around)
             if self.threads:
-                lines += [f"{name} = block_{kind}({name});" for kind, name, _ in loop.folds]
+                lines += [f"{name} = vblock_{kind}({name});" for kind, name, _ in loop.folds]
             for name, value in loop.values:
                 lines += declare("float", name, value, "const ")
         for name, value in code.carry:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, get_args, get_type_hints
 
-from components.bootstrap.kernel_writer import block_functions, indent
+from components.bootstrap.kernel_writer import indent
 from components.bootstrap.library_calls import declarations, library_call
 from components.bootstrap.loop_nest import Axis, Code, Line, Nest, attach, merge, over_dims
 from components.bootstrap.nest_group import Group, for_axis, is_lane, position, tile_count, tiles_of
@@ -54,10 +54,9 @@ class CudaNestSchedule:
     `accumulator` is the type of sums. `layout` says whether tensors are read as they are, or are first
     copied: the input of a convolution between zeros, and the second factor of a matrix product so that its
     columns are neighbours in memory. `rows` is the number of elements that a thread computes together along
-    the axis of which elements share inputs (`Nest.rows`). `threads` is the number of threads of a block,
-    `combine` how the threads of a block combine their values (in shared memory, or within a warp by
-    shuffles), and `products` whether products of matrices are computed by cuBLAS and convolutions by cuDNN,
-    or both by a kernel with one thread for each tile.
+    the axis of which elements share inputs (`Nest.rows`). `threads` is the number of threads of a block, and
+    `products` says whether products of matrices are computed by cuBLAS and convolutions by cuDNN, or both by
+    a kernel with one thread for each tile.
     """
 
     fusion: Literal["none", "all"]
@@ -65,7 +64,6 @@ class CudaNestSchedule:
     accumulator: Literal["float", "double"]
     layout: Literal["given", "copy"]
     rows: Literal[1, 4]
-    combine: Literal["shared", "shuffle"]
     products: Literal["library", "kernel"]
 
 
@@ -160,8 +158,7 @@ def write_program(program: Program, schedule: NestSchedule) -> str:
     if isinstance(schedule, CpuNestSchedule) and schedule.math == "libm":
         text = replace_functions(text)
     elif isinstance(schedule, CudaNestSchedule):
-        helpers = block_functions(text, schedule.threads, schedule.combine)
-        text = "\n".join([*helpers, *declarations(text), text])
+        text = "\n".join([*declarations(text), text])
     return f'#include "binding_registry.h"\n#include "vec.h"\n{text}'
 
 

@@ -11,20 +11,23 @@ that OUT.csv lacks, and those whose status is `infrastructure` again.
 
 OUT.csv has a row for each task. `total_s` are the seconds from the task's source to the verdict while other
 tasks are judged too, and `held_s` the seconds of exclusive use of the device. Prints for each level the tasks
-by status, and the geometric mean and the extremes of the ratio; then the tasks whose interval is more than 3
-% away from 1. Needs torch and this project, no pytest.
+by status, and of the ratio, the seconds of held device and the attained share of the limit the mean (that of
+the ratio is geometric), the median and the extremes; then the tasks whose interval is more than 3 % away from
+1. With --seconds 0 it judges nothing and prints the table of OUT.csv. Needs torch and this project, no
+pytest.
 """
 
 import argparse
 import contextlib
 import csv
 import math
+import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -80,18 +83,28 @@ def row(task: KernelTask, verdict: Verdict, total: float, held: float) -> dict[s
     return dict(zip(COLUMNS, (task.level, task.name, verdict.status, verdict.reason, *shown), strict=True))
 
 
-def print_table(rows: list[dict[str, str]]) -> None:
+def column(rows: Sequence[dict[str, str]], name: str) -> list[float]:
+    """Return the numbers of a column in ascending order, without those of rows that have none."""
+    return sorted(float(one[name]) for one in rows if one[name])
+
+
+def print_table(out: Path) -> None:
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
     for level in sorted({one["level"] for one in rows}):
         chosen = [one for one in rows if one["level"] == level]
-        ratios = [float(one["ratio"]) for one in chosen if one["ratio"]]
-        mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
+        ratios, held, attained = (column(chosen, name) for name in ("ratio", "held_s", "attained"))
         counts = Counter(f"{one['status']} {one['reason']}".strip() for one in chosen)
         kinds = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
-        totals = [sum(float(one[name]) for one in chosen) for name in ("total_s", "held_s")]
-        print(
-            f"level {level}: {kinds}; ratio {mean:.3f} [{min(ratios, default=math.nan):.3f}, "
-            f"{max(ratios, default=math.nan):.3f}]; {totals[0]:.0f} s, {totals[1]:.0f} s of them held"
-        )
+        compiled = [one for one in chosen if one["compile_s"] and one["eager_s"]]
+        faster = sum(float(one["compile_s"]) < float(one["eager_s"]) for one in compiled)
+        print(f"level {level}: {kinds}; torch.compile faster than eager {faster} of {len(compiled)}")
+        for name, figures, digits in (("ratio", ratios, 4), ("held s", held, 1), ("attained", attained, 3)):
+            if figures:
+                mean = statistics.geometric_mean(figures) if name == "ratio" else statistics.mean(figures)
+                shown = (mean, statistics.median(figures), figures[0], figures[-1])
+                texts = " ".join(f"{figure:.{digits}f}" for figure in shown)
+                print(f"  {name} of {len(figures)}: {texts}")
     for one in rows:
         if one["ratio"] and not float(one["low"]) - MARGIN <= 1 <= float(one["high"]) + MARGIN:
             print(f"level {one['level']} {one['name']}: {one['ratio']} [{one['low']}, {one['high']}]")
@@ -110,6 +123,9 @@ def main() -> None:
     parser.add_argument("--modes", help="of torch.compile, separated by commas; all where it is left out")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
     chosen = parser.parse_args()
+    if not chosen.seconds:
+        print_table(chosen.out)
+        return
     sets = (f"evaluation.suite={chosen.suite}", f"evaluation.levels=[{chosen.levels}]", *LABELS, *chosen.sets)
     params = resolve(chosen.profile, sets).params
     suite = load_suite(params, Path())
@@ -152,8 +168,7 @@ def main() -> None:
                     if found is not None:
                         rows.writerow(found)
                         file.flush()
-    with chosen.out.open() as file:
-        print_table(list(csv.DictReader(file)))
+    print_table(chosen.out)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from emulated_cuda import SHIM, emulated
 from kernel_bench import WORKDIR, build, call, reference
 from schedules import SEPARATE, VECTORISED
 
@@ -82,6 +83,18 @@ def test_every_schedule_computes_what_torch_computes(tmp_path: Path) -> None:
         call(library, index, [*arguments, out])
         allowed = 2e-6 if schedule.accumulator == "double" else 300 * max(2e-6, 8 * error(expected, exact))
         assert error(out, exact) < allowed, (schedule, error(out, exact), code)
+
+
+def test_cuda_schedules_compute_what_torch_computes_where_they_are_emulated(tmp_path: Path) -> None:
+    sources = [re.sub(r"\b512\b", "128", code).replace("randn(32, ", "randn(3, ") for code in chosen_tasks()]
+    rng = random.Random(5)
+    kernels = [(code, kernel_of(code, draw_schedule(rng, "cuda"))) for code in sources for _ in range(2)]
+    library = build([emulated(kernel) for _, kernel in kernels], tmp_path, SHIM)
+    for index, (code, kernel) in enumerate(kernels):
+        arguments, expected, exact = reference(code)
+        out = torch.full_like(expected, float("nan"))
+        call(library, index, [*arguments, out])
+        assert error(out, exact) < 40 * max(2e-6, error(expected, exact)), (error(out, exact), code, kernel)
 
 
 def test_kernels_in_half_precision_are_rounded_as_torch_rounds(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_cuda_kernels_compute_the_same_where_they_are_emulated(tmp_path: Path) -
     rng = random.Random(9)
     sources = draw_sources(rng, each=1, chains=20, largest=8)
     kernels = [emulated(kernel_of(code, rng, "cuda")) for code in sources]
-    found = errors(sources, kernels, tmp_path, "#include <cstdint>\n" + SHIM)
+    found = errors(sources, kernels, tmp_path, SHIM)
     wrong = [code for code, error in zip(sources, found, strict=True) if not error < 1]
     assert not wrong, f"{len(wrong)} of {len(sources)}, such as {wrong[0]}"
 
