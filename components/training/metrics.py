@@ -103,10 +103,10 @@ def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
 
     They are the mean reward (`reward`), the share of trajectories with each milestone (`m_-1`, `m_1`, `m_2`
     and `m_3`), the share of trajectories cut off at the length limit (`truncated`), the share of tasks whose
-    trajectories all have the same reward (`equal_reward_tasks`), and the mean number of turns (`turns`). The
-    milestone grades the last verdict, which is what the judge found about the trajectory's kernel: -1 if it
-    is not correct, 1 if it is, 2 if the kernel is also faster than eager mode, and 3 if it is also faster
-    than torch.compile (judge/verdict.py).
+    trajectories all have the same reward (`equal_reward_tasks`), and the mean numbers of turns (`turns`) and
+    of verdicts (`verdicts`). The milestone grades the last verdict, which is what the judge found about the
+    trajectory's kernel: -1 if it is not correct, 1 if it is, 2 if the kernel is also faster than eager mode,
+    and 3 if it is also faster than torch.compile (judge/verdict.py).
     """
     count, milestones = len(trajectories), [milestone(trajectory.final) for trajectory in trajectories]
     by_task: dict[str, set[float]] = {}
@@ -118,6 +118,7 @@ def reward_figures(trajectories: Sequence[Trajectory]) -> Figures:
         "truncated": sum(trajectory.finish_reason == "length" for trajectory in trajectories) / count,
         "equal_reward_tasks": sum(len(rewards) == 1 for rewards in by_task.values()) / len(by_task),
         "turns": sum(len(trajectory.turns) for trajectory in trajectories) / count,
+        "verdicts": sum(len(trajectory.verdicts) for trajectory in trajectories) / count,
     }
 
 
