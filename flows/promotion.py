@@ -55,7 +55,7 @@ def register(
         "evaluation.digest": evaluation.digest,
         "start.evaluation": before.results,
         "start.digest": before.digest,
-        "report": str(run.folder / "report.html"),
+        "report": str((run.folder / "report.html").relative_to(run.home)),
         "profile": run.profile,
         "device": run.params.device,
     }

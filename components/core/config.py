@@ -7,6 +7,7 @@ computes, measures or publishes, and `throughput` if it does not (`records.py`).
 
 import difflib
 import functools
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ def result_values(params: JudgeParams, names: Iterable[str] | None = None) -> di
 def _read(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text())
+        json.dumps(values, default=str, skipkeys=True)  # raises ValueError if an alias is part of itself
     except OSError as error:
         raise UserError(
             f"{path}: the parameter file cannot be read ({error.strerror}); give its path with --params."

@@ -41,7 +41,7 @@ class Evidence:
         """
         evidence = self.recorded(version, entries)
         self.verify(version, evidence)
-        report = Path(evidence["report"])
+        report = self.home / evidence["report"]
         if report.is_file():
             evidence["report.digest"] = digest_file(report)
         return evidence

@@ -113,7 +113,8 @@ def gate_again(
     Gates are the conditions of promotion, and the champion is the promoted version. If the version is the
     champion itself, it is compared with the previous champion. The figures of the version are read from its
     stored evaluation. The champion is evaluated on the same tasks unless such an evaluation is stored. If all
-    gates pass, the verdict is `waiting` (for a person's approval), never `promoted`.
+    gates pass, the verdict is `waiting` (for a person's approval), and `promoted` only if the version is the
+    champion.
 
     `version` is a number or an alias. Returns the number of the version, the decision, and the champion with
     the path of its evaluation, which is None if there is no champion. Raises UserError if the version was
@@ -132,8 +133,10 @@ def gate_again(
         )
     if after.labels != Labels():
         raise UserError(f"version {number}: was measured with {after.labels}; evaluate it with {Labels()}.")
-    by_person = params.model_copy(update={"gate": params.gate.model_copy(update={"approval": "person"})})
-    champion = models.champion_besides(promotion.aliases(), number)
+    aliases = promotion.aliases()
+    approval = "automatic" if aliases.get(models.CHAMPION) == number else "person"
+    gated = params.model_copy(update={"gate": params.gate.model_copy(update={"approval": approval})})
+    champion = models.champion_besides(aliases, number)
     compared = None
     if champion is not None:
         compared = promotion.compared(number, champion) or _evaluate(
@@ -141,7 +144,7 @@ def gate_again(
         )
     with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
         decision = run_gates(
-            by_person,
+            gated,
             after,
             load_evaluation(home / evidence["start.evaluation"]),
             load_evaluation(home / compared.evaluation) if compared is not None else None,
@@ -149,7 +152,7 @@ def gate_again(
             progress,
             checkpoint=models.checkpoint(promotion.client, promotion.model, number, Path(scratch)),
             registered_digest=evidence["checkpoint.digest"],
-            report=Path(evidence["report"]),
+            report=home / evidence["report"],
             epoch=digest_json([number, after.epoch, champion, VERSION])[:12],
         )
     return number, decision, compared

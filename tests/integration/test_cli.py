@@ -97,6 +97,7 @@ def test_a_value_out_of_range_says_what_the_parameter_is(tmp_path: Path) -> None
         ("seed: 2024-13-45", "not valid YAML (month must be in 1..12)"),
         (f"seed: {'[' * 3000}", "not valid YAML"),
         ("seed: !!bool x", "not valid YAML"),
+        ("data: &a\n  seed: *a", "not valid YAML (Circular reference detected)"),
         ("- a", "a mapping of parameters is expected"),
         ("profiles: [smoke]", "profiles must be a mapping"),
         ("profiles: {smoke: 5}", "profiles must be a mapping"),

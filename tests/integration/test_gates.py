@@ -287,6 +287,9 @@ def test_gates_asked_again_use_todays_thresholds_and_let_a_person_decide(home: P
     assert names >= {"pass_rate", "change.pass_rate", "start.better", "integrity.exploits"}
     promotion.apply_decision(number, decision, champion=champion, approval_seconds=3600)
     assert promotion.approve("2").aliases == {"champion": "2", "previous": "1"}
+    number, decision, champion = gate_runner.gate_again(params, promotion, "2", Credulous(), Quiet())
+    assert champion is not None and champion.version == "1"
+    assert (decision.verdict, decision.reasons) == ("promoted", (f"all {len(decision.gates)} gates passed.",))
 
 
 def test_a_champion_is_evaluated_with_the_checks_of_a_run(

@@ -212,7 +212,8 @@ class FleetWeights:
                 replica.outdated = True
                 raise UserError(
                     f"policy.servers: {replica.server.url} does not hold the weights that were sent to it "
-                    f"({problem}); restart it with the model that is trained, and run the same command again."
+                    f"({problem}); if another command uses it too, give each a server of its own, otherwise "
+                    "restart it with the model that is trained, and run the same command again."
                 )
             # The cached keys and values were computed with the old weights.
             await replica.server.call("POST", "/reset_prefix_cache")
