@@ -12,12 +12,15 @@ import logging
 import math
 import os
 import re
+import socket
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from alembic.util import CommandError
+from sqlalchemy import NullPool, create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from components.core.errors import UserError
@@ -54,6 +57,8 @@ LOAD_SECONDS = 30
 CURVE_SECONDS = 15.0
 # Longest wait for the first answer of a tracking server.
 ANSWER_SECONDS = 10
+# Ports of database servers whose address names none.
+PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 # Kind of experiment for which MLflow's pages show runs and charts first, and not traces of applications.
 EXPERIMENT_KIND = {"mlflow.experimentKind": "custom_model_development"}
 
@@ -73,7 +78,8 @@ def connect(params: Registry, home: Path) -> MlflowClient:
 
     The store is that of `registry.tracking_uri`, or else a database in `home`, the folder of all runs. Raises
     UserError if this database is damaged, is no file, or was made by another version of MLflow, or if the
-    server of `registry.tracking_uri` does not answer within ANSWER_SECONDS or MLflow cannot use this address.
+    server of `registry.tracking_uri`, of MLflow or of a database, does not answer within ANSWER_SECONDS or
+    MLflow cannot use this address.
     The address becomes MLflow's global setting.
     """
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
@@ -84,6 +90,10 @@ def connect(params: Registry, home: Path) -> MlflowClient:
         # Without these, MLflow would try for minutes.
         if uri.startswith("http"):
             http_request(get_default_host_creds(uri), "/health", "GET", max_retries=0, timeout=ANSWER_SECONDS)
+        elif port := PORTS.get(uri.partition(":")[0].partition("+")[0]):
+            parts = urlsplit(uri)
+            socket.create_connection((parts.hostname, parts.port or port), ANSWER_SECONDS).close()
+            create_engine(uri, poolclass=NullPool).connect().close()
         elif not params.tracking_uri:
             (home / DATABASE).open("ab").close()
         return MlflowClient(tracking_uri=uri)

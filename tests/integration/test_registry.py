@@ -88,6 +88,7 @@ def test_a_database_that_mlflow_cannot_use_is_named_in_one_sentence(
         ("http://127.0.0.1:9", "Max retries exceeded"),
         ("http:///a", "Invalid url"),
         ("sqlite:////proc/x/y.db", "No such file"),
+        ("postgresql://127.0.0.1:1/x", "Connection refused"),
     ],
 )
 def test_an_address_that_mlflow_cannot_use_is_named_at_once(
