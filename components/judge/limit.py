@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
+from components.core.params import JudgeParams
 from components.core.records import Device, Precision
 from components.judge.task_layout import TaskLayout
+from components.judge.task_reference import TaskReference
+from components.judge.verdict import Rejected
 
 # Sizes in bytes of the data that `bandwidth` moves: at least so much that a GPU needs longer for it than to
 # start a kernel, and at most so much that no cache holds it. With 2^28 bytes an H200 does not reach the
@@ -27,6 +30,8 @@ REPETITIONS, CALLS = 5, 10
 # Number of measurements of each rate, at successive calls, of which the largest is taken. On a GPU another
 # process, such as a sampler, may have used the device during some of them.
 MEASUREMENTS: dict[Device, int] = {"cpu": 1, "cuda": 8}
+# Share of the time that writing the outputs takes below which a candidate's time is not believed.
+POSSIBLE = 0.9
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,29 @@ def limit_of(layout: TaskLayout, device: Device, precision: Precision) -> Limit:
         bandwidth(device, layout.calls * moved),
         max(operation_rate(device, name, precision) for name in dtypes) if description.operations else 0.0,
         outputs / bandwidth(device, outputs),
+    )
+
+
+def checked_limit(params: JudgeParams, reference: TaskReference, medians: dict[str, float]) -> Limit:
+    """Return the least time of a call; raise Rejected if the candidate takes less than writing its outputs.
+
+    The error is raised if the candidate takes less than `POSSIBLE` times the measured time of writing its
+    outputs. `medians` has the median seconds per call of each process, under names such as `candidate` and
+    `eager`. Nothing is refused if eager too is faster than its outputs can be written, because they are then
+    views of its inputs. What a candidate reads is not counted, because a part of an input may be unused. The
+    device is measured again before a candidate is refused, because other work can have made it look slow.
+    """
+    for _ in range(2):
+        with reference.scheduler.measuring():
+            limit = limit_of(reference.layout, params.device, params.precision)
+        if not medians["candidate"] < POSSIBLE * limit.output_seconds <= medians["eager"]:
+            return limit
+        forget_bandwidth()
+    raise Rejected(
+        "wrong_output",
+        "impossible_time",
+        f"a call took {medians['candidate'] * 1e6:.2f} us, and to write its outputs takes at least "
+        f"{limit.output_seconds * 1e6:.2f} us, as measured with a copy of as many bytes.",
     )
 
 

@@ -19,12 +19,11 @@ from components.judge.baselines import COMPILE, EAGER, NOOP, fastest_mode, start
 from components.judge.candidate import BuiltCandidate
 from components.judge.candidate_runner import start_candidate
 from components.judge.gpu_state import steady
-from components.judge.limit import Limit, forget_bandwidth, limit_of
+from components.judge.limit import checked_limit
 from components.judge.source_runner import TOO_LONG
 from components.judge.staged_inputs import StagedInputs
 from components.judge.statistics import net, paired_ratio, wanted_rounds
 from components.judge.task_bench import TaskBench
-from components.judge.task_reference import TaskReference
 from components.judge.timed_runner import BASELINE_LIMITS, TimedRunner
 from components.judge.verdict import (
     MARGIN,
@@ -49,8 +48,6 @@ Measurement = tuple[Speedup, Seconds, dict[str, Any]]
 ROUNDS_SHARE = 0.1
 # Number of timed rounds that are enough for a speed-up of a task that is almost too slow to be measured.
 LEAST_ROUNDS = 3
-# Share of the time that writing the outputs takes below which a candidate's time is not believed.
-POSSIBLE = 0.9
 
 
 def measure_candidate(
@@ -238,7 +235,7 @@ def _compare(
             "written before the clock ran; let each call allocate its outputs, or write all of one that is "
             "used again.",
         )
-    limit = _checked_limit(params, reference, medians)
+    limit = checked_limit(params, reference, medians)
     evidence["limit"] = asdict(limit)
     evidence["inputs"] = {
         "drawn": reference.inputs.draws,
@@ -249,29 +246,6 @@ def _compare(
         Speedup.model_validate(speedups),
         Seconds.model_validate(medians | {"limit": limit.seconds}),
         evidence,
-    )
-
-
-def _checked_limit(params: JudgeParams, reference: TaskReference, medians: dict[str, float]) -> Limit:
-    """Return the least time of a call; raise Rejected if the candidate takes less than writing its outputs.
-
-    The error is raised if the candidate takes less than `POSSIBLE` times the measured time of writing its
-    outputs. `medians` has the median seconds per call of each process, under names such as `candidate` and
-    `eager`. Nothing is refused if eager too is faster than its outputs can be written, because they are then
-    views of its inputs. What a candidate reads is not counted, because a part of an input may be unused. The
-    device is measured again before a candidate is refused, because other work can have made it look slow.
-    """
-    for _ in range(2):
-        with reference.scheduler.measuring():
-            limit = limit_of(reference.layout, params.device, params.precision)
-        if not medians["candidate"] < POSSIBLE * limit.output_seconds <= medians["eager"]:
-            return limit
-        forget_bandwidth()
-    raise Rejected(
-        "wrong_output",
-        "impossible_time",
-        f"a call took {medians['candidate'] * 1e6:.2f} us, and to write its outputs takes at least "
-        f"{limit.output_seconds * 1e6:.2f} us, as measured with a copy of as many bytes.",
     )
 
 

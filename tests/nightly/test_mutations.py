@@ -15,7 +15,7 @@ from components.judge import (
     candidate,
     error_measures,
     input_mixing,
-    measurement,
+    limit,
     staged_inputs,
     task_layout,
     timed_output_check,
@@ -75,7 +75,7 @@ def test_inputs_not_compared(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch)
 
 def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A result is memory of its own: no input's, and no page of it twice."""
-    monkeypatch.setattr(measurement, "POSSIBLE", 0.0)  # a result that is an input takes no time
+    monkeypatch.setattr(limit, "POSSIBLE", 0.0)  # a result that is an input takes no time
     monkeypatch.setattr(Runner, "is_private_memory", lambda self, address, size: True)
     assert verdict(cold_judge, "mapped_twice").reason == "output_not_written"
     monkeypatch.setattr(Runner, "is_written", lambda self, address, size: True)
@@ -89,7 +89,7 @@ def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -
 
 def test_results_not_overwritten(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(cold_judge, "written_once").status == "wrong_output"
-    monkeypatch.setattr(measurement, "POSSIBLE", 0.0)  # a result that is not written takes no time
+    monkeypatch.setattr(limit, "POSSIBLE", 0.0)  # a result that is not written takes no time
     monkeypatch.setattr(Runner, "write_memory", lambda self, addresses, sources, sizes: None)
     assert verdict(cold_judge, "written_once").status == "correct"
 
@@ -101,19 +101,19 @@ def test_results_not_overwritten(cold_judge: Judge, monkeypatch: pytest.MonkeyPa
 def test_results_overwritten_with_what_is_known(
     name: str, place: str, known: int, cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measurement, "POSSIBLE", 0.0)
+    monkeypatch.setattr(limit, "POSSIBLE", 0.0)
     monkeypatch.setattr(timed_runner, place, (known,))
     assert verdict(cold_judge, name).status == "correct"
 
 
 def test_pages_not_looked_at(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "POSSIBLE", 0.0)
+    monkeypatch.setattr(limit, "POSSIBLE", 0.0)
     monkeypatch.setattr(Runner, "is_written", lambda self, address, size: True)
     assert verdict(cold_judge, "dropped_pages").status == "correct"
 
 
 def test_pages_may_be_moved(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measurement, "POSSIBLE", 0.0)
+    monkeypatch.setattr(limit, "POSSIBLE", 0.0)
     denied = [name for name in seccomp_filter.DENIED_TO_CPU_CANDIDATES if name != "mremap"]
     monkeypatch.setattr(seccomp_filter, "DENIED_TO_CPU_CANDIDATES", denied)
     monkeypatch.setattr(seccomp_filter, "seccomp_program", seccomp_filter.seccomp_program.__wrapped__)

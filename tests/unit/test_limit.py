@@ -16,9 +16,7 @@ from components.core.config import resolve
 from components.evaluation.metrics import summarise
 from components.evaluation.results import TaskResult
 from components.judge import limit as limits
-from components.judge import measurement
-from components.judge.limit import Limit, limit_of
-from components.judge.measurement import _checked_limit
+from components.judge.limit import Limit, checked_limit, limit_of
 from components.judge.verdict import Rejected, Seconds, Verdict, rates_line
 
 
@@ -76,11 +74,11 @@ def test_a_call_takes_no_less_than_writing_its_outputs(
 ) -> None:
     measured = []
 
-    def limit(*_: object) -> Limit:
+    def same_limit(*_: object) -> Limit:
         measured.append(1)
         return Limit(2_500_000, 0, 1e9, 0.0, output_seconds=100e-6)
 
-    monkeypatch.setattr(measurement, "limit_of", limit)
+    monkeypatch.setattr(limits, "limit_of", same_limit)
     scheduler = SimpleNamespace(measuring=contextlib.nullcontext)
     reference = cast(Any, SimpleNamespace(scheduler=scheduler, layout=None))
     medians = {"candidate": candidate * 1e-6, "eager": eager * 1e-6}
@@ -88,7 +86,7 @@ def test_a_call_takes_no_less_than_writing_its_outputs(
         pytest.raises(Rejected, match=r"at least 100\.00 us") if is_refused else contextlib.nullcontext()
     )
     with expected as caught:
-        assert _checked_limit(resolve("ci").params, reference, medians).seconds == 0.0025
+        assert checked_limit(resolve("ci").params, reference, medians).seconds == 0.0025
     assert len(measured) == (2 if is_refused else 1), "a device that looked slow is measured again"
     if caught is not None:
         assert (caught.value.status, caught.value.reason) == ("wrong_output", "impossible_time")
