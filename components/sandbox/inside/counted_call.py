@@ -23,7 +23,7 @@ def main() -> None:
     packages, modules, folder = sys.argv[1:]
     sys.path += [path for path in packages.split(os.pathsep) if path]
     sys.path[:0] = [modules, str(Path(__file__).resolve().parent)]
-    import runner
+    import loading
     import torch
     import triton_cache
 
@@ -34,7 +34,7 @@ def main() -> None:
     if archive:
         triton_cache.warm_up_triton()
         triton_cache.load(archive)
-    call = runner.call_with_own_inputs(header, library)
+    call = loading.call_with_own_inputs(header, library)
     is_cuda = header["device"] == "cuda"
     with torch.no_grad():
         for _ in range(CALLS_BEFORE):
