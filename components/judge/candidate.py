@@ -27,10 +27,10 @@ from components.judge.screen import (
     IMPORTS,
     screen_files,
     screen_python,
-    screen_symbols,
     uses_extensions,
     without_unused_parts,
 )
+from components.judge.symbol_screen import screen_symbols
 from components.judge.verdict import Rejected
 from components.sandbox.build import HEADER_SUFFIXES, SOURCE_SUFFIXES, Builder, BuildResult
 from components.sandbox.compilers import refused_flag

@@ -15,14 +15,8 @@ from components.core.params import JudgeParams
 from components.judge.correctness import PART_NUMEL
 from components.judge.device_scheduler import MEMORY_SHARE, DeviceScheduler
 from components.judge.input_mixing import MAX_DOUBLED_BYTES
-from components.judge.task_layout import (
-    MAX_CALLS,
-    MAX_ROUND_BYTES,
-    PLACEMENTS,
-    Description,
-    Sizing,
-    TaskLayout,
-)
+from components.judge.task_description import Description
+from components.judge.task_layout import MAX_CALLS, MAX_ROUND_BYTES, PLACEMENTS, Sizing, TaskLayout
 
 # Bytes of device memory that CUDA uses for each process.
 CONTEXT_BYTES = 600 << 20

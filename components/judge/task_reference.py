@@ -22,7 +22,8 @@ from components.judge.input_structure import is_finite
 from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
 from components.judge.role_processes import OneProcess, ProcessPerRole, switch_role, task_errors
 from components.judge.source_runner import SourceRunner, TaskData
-from components.judge.task_layout import Description, Sizing, input_distributions
+from components.judge.task_description import Description
+from components.judge.task_layout import Sizing, input_distributions
 from components.sandbox.inside import shared_memory
 from components.sandbox.inside.runner_protocol import RegionName, RoleHeader
 from components.sandbox.inside.shared_memory import Buffer

@@ -34,7 +34,8 @@ from components.evaluation.suites import load_suite
 from components.judge.judge import Judge
 from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
 from components.judge.role_processes import task_errors
-from components.judge.task_layout import Description, Placement, Sizing
+from components.judge.task_description import Description
+from components.judge.task_layout import Placement, Sizing
 from components.sandbox.inside.runner_protocol import RoleHeader
 
 

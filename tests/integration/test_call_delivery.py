@@ -16,10 +16,10 @@ import torch
 
 from components.core.config import resolve
 from components.judge.device_scheduler import DeviceScheduler
+from components.judge.task_description import Description
 from components.judge.task_layout import (
     MAX_DELIVERED_BYTES,
     PLACEMENTS,
-    Description,
     Placement,
     RunnerMemory,
     Sizing,

@@ -14,7 +14,8 @@ import pytest
 
 from components.core.config import resolve
 from components.judge.candidate import screen_candidate
-from components.judge.screen import screen_files, screen_python, screen_symbols
+from components.judge.screen import screen_files, screen_python
+from components.judge.symbol_screen import screen_symbols
 from components.judge.verdict import Rejected
 from components.sandbox.compilers import CUDA_FLAGS
 

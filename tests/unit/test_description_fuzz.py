@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from components.core.config import resolve
 from components.core.errors import TaskTooLarge
 from components.judge.memory_plan import MemoryBudget, plan_layout
-from components.judge.task_layout import Description, Sizing
+from components.judge.task_description import Description
+from components.judge.task_layout import Sizing
 
 PLAIN: dict[str, Any] = {
     "init_inputs": [],

@@ -11,7 +11,8 @@ from components.core.config import resolve
 from components.core.errors import TaskTooLarge
 from components.judge.device_scheduler import MEMORY_SHARE
 from components.judge.memory_plan import MemoryBudget, memory_need, plan_layout
-from components.judge.task_layout import PLACEMENTS, Description, Sizing, TaskLayout
+from components.judge.task_description import Description
+from components.judge.task_layout import PLACEMENTS, Sizing, TaskLayout
 
 SIZES: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "data/kernelbench_sizes.json").read_text()

@@ -10,7 +10,8 @@ from components.core.errors import UserError
 from components.core.params import Params
 from components.judge import screen
 from components.judge.candidate import read_workspace
-from components.judge.screen import screen_files, screen_symbols
+from components.judge.screen import screen_files
+from components.judge.symbol_screen import screen_symbols
 from components.sandbox.build import Builder
 
 
