@@ -124,7 +124,8 @@ def orders(name: str) -> list[list[str]]:
 
 
 def by_position(name: str) -> list[str]:
-    named = [*POSITIONAL.get(name, ()), *(one.arg for one in SPELLINGS.functions[name].keywords)]
+    line = SPELLINGS.functions[name]
+    named = [*POSITIONAL.get(name, ())[: len(line.args) - 1], *(one.arg for one in line.keywords)]
     return named[: BY_POSITION.get(name, len(named))]
 
 
