@@ -201,6 +201,17 @@ def broadcast(shape: Shape, stride: int, following: Shape) -> int:
     return 0
 
 
+def reads_elsewhere(nest: Nest, line: Line, *, tensor: str, following: Shape) -> bool:
+    """Return whether the loop nest already reads the operand of a line, and at other indices than the line.
+
+    The line then cannot be added to the nest. The arguments are those of `attach`.
+    """
+    return line.operand in nest.operands and any(
+        axis.strides.get(line.operand, 0) != broadcast(line.shape, axis.strides.get(tensor, 0), following)
+        for axis in nest.axes
+    )
+
+
 def attach(nest: Nest, line: Line, *, tensor: str, following: Shape) -> Nest:
     """Return the loop nest with the C++ line `line` added for each element of `tensor`.
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args, get_type_hints
 
 from components.bootstrap.kernel_writer import indent
 from components.bootstrap.library_calls import declarations, library_call
-from components.bootstrap.loop_nest import Axis, Code, Line, Nest, attach, merge, over_dims
+from components.bootstrap.loop_nest import Axis, Code, Line, Nest, attach, merge, over_dims, reads_elsewhere
 from components.bootstrap.nest_group import Group, for_axis, is_lane, position, tile_count, tiles_of
 from components.bootstrap.nest_layout import with_near_columns, without_windows
 from components.bootstrap.operator_code import replace_functions
@@ -96,16 +96,26 @@ def fuse(program: Program, fusion: str, *, library: bool = False) -> list[Nest]:
     for part in program.parts:
         if isinstance(part, Nest):
             reshapes = part.is_elementwise and any(line.operand for line in pending)
-            if pending and part.reads_once and not part.is_name and not reshapes:
+            clashes = any(
+                reads_elsewhere(part, line, tensor="a", following=program.shape) for line in pending
+            )
+            if pending and part.reads_once and not part.is_name and not reshapes and not clashes:
                 nests.pop()
                 for line in pending:
                     part = attach(part, line, tensor="a", following=program.shape)
             nests.append(part)
             pending = ()
         else:
-            if not nests or fusion == "none" or nests[-1].is_name or (library and nests[-1].has_library):
-                nests.append(over_dims(nests[-1].shape if nests else program.shape, (), Code()))
-            nests[-1] = attach(nests[-1], part, tensor="o", following=nests[-1].shape)
+            shape = nests[-1].shape if nests else program.shape
+            if (
+                not nests
+                or fusion == "none"
+                or nests[-1].is_name
+                or (library and nests[-1].has_library)
+                or reads_elsewhere(nests[-1], part, tensor="o", following=shape)
+            ):
+                nests.append(over_dims(shape, (), Code()))
+            nests[-1] = attach(nests[-1], part, tensor="o", following=shape)
             if fusion == "all" and len(nests) == 1 and nests[0].is_elementwise:
                 pending = (*pending, part)
     return nests

@@ -211,6 +211,8 @@ def read_chain(code: str) -> OperatorChain | None:
     inputs = CHAIN_INPUTS.fullmatch(source["inputs"]) if source else None
     if source is None or inputs is None:
         return None
+    if source["inputs"].count("torch.randn(") != source["arguments"].count(",") + 1:
+        return None
     steps = [_read_step(line) for line in source["lines"].splitlines()]
     dtype = dtype_of(source["init"])
     init = source["init"].splitlines()[: -1 if dtype in CASTS else None]

@@ -163,10 +163,13 @@ def _drawn(value: ast.expr) -> ast.expr:
             value.func.value = _drawn(value.func.value)
         case "float", _:
             drawn = _drawn(value.func.value)
-            if isinstance(drawn, ast.Call) and isinstance(drawn.args[-1], ast.Tuple):
+            if isinstance(drawn, ast.Call) and ast.unparse(drawn.func) == "torch.randint":
+                assert isinstance(drawn.args[-1], ast.Tuple)
                 return ast.Call(ast.parse("torch.rand", mode="eval").body, drawn.args[-1].elts, [])
         case "rand" | "randn", sizes:
             value.args = [number_of(size) for size in sizes]
-        case "randint", [low, high, ast.Attribute(value=ast.Call(args=sizes), attr="shape")]:
+        case "randint", [low, high, ast.Attribute(value=ast.Call(func=made, args=sizes), attr="shape")] if (
+            ast.unparse(made) in ("torch.rand", "torch.randn")
+        ):
             value.args = [low, high, ast.Tuple(sizes, ast.Load())]
     return value

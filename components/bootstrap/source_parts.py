@@ -8,7 +8,7 @@ import ast
 import copy
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +48,10 @@ UNREADABLE: tuple[type[Exception], ...] = (
 class Parts:
     """The parts of a task's source in which values are in place of the names of sizes.
 
-    `constants` are the values that the module names. `inputs` is the expression that get_inputs returns.
-    `attributes` are the expressions that the constructor assigns to attributes of `self`, in their order, and
-    `arguments` the names of the inputs of `forward`, whose statements are `forward`.
+    `constants` are the values that the module names, and those of arguments of `forward` that no input is
+    given for. `inputs` is the expression that get_inputs returns. `attributes` are the expressions that the
+    constructor assigns to attributes of `self`, in their order, and `arguments` the names of the inputs of
+    `forward`, whose statements are `forward`.
     """
 
     constants: Names
@@ -86,11 +87,18 @@ def parts_of(tree: ast.Module) -> Parts:
         if "get_init_inputs" in functions
         else ast.List([])
     )
+    inputs = returned_expression(functions["get_inputs"].body, dict(constants))
+    arguments = [argument.arg for argument in methods["forward"].args.args[1:]]
+    given_names = arguments[: len(inputs.elts)] if isinstance(inputs, ast.List | ast.Tuple) else arguments
+    defaults = dict(zip(reversed(arguments), reversed(methods["forward"].args.defaults), strict=False))
+    left_out = {name: defaults[name] for name in arguments[len(given_names) :]}
+    if not all(map(is_value, left_out.values())):
+        raise NotAChain
     return Parts(
-        constants,
-        returned_expression(functions["get_inputs"].body, dict(constants)),
+        constants | left_out,
+        inputs,
         constructed(methods["__init__"], given, constants) if "__init__" in methods else {},
-        [argument.arg for argument in methods["forward"].args.args[1:]],
+        given_names,
         methods["forward"].body,
     )
 
@@ -131,9 +139,9 @@ def _constants(tree: ast.Module) -> Names:
     """Return the values that a module names.
 
     Raises NotAChain if the module has a statement that is none of those that people write: imports,
-    functions, classes, assignments, docstrings and a main program. Raises it also if Model or a function for
-    the inputs is defined twice, or reads a name that is bound to anything but a value or a part of torch or
-    math.
+    functions, classes, assignments, docstrings and a main program. Raises it also if what runs when the
+    module is imported calls a function or changes an object, or if Model or a function for the inputs is
+    defined twice, or reads a name that is bound to anything but a value or a part of torch or math.
     """
     constants: Names = {}
     known = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
@@ -142,6 +150,8 @@ def _constants(tree: ast.Module) -> Names:
     for statement in tree.body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
             unknown |= {name for name, text in _imported(statement) if not text}
+        elif not _is_main(statement) and any(map(_has_effect, _executed(statement))):
+            raise NotAChain
         elif isinstance(statement, ast.FunctionDef | ast.ClassDef):
             unknown |= {statement.name} - {node.name for node in known}
         elif names := assigned_names(statement):
@@ -155,6 +165,22 @@ def _constants(tree: ast.Module) -> Names:
     if len({node.name for node in known}) != len(known) or unknown & (read | {"*", "Model", *FUNCTIONS}):
         raise NotAChain
     return constants
+
+
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and those parts of it that run when its module is imported, unlike bodies of functions."""
+    yield node
+    parts: Iterable[ast.AST] = ast.iter_child_nodes(node)
+    if isinstance(node, ast.FunctionDef):
+        parts = (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults))
+    for part in parts:
+        yield from _executed(part)
+
+
+def _has_effect(node: ast.AST) -> bool:
+    """Return whether a node is a call, or an attribute or an element that is assigned or deleted."""
+    changes = isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load)
+    return changes or isinstance(node, ast.Call)
 
 
 def _imported(statement: ast.Import | ast.ImportFrom) -> list[tuple[str, str]]:

@@ -56,6 +56,8 @@ NUMBERS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operato
 COPIES = frozenset("clone detach contiguous".split())
 # Functions that make tensors, from which parameters are made.
 MAKERS = frozenset("ones zeros empty rand randn full".split())
+# Functions whose last argument is the value of the elements, which says of what type they are.
+FILLED = frozenset(("tensor", "full"))
 # Modules that return their input, since the judge measures modules in evaluation mode.
 IDENTITIES = frozenset("identity dropout dropout1d dropout2d dropout3d alphadropout".split())
 
@@ -198,7 +200,9 @@ def _parameter(made: ast.expr) -> ast.expr:
     name = ast.unparse(made.func).rpartition(".")[2] if isinstance(made, ast.Call) else ""
     if not isinstance(made, ast.Call) or made.keywords:
         return made
-    if name == "tensor" and is_number(made.args[0]):
+    if name in FILLED and not isinstance(ast.literal_eval(made.args[-1]), float):
+        return made  # of integers
+    if name == "tensor":
         size: ast.expr = ast.Tuple([], ast.Load())
     elif name in MAKERS:
         size = made.args[0] if len(made.args) == 1 or name == "full" else ast.Tuple(made.args, ast.Load())
@@ -307,7 +311,9 @@ class Speller(ast.NodeTransformer):
             return arguments[0]
         if name in ("min", "max") and len(arguments) == 2 and not keywords and not is_number(arguments[1]):
             match arguments[1]:
-                case ast.Call(func=ast.Attribute(attr="tensor"), args=[bound]):
+                case ast.Call(func=ast.Attribute(attr="tensor"), args=[bound], keywords=options) if {
+                    option.arg for option in options
+                } <= {"device"}:
                     side = "max" if name == "min" else "min"
                     return self._call("clamp", arguments[:1], [ast.keyword(side, bound)])
             return self._call(f"{name}imum", arguments, keywords)

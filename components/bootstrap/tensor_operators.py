@@ -269,7 +269,7 @@ def _read(code: str) -> Program | None:
         if step is None:
             return None
         operator, attribute, arguments = step
-        name = attribute.removeprefix("self.")
+        name = _kernel_name(attribute)
         # What follows would read the integers of an argmax as floats.
         if len(shape) not in operator.ranks or "out" in types:
             return None
@@ -295,9 +295,17 @@ def _read(code: str) -> Program | None:
         return None
     direct = sorted(created, key=lambda key: not created[key].startswith("nn.Parameter"))
     # The kernel also takes a parameter that is not used; the tensors of a module would not be known.
-    unused = {key: [key.removeprefix("self.")] for key in direct if created[key].startswith("nn.Parameter")}
+    unused = {key: [_kernel_name(key)] for key in direct if created[key].startswith("nn.Parameter")}
     tensors = (*names, *(entry for key in direct for entry in (unused | state)[key]), "out")
     return Program(tuple(parts), shapes["x"], tensors, types)
+
+
+def _kernel_name(attribute: str) -> str:
+    """Return the name that kernels have for an attribute, such as p_scale for self.scale.
+
+    With the prefix it is no keyword of C++, and no name that kernels have for anything else.
+    """
+    return attribute.replace("self.", "p_")
 
 
 def uses_operator(code: str, name: str) -> bool:

@@ -99,7 +99,7 @@ def _draw_product(*, left: bool = False, right: bool = False) -> Draw:
 
 
 def _triangle(name: str, *, inside: bool) -> TensorOperator:
-    """Return the tensor operator of a product of square matrices in which only a triangle is kept.
+    """Return the tensor operator of a product of matrices in which only a triangle is kept.
 
     `name` is triu for the upper or tril for the lower triangle. If `inside` is true, both factors are
     replaced by their triangles before the product, and otherwise the result is replaced by its triangle.
@@ -108,8 +108,9 @@ def _triangle(name: str, *, inside: bool) -> TensorOperator:
     pairs = (("i", "k"), ("k", "j")) if inside else (("i", "j"),)
 
     def build(shape: Shape, inputs: dict[str, Shape], _: str) -> Parts:
+        size = max(*shape, *inputs["y"])
         windows = [
-            Window(f"h{index}", {low: -1, high: 1} if up else {low: 1, high: -1}, 0, 1, max(shape), 0)
+            Window(f"h{index}", {low: -1, high: 1} if up else {low: 1, high: -1}, 0, 1, size, 0)
             for index, (low, high) in enumerate(pairs)
         ]
         return [_matrices(shape, inputs["y"], "y", windows=tuple(windows))]

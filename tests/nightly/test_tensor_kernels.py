@@ -11,7 +11,7 @@ import torch
 from emulated_cuda import SHIM, emulated
 from kernel_bench import WORKDIR, build, call
 
-from components.bootstrap.nest_writer import draw_nest_schedule, write_program
+from components.bootstrap.nest_writer import CpuNestSchedule, draw_nest_schedule, write_program
 from components.bootstrap.operator_chain import TASK_LAYOUT
 from components.bootstrap.tensor_operators import LINES, OPERATORS, read_program
 from components.core.records import Device
@@ -175,6 +175,42 @@ def test_cuda_kernels_compute_the_same_where_they_are_emulated(tmp_path: Path) -
     found = errors(sources, kernels, tmp_path, SHIM)
     wrong = [code for code, error in zip(sources, found, strict=True) if not error < 1]
     assert not wrong, f"{len(wrong)} of {len(sources)}, such as {wrong[0]}"
+
+
+@pytest.mark.parametrize(
+    ("line", "inputs", "parameter"),
+    [
+        ("x @ y + y", "torch.randn(8, 8), torch.randn(8, 8)", ""),
+        ("torch.relu(x @ y) * y", "torch.randn(8, 8), torch.randn(8, 8)", ""),
+        ("torch.bmm(x, y) + y", "torch.randn(4, 8, 8), torch.randn(4, 8, 8)", ""),
+        ("torch.triu(x @ y) + y", "torch.randn(8, 8), torch.randn(8, 8)", ""),
+        ("torch.sum(x * y, dim=1) + y", "torch.randn(7, 7), torch.randn(7)", ""),
+        ("torch.mean(x + self.w, dim=1) * self.w", "torch.randn(7, 7)", "w = torch.randn(7)"),
+        ("x @ self.w + self.w", "torch.randn(8, 8)", "w = torch.randn(8, 8)"),
+        ("x @ self.a", "torch.randn(30, 50)", "a = torch.randn(50, 11)"),
+        ("torch.tanh(x * self.o)", "torch.randn(30, 50)", "o = torch.randn(50)"),
+        ("x * self.x", "torch.randn(30, 50)", "x = torch.randn(50)"),
+        ("x * self.int", "torch.randn(30, 50)", "int = torch.randn(50)"),
+        ("torch.triu(x @ y)", "torch.randn(5, 3), torch.randn(3, 20)", ""),
+        ("torch.triu(x) @ torch.triu(y)", "torch.randn(5, 3), torch.randn(3, 20)", ""),
+    ],
+)
+def test_operands_are_read_where_they_are_whatever_they_are_called(
+    line: str, inputs: str, parameter: str, tmp_path: Path
+) -> None:
+    name, _, made = parameter.partition(" = ")
+    init = f"        self.{name} = nn.Parameter({made})\n" if name else ""
+    arguments = ", ".join("xy"[: inputs.count("randn")])
+    layout = TASK_LAYOUT.format(init=init, arguments=arguments, lines=f"        x = {line}", inputs=inputs)
+    code = f"{layout}# in the words of people\n"
+    program = read_program(code)
+    assert program is not None
+    kernels = [
+        write_program(program, CpuNestSchedule(fusion, "vec", "scalar", "double", layout, 1, 16))
+        for fusion in ("all", "none")
+        for layout in ("given", "copy")
+    ]
+    assert max(errors([code] * len(kernels), kernels, tmp_path)) < 1
 
 
 # Expressions of one and of two results, of which random programs are made.

@@ -241,7 +241,7 @@ def test_a_parameter_has_the_shape_in_which_it_is_used() -> None:
         self.other = nn.Parameter(torch.zeros(3))
 """
     program = read_program(task("        x = x + self.shift.view(1, -1, 1, 1)", init))
-    assert program is not None and program.tensors == ("x", "y", "shift", "other", "out")
+    assert program is not None and program.tensors == ("x", "y", "p_shift", "p_other", "out")
     (line,) = program.parts
     assert isinstance(line, Line) and line.shape == (1, 6, 1, 1)
     twice = "        x = x * self.shift.view(1, -1, 1, 1) + self.shift"

@@ -59,7 +59,7 @@ def test_a_composed_operator_is_read_back(name: str) -> None:
         program = read_program(code)
         assert program is not None
         inputs = space["get_inputs"]()
-        expected = [entry.replace(".", "_") for entry in model.state_dict()]
+        expected = ["p_" + entry.replace(".", "_") for entry in model.state_dict()]
         assert program.tensors[len(inputs) : -1] == tuple(expected)
         shape = program.shape
         for part in program.parts:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from components.bootstrap.canonicalize import canonicalize
+from components.bootstrap.operator_chain import read_chain
 from components.bootstrap.spelling import BY_POSITION, POSITIONAL, Speller
 from components.bootstrap.tensor_operators import SPELLINGS, read_program
 
@@ -95,6 +97,10 @@ def test_operands_have_shapes_and_types_that_the_kernel_supports(
         ("torch.sum(x, dim=1)", "torch.sum(x, dim=())"),
         ("torch.softmax(x, 1)", "torch.softmax(x, 1, torch.float64)"),
         ("torch.mul(x, 2.0)", "torch.mul(x, 2.0, out=x)"),
+        (
+            "torch.max(x, torch.tensor(0.5, device=x.device))",
+            "torch.max(x, torch.tensor(0.5, dtype=torch.int64))",
+        ),
         ("torch.argmax(x, dim=1)", "torch.argmax(x, dim=1) * 0.5"),
         ("torch.argmax(x, dim=1, keepdim=True)", "torch.argmax(x, dim=1, keepdim=True).squeeze(1)"),
     ],
@@ -103,6 +109,47 @@ def test_arguments_that_mean_something_else_and_results_of_integers_are_not_read
     right: str, wrong: str
 ) -> None:
     assert is_read(right, "7, 33") and not is_read(wrong, "7, 33")
+
+
+@pytest.mark.parametrize(
+    ("line", "right", "wrong"),
+    [
+        ("x * y", "torch.rand(4)", "torch.rand(4, 1).permute((1, 0)).float()"),
+        (
+            "x * y",
+            "torch.randint(0, 9, torch.rand(4).shape)",
+            "torch.randint(0, 9, torch.rand(4, 5).mean(1).shape)",
+        ),
+    ],
+)
+def test_the_shape_of_an_input_is_that_which_its_calls_make(line: str, right: str, wrong: str) -> None:
+    assert is_read(line, "3, 4", right) and not is_read(line, "3, 4", wrong)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [("torch.full((33,), 2.0)", "torch.full((33,), 2)"), ("torch.tensor(1.5)", "torch.tensor(2)")],
+)
+def test_parameters_of_integers_are_not_read(right: str, wrong: str) -> None:
+    for made, expected in ((right, True), (wrong, False)):
+        init = f"self.s = nn.Parameter({made}, requires_grad=False)"
+        assert is_read("x * self.s", "7, 33", init=init) is expected
+
+
+def test_arguments_of_forward_without_an_input_have_their_default() -> None:
+    code = SOURCE.format(
+        line="torch.relu(x) * y",
+        inputs="torch.randn(8, 256)",
+        init="self.s = 1",
+        before="",
+        arguments="x, y=2.0",
+    )
+    program, form = read_program(code), canonicalize(code)
+    assert program is not None and program.tensors == ("x", "out")
+    assert form is not None and "        x = x * 2.0\n" in form and "forward(self, x)" in form
+    assert canonicalize(code.replace("y=2.0", "y=None")) is None
+    composed = form.replace("forward(self, x)", "forward(self, x, y)")
+    assert read_chain(composed) is None, "an argument without an input"
 
 
 def test_a_letter_that_occurs_twice_in_a_factor_makes_no_product_of_matrices() -> None:
@@ -169,6 +216,9 @@ def test_modules_have_the_arguments_of_their_functions_at_the_same_positions() -
         "S = 2.0\ndef get_inputs():\n    return []",
         "S = 2.0\ntorch.set_default_dtype(torch.float64)",
         "S = 2.0\nF.relu = torch.abs",
+        "S = 2.0\n_ = torch.set_default_dtype(torch.float64)",
+        "S = 2.0\nclass H:\n    F.relu = torch.tanh",
+        "S = 2.0\ndef h(x=torch.set_default_dtype(torch.float64)):\n    pass",
     ],
 )
 def test_a_source_in_which_a_known_name_may_mean_something_else_is_not_read(before: str) -> None:
