@@ -3,6 +3,7 @@
 The cold start makes the first policy of a run.
 """
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -209,18 +210,19 @@ def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: s
 
     def work(folder: Path) -> EvaluationRecord:
         started = time.monotonic()
-        evaluation = evaluate(
-            checkpoint_policy(run.home / checkpoint, params),
-            suite,
-            context.pool,
-            folder,
-            # The judge reuses stored verdicts of the same epoch only. So a new evaluation measures every
-            # task, and a resumed evaluation, which has the same folder, continues.
-            epoch=folder.name,
-            progress=RenamedProgress(context.progress, title),
-            seed=params.seed,
-            admit=context.pool.admit,
-        )
+        with contextlib.closing(checkpoint_policy(run.home / checkpoint, params)) as policy:
+            evaluation = evaluate(
+                policy,
+                suite,
+                context.pool,
+                folder,
+                # The judge reuses stored verdicts of the same epoch only. So a new evaluation measures every
+                # task, and a resumed evaluation, which has the same folder, continues.
+                epoch=folder.name,
+                progress=RenamedProgress(context.progress, title),
+                seed=params.seed,
+                admit=context.pool.admit,
+            )
         results = folder / RESULTS
         return EvaluationRecord(
             results=results.relative_to(run.home).as_posix(),

@@ -51,7 +51,8 @@ class Policy:
     short name of its weights, which trajectories (records of attempts at tasks) contain. `digest` is equal
     for equal policies. `params` are the parameters with which the policy is sampled. `sample` returns one
     trajectory for each task of a request, in the order of the tasks. `knows` says whether a task with the
-    source it gets is one of those that the policy was made for.
+    source it gets is one of those that the policy was made for. `close` ends connections to servers, after
+    which nothing can be sampled.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Policy:
     params: Params
     sample: Callable[[RolloutRequest], list[Trajectory]]
     knows: Callable[[str], bool] = lambda code: True
+    close: Callable[[], None] = lambda: None
 
 
 def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
@@ -79,8 +81,15 @@ def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
     def sample(request: RolloutRequest) -> list[Trajectory]:
         return run_episodes(request, *loaded())
 
+    def close() -> None:
+        from components.policy.vllm.sampler import VllmSampler
+
+        sampler = loaded()[0] if loaded.cache_info().currsize else None
+        if isinstance(sampler, VllmSampler):
+            sampler.fleet.close()
+
     knows = functools.partial(is_learned, params)
-    return Policy(str(folder), digest[:16], digest, params, sample, knows)
+    return Policy(str(folder), digest[:16], digest, params, sample, knows, close)
 
 
 def is_learned(params: Params, code: str) -> bool:

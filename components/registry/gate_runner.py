@@ -4,6 +4,7 @@ Gates are the conditions under which a version is promoted. The nightly flow run
 evaluation. `cuda-agent models gate` runs them again at any time.
 """
 
+import contextlib
 import tempfile
 from pathlib import Path
 
@@ -180,9 +181,17 @@ def _evaluate(
         settings = params.model_dump(mode="json", exclude={"home", "gate"})
         epoch = digest_json([policy.digest, after.suite_digest, after.epoch, settings, VERSION])[:12]
         folder = promotion.home / "evaluations" / epoch
-        evaluate(
-            policy, tasks, pool, folder, epoch=epoch, progress=progress, seed=params.seed, admit=pool.admit
-        )
+        with contextlib.closing(policy):
+            evaluate(
+                policy,
+                tasks,
+                pool,
+                folder,
+                epoch=epoch,
+                progress=progress,
+                seed=params.seed,
+                admit=pool.admit,
+            )
     results = folder / RESULTS
     return Compared(
         version=champion,

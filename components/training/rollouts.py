@@ -283,7 +283,7 @@ class TrainedPolicy:
         return trajectories, figures | ages(sampled, step)
 
     def close(self) -> None:
-        """End the sampling.
+        """End the sampling, and the connections to vLLM servers.
 
         Trajectories that no training step has taken stay in the stage's folder `sampling`. Does nothing on
         ranks other than 0, which have no sampler.
@@ -291,6 +291,8 @@ class TrainedPolicy:
         if self.queue is not None:
             self._resume()
             self.queue.close()
+        if isinstance(self.sampler, VllmSampler):
+            self.sampler.fleet.close()
 
 
 def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:

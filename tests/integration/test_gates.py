@@ -304,7 +304,9 @@ def test_a_champion_is_evaluated_with_the_checks_of_a_run(
         write_json(folder / RESULTS, evaluation(GOOD).model_dump(mode="json"))
 
     monkeypatch.setattr(gate_runner, "evaluate", evaluate)
-    monkeypatch.setattr(gate_runner, "checkpoint_policy", lambda *_: SimpleNamespace(digest="0"))
+    monkeypatch.setattr(
+        gate_runner, "checkpoint_policy", lambda *_: SimpleNamespace(digest="0", close=lambda: None)
+    )
     (home / "champion.json").unlink()
     champion = gate_runner.gate_again(params, promotion, "2", pool, Quiet())[2]
     assert champion is not None and champion.version == "1"

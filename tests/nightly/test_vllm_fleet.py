@@ -33,7 +33,10 @@ def engine(version: str = "0.33.0", workers: int = 1) -> Engine:
 def fleet_of(*engines: Engine, patience: float = 20.0, loyal: float = 30.0) -> Iterator[Fleet]:
     with ExitStack() as stack:
         urls = [stack.enter_context(serving(one)) for one in engines]
-        yield Fleet(urls, context=CONTEXT, version="v0", patience=patience, loyal=loyal)
+        fleet = Fleet(urls, context=CONTEXT, version="v0", patience=patience, loyal=loyal)
+        yield fleet
+        fleet.close()
+        assert not fleet.thread.is_alive()
 
 
 def sampler(fleet: Fleet, *sets: str) -> VllmSampler:

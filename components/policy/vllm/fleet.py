@@ -70,11 +70,14 @@ class Fleet:
         # Sessions that have been assigned to a server.
         self.seen: set[str] = set()
         self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, name="vllm-fleet", daemon=True).start()
-        client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None, max_keepalive_connections=None))
-        self.replicas = [Replica(VllmServer(url, client), version) for url in urls]
+        self.thread = threading.Thread(target=self.loop.run_forever, name="vllm-fleet", daemon=True)
+        self.thread.start()
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self.client = httpx.AsyncClient(limits=limits)
+        self.replicas = [Replica(VllmServer(url, self.client), version) for url in urls]
         faults = [fault for fault in self.all(self.replicas, self._open) if fault is not None]
         if len(faults) == len(urls):
+            self.close()
             raise UserError(
                 f"policy.servers: {faults[0]}; start the server with cuda-agent fleet, then run the same "
                 "command again."
@@ -88,6 +91,21 @@ class Fleet:
                 "; ".join(map(str, faults)),
             )
         self.reading: asyncio.Task[None] | None = None
+
+    def close(self) -> None:
+        """End what the fleet does, its connections and its thread; the servers run on."""
+
+        async def end() -> None:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.client.aclose()
+
+        asyncio.run_coroutine_threadsafe(end(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
 
     def all(self, replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[T]]) -> list[T]:
         """Return the results of `call` for all of `replicas`, in their order; the calls run concurrently.
