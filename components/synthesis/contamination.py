@@ -39,23 +39,31 @@ def count_subtrees(code: str, *, constants: bool = False) -> Subtrees:
 
     `code` is the source of a task, which has that class. Normalised means that assignments are inlined,
     and that variable names, numbers, docstrings and module prefixes are removed. Subtrees are named by
-    texts of at most 64 characters. If `constants` is true, the values of constants are kept, and the
-    functions `get_inputs` and `get_init_inputs` and assignments of the module are included. Then equal
-    results mean equal operator graphs on equal shapes. Raises what `ast.parse` raises if `code` is not
-    valid Python.
+    texts of at most 64 characters. If `constants` is true, the values of constants are kept, variables are
+    numbered in the order of a method's arguments and of their first use, attributes are told apart by what
+    the constructor makes them of and by their first use, and the functions `get_inputs` and `get_init_inputs`
+    and assignments of the module are included. Then equal results mean equal operator graphs on equal shapes.
+    Raises what `ast.parse` raises if `code` is not valid Python.
     """
     counts: Subtrees = Counter()
+    made: dict[str, str] = {}
     for node in parse_python(code).body:
         if isinstance(node, ast.ClassDef) and node.name == "Model":
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef):
-                    _count(_inline_assignments(method), constants, counts)
+            methods = [method for method in node.body if isinstance(method, ast.FunctionDef)]
+            for method in sorted(methods, key=lambda method: method.name != "__init__"):
+                labels = _Labels(constants, counts, method, made)
+                for statement in _inline_assignments(method):
+                    labels.label(statement)
+                if constants and method.name == "__init__":
+                    made = _Labels(constants, Counter(), method, {}).attributes_made(method)
         elif (
             constants and isinstance(node, ast.FunctionDef) and node.name in ("get_inputs", "get_init_inputs")
         ):
-            _count(_inline_assignments(node), constants, counts)
+            labels = _Labels(constants, counts, node, {})
+            for statement in _inline_assignments(node):
+                labels.label(statement)
         elif constants and isinstance(node, ast.Assign | ast.AnnAssign):
-            _count([node], constants, counts)
+            _Labels(constants, counts, None, {}).label(node)
     return counts
 
 
@@ -143,7 +151,8 @@ def _has_model(code: str) -> bool:
 def _inline_assignments(function: ast.FunctionDef) -> list[ast.stmt]:
     """Return the statements of a function, in which a name that was assigned is replaced by its expression.
 
-    The assignments `name = expression` themselves are removed. An expression with more than MAX_INLINED_NODES
+    The assignments `name = expression` themselves are removed; `name += expression` is such an assignment,
+    too. An expression with more than MAX_INLINED_NODES
     syntax nodes is not inlined. Also removed are the docstring, super().__init__(), and a statement such as
     self.half() that casts the module to another dtype.
     """
@@ -154,6 +163,10 @@ def _inline_assignments(function: ast.FunctionDef) -> list[ast.stmt]:
             isinstance(statement.value, ast.Constant) or IGNORED.search(ast.unparse(statement.value))
         ):
             continue
+        if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
+            before = ast.Name(statement.target.id, ast.Load())
+            value = ast.BinOp(before, statement.op, statement.value)
+            statement = ast.Assign([statement.target], value)
         statement = _Substitute(values).visit(copy.deepcopy(statement))
         if (
             isinstance(statement, ast.Assign)
@@ -181,37 +194,63 @@ class _Substitute(ast.NodeTransformer):
         return self.values[node.id] if isinstance(node.ctx, ast.Load) and node.id in self.values else node
 
 
-def _count(body: list[ast.stmt], constants: bool, counts: Subtrees) -> None:
-    def label(node: ast.AST) -> str:
+class _Labels:
+    """Names the subtrees of a method by texts, and counts them in `counts`.
+
+    The arguments `constants` and `counts` are those of `count_subtrees`. `made` has the texts of what the
+    constructor makes the attributes of.
+    """
+
+    def __init__(
+        self, constants: bool, counts: Subtrees, method: ast.FunctionDef | None, made: dict[str, str]
+    ):
+        self.constants, self.counts, self.made = constants, counts, made
+        arguments = method.args.args if method else []
+        # Numbers of variables and of attributes in the order of their first use.
+        self.names = {argument.arg: number for number, argument in enumerate(arguments)}
+        self.attributes: dict[str, int] = {}
+
+    def attributes_made(self, constructor: ast.FunctionDef) -> dict[str, str]:
+        """Return the texts of the expressions that the constructor assigns to attributes, by attribute."""
+        return {
+            statement.targets[0].attr: self.label(statement.value)
+            for statement in _inline_assignments(constructor)
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Attribute)
+        }
+
+    def label(self, node: ast.AST) -> str:
+        """Return the text of a subtree, after adding it and those in it to the counts."""
         match node:
+            case ast.Name(id=name) if name in LIBRARIES:
+                text = name
             case ast.Name(id=name):
-                text = name if name in LIBRARIES else "name"
+                text = f"name{self.names.setdefault(name, len(self.names))}" if self.constants else "name"
             case ast.Attribute(value=ast.Name(id=name) | ast.Attribute(attr=name), attr=attribute) if (
                 name in LIBRARIES
             ):
                 text = f".{attribute}"
+            case ast.Attribute(value=ast.Name(id="self"), attr=attribute) if attribute in self.made:
+                number = self.attributes.setdefault(attribute, len(self.attributes))
+                text = f"self{number}:{self.made[attribute]}"
             case ast.Attribute(value=ast.Name(id="self")):
                 text = "self"
             case ast.Attribute(value=value, attr=attribute):
-                text = f"{label(value)}.{attribute}"
+                text = f"{self.label(value)}.{attribute}"
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant()):
-                text = ast.unparse(node) if constants else "number"
+                text = ast.unparse(node) if self.constants else "number"
             case ast.Constant(value=value):
-                number = isinstance(value, int | float) and not isinstance(value, bool)
-                text = repr(value) if constants or not number else "number"
+                is_number = isinstance(value, int | float) and not isinstance(value, bool)
+                text = "number" if is_number and not self.constants else repr(value)
             case ast.keyword(arg=argument, value=value):
-                text = f"{argument}={label(value)}"
+                text = f"{argument}={self.label(value)}"
             case _:
                 children = [
-                    label(child)
+                    self.label(child)
                     for child in ast.iter_child_nodes(node)
                     if not isinstance(child, ast.expr_context)
                 ]
                 text = f"{type(node).__name__}({','.join(children)})"
         if len(text) > 64:
             text = digest_bytes(text.encode())[:32]
-        counts[text] += 1
+        self.counts[text] += 1
         return text
-
-    for statement in body:
-        label(statement)

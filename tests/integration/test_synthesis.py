@@ -163,6 +163,53 @@ def test_graphs_differ_in_constants_and_shapes_only_when_they_do() -> None:
     assert graph_digest(f"rows = 64\n{named}") != graph_digest(f"rows = 128\n{named}")
 
 
+TWO_INPUTS = """class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.ReLU()
+        self.norm = nn.LayerNorm(64)
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+
+    def forward(self, first, second):
+        out = {value}
+        {last}
+        return out
+"""
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_equal"),
+    [
+        ("self.act(self.norm(first))", "self.norm(self.act(first))", False),
+        ("self.a(self.a(first))", "self.a(self.b(first))", False),
+        ("self.a(self.b(first))", "self.b(self.a(first))", True),
+        ("torch.relu(first) - first", "torch.relu(first) - second", False),
+        ("torch.relu(first) / second", "torch.relu(second) / first", False),
+    ],
+)
+def test_graphs_differ_in_which_inputs_and_modules_they_use(one: str, other: str, is_equal: bool) -> None:
+    digests = [graph_digest(TWO_INPUTS.format(value=value, last="x = out")) for value in (one, other)]
+    assert (digests[0] == digests[1]) is is_equal
+    renamed = TWO_INPUTS.replace("first", "p").replace("second", "q").replace("self.act", "self.relu")
+    one = one.replace("first", "p").replace("second", "q").replace("self.act", "self.relu")
+    assert graph_digest(renamed.format(value=one, last="x = out")) == digests[0]
+
+
+def test_an_assignment_in_place_is_one_of_a_new_value() -> None:
+    plain, in_place, other = (
+        TWO_INPUTS.format(value=value, last=last)
+        for value, last in (
+            ("torch.relu(torch.softmax(first, 1))", "out = out + second"),
+            ("torch.relu(torch.softmax(first, 1))", "out += second"),
+            ("torch.cumsum(torch.tanh(first), 0)", "out += second"),
+        )
+    )
+    assert graph_digest(plain) == graph_digest(in_place) != graph_digest(other)
+    assert similarity(count_subtrees(plain), count_subtrees(in_place)) == 1.0
+    assert similarity(count_subtrees(in_place), count_subtrees(other)) < 0.9
+
+
 def test_self_substitution_stays_small() -> None:
     lines = "\n".join("        x = x * x" for _ in range(40))
     assert (
