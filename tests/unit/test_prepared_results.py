@@ -1,4 +1,4 @@
-"""Results at addresses that no earlier result had, of an honest allocator and of memory prepared in advance."""
+"""Results where no earlier result was: of an honest allocator, and of memory prepared in advance."""
 
 import pytest
 
