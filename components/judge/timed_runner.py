@@ -37,11 +37,9 @@ COLD_CACHES = 4
 # Largest number of seconds for which the judge waits for one call without sleeping.
 SPIN_SECONDS = 0.01
 
-# Smallest size in bytes of a result whose address is recorded.
-LARGE_RESULT_BYTES = 1 << 16
-# Number of results at new addresses in timed calls, and their bytes, that are never suspicious. An allocator
-# gives a kernel up to eleven new addresses while its heap grows.
-FEW_ADDRESSES, FEW_BYTES = 16, 16 << 20
+# Smallest size in bytes of a result whose address is recorded, and the number of new addresses in timed calls
+# that is never suspicious; an allocator gives a kernel up to eleven while its heap grows.
+LARGE_RESULT_BYTES, FEW_ADDRESSES = 1 << 16, 16
 # Bytes with which a candidate's results are overwritten. Repeated, each gives another number, which is very
 # large or NaN in floating-point types. A task's outputs may have one of them as a constant, but not all.
 LOUD_BYTES, BOOLEANS = (0x7B, 0x7C, 0x7D, 0x7E, 0x7F, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF), (0, 1)
@@ -90,7 +88,7 @@ class TimedRunner:
         # Addresses of results that were overwritten on cpu, and how many of the large results of timed calls
         # on cpu lay where no earlier one had been.
         self.overwritten: set[int] = set()
-        self.results = self.new_results = self.new_bytes = 0
+        self.results = self.new_results = 0
         # Whether torch.compile had an archive from the judge's cache and nothing to add to it.
         self.is_cached = False
         self.runner: Runner | None = None
@@ -258,9 +256,7 @@ class TimedRunner:
             runner.write_memory(addresses, replacing, self.output_bytes)
             if operation == "time":
                 self.results += len(large)
-                new = [size for address, size in large if address not in self.overwritten]
-                self.new_results += len(new)
-                self.new_bytes += sum(new)
+                self.new_results += sum(address not in self.overwritten for address, _ in large)
             self.overwritten.update(addresses)
             if index + 1 < calls:
                 np.copyto(targets[index + 1], sources[index + 1])
@@ -384,10 +380,10 @@ class TimedRunner:
         A result is an output tensor of one timed call, and is large from `LARGE_RESULT_BYTES` on. A kernel
         that allocates its results gets the same memory again and again. The judge has overwritten memory with
         an earlier result, so that all of a result there must be written in its call, which does not hold for
-        other memory. Up to `FEW_ADDRESSES` results in other memory and one in sixteen, and up to `FEW_BYTES`,
-        are not suspicious. The property is always False on cuda.
+        other memory. Up to `FEW_ADDRESSES` results in other memory and one in sixteen are not suspicious. The
+        property is always False on cuda.
         """
-        return self.new_results > FEW_ADDRESSES + self.results / 16 and self.new_bytes > FEW_BYTES
+        return self.new_results > FEW_ADDRESSES + self.results / 16
 
     def extend_deadline(self, seconds: float) -> None:
         """Extend the deadline of the process by `seconds`, during which the process waited for other work.

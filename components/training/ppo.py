@@ -64,8 +64,6 @@ from components.training.training_loop import StepRecord, finish, fit, resume
 SHOWN = ("reward", "m_-1", "m_1", "m_2", "m_3", "entropy")
 # Metrics whose means over the last steps are included in the figures of the stage.
 SUMMARY = ("m_-1", "m_1", "m_2", "m_3", "entropy", "kl_start", "explained_variance", "truncated")
-# Number of first and of last steps over which a stage's figures are means, if it has at least twice as many.
-SUMMARY_STEPS = 2
 TOKENIZER = "tokenizer.json"
 
 
@@ -244,7 +242,7 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
     if updates < ppo.min_updates and not end.reason and not end.progress:
         raise StageFailed(f"{stage.name}: {equal_rewards_text(of_actor)}.")
     remarks = [policy.left_out, "" if updates or not of_actor else equal_rewards_text(of_actor)]
-    ends = max(1, min(SUMMARY_STEPS, len(metrics.records) // 2))
+    ends = 2 if len(metrics.records) >= 4 else 1
     first, last = slice(0, ends), slice(-ends, None)
     return finish(
         state,
