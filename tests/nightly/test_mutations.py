@@ -36,6 +36,12 @@ pytestmark = pytest.mark.usefixtures("no_compile_baseline")
 SANDBOX = runner_factory.INSIDE_FOLDER
 
 
+@pytest.fixture(autouse=True)
+def no_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Switch off the refusal of impossible times, which candidates that compute nothing have."""
+    monkeypatch.setattr(limit, "POSSIBLE", 0.0)
+
+
 def verdict(judge: Judge, name: str) -> Verdict:
     return judge.verdict(corpus.task("exploits", name), corpus.files("exploits", name))
 
@@ -65,6 +71,8 @@ def test_timed_outputs_unchecked(cold_judge: Judge, monkeypatch: pytest.MonkeyPa
     )
     assert verdict(cold_judge, "stale_after_calls").status == "wrong_output"
     monkeypatch.setattr(TimedRunner, "verify", first_only)
+    # A later call writes nothing, and its output may lie in memory that was never written.
+    monkeypatch.setattr(Runner, "is_written", lambda self, address, size: True)
     assert verdict(cold_judge, "stale_after_calls").status == "correct"
 
 
@@ -75,7 +83,6 @@ def test_inputs_not_compared(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch)
 
 def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     """A result is memory of its own: no input's, and no page of it twice."""
-    monkeypatch.setattr(limit, "POSSIBLE", 0.0)  # a result that is an input takes no time
     monkeypatch.setattr(Runner, "is_private_memory", lambda self, address, size: True)
     assert verdict(cold_judge, "mapped_twice").reason == "output_not_written"
     monkeypatch.setattr(Runner, "is_written", lambda self, address, size: True)
@@ -89,7 +96,6 @@ def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -
 
 def test_results_not_overwritten(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict(cold_judge, "written_once").status == "wrong_output"
-    monkeypatch.setattr(limit, "POSSIBLE", 0.0)  # a result that is not written takes no time
     monkeypatch.setattr(Runner, "write_memory", lambda self, addresses, sources, sizes: None)
     assert verdict(cold_judge, "written_once").status == "correct"
 
@@ -101,19 +107,16 @@ def test_results_not_overwritten(cold_judge: Judge, monkeypatch: pytest.MonkeyPa
 def test_results_overwritten_with_what_is_known(
     name: str, place: str, known: int, cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limit, "POSSIBLE", 0.0)
     monkeypatch.setattr(timed_runner, place, (known,))
     assert verdict(cold_judge, name).status == "correct"
 
 
 def test_pages_not_looked_at(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limit, "POSSIBLE", 0.0)
     monkeypatch.setattr(Runner, "is_written", lambda self, address, size: True)
     assert verdict(cold_judge, "dropped_pages").status == "correct"
 
 
 def test_pages_may_be_moved(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limit, "POSSIBLE", 0.0)
     denied = [name for name in seccomp_filter.DENIED_TO_CPU_CANDIDATES if name != "mremap"]
     monkeypatch.setattr(seccomp_filter, "DENIED_TO_CPU_CANDIDATES", denied)
     monkeypatch.setattr(seccomp_filter, "seccomp_program", seccomp_filter.seccomp_program.__wrapped__)
