@@ -62,8 +62,8 @@ class RankMemory:
     collects for the layers that are being computed, and `gradients` the gradients that are not yet divided
     among the ranks. `checkpoints` are the inputs of all layers. `layer` is the working memory of one layer,
     and `logits` that of the output head; only one of them is in use at a time. `step` are temporary copies
-    that the optimizer's step makes. `context` is what CUDA and its libraries use. The fields from
-    `host_optimizer` on are in the memory of the host.
+    that the optimizer's step makes. `context` is what CUDA and its libraries use. `host` is in the memory of
+    the host: the offloaded optimizer state and gradients, reference policy and inputs of the layers.
     """
 
     states: float
@@ -76,9 +76,7 @@ class RankMemory:
     step: float
     moved_reference: float
     context: float
-    host_optimizer: float
-    host_reference: float
-    host_activations: float
+    host: float
 
     @property
     def computing(self) -> float:
@@ -93,12 +91,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """Return the bytes on the GPU at the largest use."""
-        kept = self.states + self.reference + self.context
-        return kept + self.gathered + self.gradients + self.computing
-
-    @property
-    def host(self) -> float:
-        return self.host_optimizer + self.host_reference + self.host_activations
+        return sum((self.states, self.reference, self.context, self.gathered, self.gradients, self.computing))
 
 
 def roles_of(params: Params, shapes: ModelShapes) -> Roles:
@@ -133,9 +126,9 @@ def rank_memory(
     size = value_bytes(engine)
     # Under ZeRO 0 in float32, the weights themselves are updated and there is no master copy.
     master = 0.0 if engine.zero_stage == 0 and engine.dtype == "float32" else MASTER_BYTES
-    weights_ranks = ranks if engine.zero_stage >= 3 else 1.0
-    gradient_ranks = ranks if engine.zero_stage >= 2 else 1.0
-    state_ranks = ranks if engine.zero_stage >= 1 else 1.0
+    state_ranks, gradient_ranks, weights_ranks = (
+        ranks if engine.zero_stage >= stage else 1.0 for stage in (1, 2, 3)
+    )
 
     networks = 2 if roles.has_critic else 1
     trained_each = float(roles.adapter_parameters or shapes.parameters)
@@ -148,8 +141,6 @@ def rank_memory(
     if engine.cpu_offload and engine.zero_stage >= 1:
         # ZeRO 1 accumulates complete gradients on the GPU, ZeRO 2 and 3 the rank's part in the host.
         offloaded = optimizer + (gradients if engine.zero_stage >= 2 else 0.0)
-        gradients = 0.0 if engine.zero_stage >= 2 else gradients
-        optimizer = 0.0
     reference = size * shapes.parameters / weights_ranks if roles.has_reference else 0.0
 
     layer_gradients = trained_each / shapes.parameters * shapes.layer_parameters
@@ -166,19 +157,17 @@ def rank_memory(
     # `engine.mlp_tokens` does not divide the tokens for experts.
     experts = 2.0 * local * shapes.experts_per_token * (2 * shapes.hidden + 3 * shapes.expert_width)
     feed_forward = size * max(dense, experts)
-    if engine.activation_checkpointing:
-        kept = size * local * shapes.hidden * shapes.layers
-    else:
-        kept = shapes.layers * (attention + norms + feed_forward)
+    layer = attention + norms + feed_forward
+    kept = shapes.layers * (size * local * shapes.hidden if engine.activation_checkpointing else layer)
     is_offloaded = engine.activation_offload and engine.activation_checkpointing
     head_gradient = 0.0 if roles.adapter_parameters else size * shapes.vocabulary * shapes.hidden
     return RankMemory(
-        states=weights + optimizer + gradients,
+        states=weights + optimizer + gradients - offloaded,
         reference=0.0 if engine.reference_offload else reference,
         gathered=gathered,
         gradients=2 * size * layer_gradients + 4.0 * min(trained_each, REDUCE_BUCKET),
         checkpoints=0.0 if is_offloaded else kept,
-        layer=attention + norms + feed_forward,
+        layer=layer,
         logits=4.0 * min(LOGITS_BYTES, 4.0 * local * shapes.vocabulary)
         # The gradients of the hidden states, in float32 and in the precision of the weights.
         + (4.0 + size) * local * shapes.hidden
@@ -189,9 +178,7 @@ def rank_memory(
         # ZeRO 3 gathers an offloaded reference layer by layer.
         moved_reference=reference if engine.reference_offload and engine.zero_stage < 3 else 0.0,
         context=CONTEXT_BYTES,
-        host_optimizer=offloaded,
-        host_reference=reference if engine.reference_offload else 0.0,
-        host_activations=kept if is_offloaded else 0.0,
+        host=offloaded + (reference if engine.reference_offload else 0.0) + (kept if is_offloaded else 0.0),
     )
 
 

@@ -98,17 +98,19 @@ def policy_shapes(params: Params) -> ModelShapes:
     source = policy.base if policy.source == "champion" else policy.source
     if source == "scratch":
         # As the cold start makes it (bootstrap/cold_start.py).
-        config = Qwen3Config(
-            hidden_size=policy.hidden,
-            intermediate_size=policy.feed_forward,
-            num_hidden_layers=policy.layers,
-            num_attention_heads=policy.heads,
-            num_key_value_heads=policy.kv_heads,
-            head_dim=policy.head_dim,
-            vocab_size=policy.vocabulary,
-            tie_word_embeddings=True,
+        return shapes_of(
+            Qwen3Config(
+                hidden_size=policy.hidden,
+                intermediate_size=policy.feed_forward,
+                num_hidden_layers=policy.layers,
+                num_attention_heads=policy.heads,
+                num_key_value_heads=policy.kv_heads,
+                head_dim=policy.head_dim,
+                vocab_size=policy.vocabulary,
+                tie_word_embeddings=True,
+            ),
+            "the policy from scratch",
         )
-        return shapes_of(config, "the policy from scratch")
     try:
         return shapes_of(AutoConfig.from_pretrained(**load_arguments(Path(source))), source)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:

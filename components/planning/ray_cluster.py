@@ -93,12 +93,8 @@ def bundle(params: Params) -> dict[str, float]:
     A judge measures kernels. Every amount is 1. The names are "CPU", "GPU" if `device` is cuda, and the value
     of `pool.resource` if that is not empty.
     """
-    resources = {"CPU": 1.0}
-    if params.device == "cuda":
-        resources["GPU"] = 1.0
-    if params.pool.resource:
-        resources[params.pool.resource] = 1.0
-    return resources
+    names = ("CPU", "GPU" if params.device == "cuda" else "", params.pool.resource)
+    return dict.fromkeys(filter(None, names), 1.0)
 
 
 def check_capacity(params: Params) -> None:
@@ -170,5 +166,10 @@ def announced() -> list[str]:
     """
     connect()
     actors: list[dict[str, str]] = list_named_actors(all_namespaces=True)
-    names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
-    return sorted({name.split()[-1] for name in names if name.startswith(ANNOUNCED)})
+    return sorted(
+        {
+            actor["name"].split()[-1]
+            for actor in actors
+            if actor["namespace"] == NAMESPACE and actor["name"].startswith(ANNOUNCED)
+        }
+    )

@@ -22,8 +22,8 @@ VLLM_WORKING_BYTES = 4e9
 # Bytes that a sleeping vLLM keeps on the GPU: context and CUDA graphs. 0.8 to 2.4 GB were reported
 # (github.com/NVIDIA-NeMo/RL, issue 223).
 ASLEEP_BYTES = 2e9
-# Largest number of GPUs of one vLLM server, which are those of a host.
-MOST_TENSOR_PARALLEL = 8
+# Numbers of GPUs that one vLLM server may have, which are on one host.
+SERVER_GPUS = (1, 2, 4, 8)
 # Size of the buckets in which new weights are gathered for the sampler (policy/checkpoint.py).
 BUCKET_BYTES = 2**31
 
@@ -74,24 +74,22 @@ def _trainer(params: Params, shapes: ModelShapes) -> RoleMemory:
     policy, engine, pool = params.policy, params.engine, params.pool
     size, roles, tokens, memory = GPU_BYTES[pool.gpu], roles_of(params, shapes), *_first_rank(params, shapes)
     weights = value_bytes(engine) * shapes.parameters
-    awake, asleep, host = 0.0, 0.0, 0.0
+    awake, sleeps = 0.0, False
     if policy.backend == "transformers" and engine.zero_stage == 3:
-        awake = asleep = weights
+        awake = weights
     elif policy.backend != "transformers" and not pool.samplers:
-        awake = asleep = policy.gpu_memory_share * size
-        if policy.sleep:
-            # A sleeping vLLM keeps its weights in the memory of the host.
-            asleep, host = ASLEEP_BYTES, weights
+        awake, sleeps = policy.gpu_memory_share * size, policy.sleep
     judge = 0.0 if pool.judges else float(params.sandbox.device_bytes)
     kept, working = _kept(memory), _working(memory)
-    training = kept | working | {"sampler": asleep}
+    training = kept | working | {"sampler": ASLEEP_BYTES if sleeps else awake}
     sampling = kept | {"sampler": awake, "judge or new weights": max(judge, BUCKET_BYTES)}
     networks = ["actor"] + ["critic"] * roles.has_critic + ["reference"] * roles.has_reference
     return RoleMemory(
         gpus=max(1, pool.trainers),
         parts=max(training, sampling, key=lambda parts: sum(parts.values())),
         holds=f"{', '.join(networks)}; {tokens:,} tokens",
-        host=memory.host + host,
+        # A sleeping vLLM keeps its weights in the memory of the host.
+        host=memory.host + (weights if sleeps else 0.0),
     )
 
 
@@ -99,9 +97,13 @@ def _first_rank(params: Params, shapes: ModelShapes) -> tuple[int, RankMemory]:
     """Return the tokens of the first rank's largest micro-batch, and the memory that the rank takes."""
     # A trajectory that is longer than tokens_per_microbatch has a micro-batch of its own.
     tokens = max(params.engine.tokens_per_microbatch, params.policy.context)
-    roles, ranks = roles_of(params, shapes), max(1, params.pool.trainers)
     return tokens, rank_memory(
-        shapes, params.engine, roles, ranks=ranks, tokens=tokens, row=params.policy.context
+        shapes,
+        params.engine,
+        roles_of(params, shapes),
+        ranks=max(1, params.pool.trainers),
+        tokens=tokens,
+        row=params.policy.context,
     )
 
 
@@ -126,29 +128,25 @@ def trainer_bytes(params: Params, shapes: ModelShapes) -> float:
 
 def _context_bytes(params: Params, shapes: ModelShapes) -> float:
     """Return the bytes of the keys and values of one sequence that fills the context window."""
-    values = 2 * shapes.layers * shapes.kv_heads * shapes.head_dim * params.policy.context
-    return value_bytes(params.engine) * values
+    token_values = 2 * shapes.layers * shapes.kv_heads * shapes.head_dim
+    return value_bytes(params.engine) * token_values * params.policy.context
 
 
 def _sampler_bytes(params: Params) -> float:
-    share = VLLM_SHARE if params.pool.samplers else params.policy.gpu_memory_share
-    return share * GPU_BYTES[params.pool.gpu]
+    return GPU_BYTES[params.pool.gpu] * (
+        VLLM_SHARE if params.pool.samplers else params.policy.gpu_memory_share
+    )
 
 
 def tensor_parallel(params: Params, shapes: ModelShapes) -> int | None:
     """Return the least power of 2 of GPUs on which one vLLM server holds the weights and one full context.
 
     A full context is the keys and values of a sequence that fills the context window. They and the weights
-    have the precision `engine.dtype`. Returns None if MOST_TENSOR_PARALLEL GPUs are too few.
+    have the precision `engine.dtype`. Returns None if the largest number in SERVER_GPUS is too small.
     """
     each = _sampler_bytes(params) - VLLM_WORKING_BYTES
     needed = value_bytes(params.engine) * shapes.parameters + _context_bytes(params, shapes)
-    gpus = 1
-    while gpus * each < needed:
-        gpus *= 2
-        if gpus > MOST_TENSOR_PARALLEL or each <= 0:
-            return None
-    return gpus
+    return next((gpus for gpus in SERVER_GPUS if gpus * each >= needed), None)
 
 
 def _sampler(params: Params, shapes: ModelShapes) -> RoleMemory:
@@ -191,15 +189,13 @@ def refusal(params: Params, shapes: ModelShapes) -> str:
     needed, gpus = tensor_parallel(params, shapes), max(1, pool.samplers)
     if params.policy.backend == "transformers" or (needed and needed <= gpus):
         return ""
-    if needed is None:
-        mend = "lower policy.context"
-    else:
-        mend = f"set pool.samplers to {needed}" if pool.samplers else "raise it"
+    more = f"set pool.samplers to {needed}" if pool.samplers else "raise it"
     return (
         f"{'pool.samplers' if pool.samplers else 'policy.gpu_memory_share'}: vLLM on {gpus} GPUs of "
         f"{size / 1e9:,.0f} GB does not hold the weights of {shapes.name} "
         f"({value_bytes(engine) * shapes.parameters / 1e9:,.0f} GB) and one context of "
-        f"{params.policy.context:,} tokens ({_context_bytes(params, shapes) / 1e9:,.0f} GB); {mend}."
+        f"{params.policy.context:,} tokens ({_context_bytes(params, shapes) / 1e9:,.0f} GB); "
+        f"{more if needed else 'lower policy.context'}."
     )
 
 

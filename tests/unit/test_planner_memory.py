@@ -258,11 +258,11 @@ def test_limits_of_the_trainer_are_those_of_the_plan() -> None:
 def test_each_change_moves_the_part_that_it_is_about() -> None:
     base = three_roles("Qwen3-8B", 131072, 8, 4, "")
     offloaded = three_roles("Qwen3-8B", 131072, 8, 4, "a")
-    assert base.checkpoints == offloaded.host_activations > 0 == offloaded.checkpoints
+    assert base.checkpoints == offloaded.host > 0 == offloaded.checkpoints
     optimizer = three_roles("Qwen3-8B", 131072, 8, 4, "o")
-    assert base.states - optimizer.states == pytest.approx(optimizer.host_optimizer)
+    assert base.states - optimizer.states == pytest.approx(optimizer.host)
     reference = three_roles("Qwen3-8B", 131072, 8, 4, "", reference_offload=True)
-    assert base.reference == reference.host_reference > 0 == reference.reference
+    assert base.reference == reference.host > 0 == reference.reference
     whole = three_roles("Qwen3-8B", 131072, 8, 4, "", activation_checkpointing=False)
     assert whole.checkpoints > 10 * base.checkpoints
     untiled = three_roles("Qwen3-8B", 131072, 8, 4, "", mlp_tokens=0)
