@@ -1,6 +1,7 @@
 """Proximal policy optimisation: stage 1 (`warmup`), stage 4 (`agentic`) and their loop (`run_ppo`).
 
-Stage 1 is single-turn PPO, which teaches the policy to write kernels that build. Stage 4 is multi-turn PPO in
+Stage 1 is single-turn PPO, which teaches the policy to write kernels that build; its critic starts as a copy
+of the actor. Stage 4 is multi-turn PPO in
 the workspace, from the actor of rejection fine-tuning and the critic of value pretraining.
 
 Each step samples trajectories, evaluates actor, reference and critic on them, estimates advantages, and
@@ -96,20 +97,6 @@ class Networks:
     critic: DeepSpeedEngine | None
     reference: Callable[[Rollout], Tensor] | None
 
-    @property
-    def trained(self) -> dict[str, DeepSpeedEngine]:
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
-
-
-def warmup(stage: Stage, episode: RunEpisode) -> StageResult:
-    """Train the policy of the checkpoint `stage.actor` with single-turn PPO (stage 1), and return the result.
-
-    `episode` is the function that samples one trajectory. The critic starts as a copy of the actor. During
-    the first `warmup.critic_warmup_steps` steps only the critic is trained. Raises StageFailed if fewer than
-    `warmup.min_updates` steps updated the actor (`run_ppo`).
-    """
-    return run_ppo(stage, stage.params.warmup, stage.actor, episode)
-
 
 def agentic(stage: Stage, episode: RunEpisode) -> StageResult:
     """Train the policy of the checkpoint `stage.actor` with multi-turn PPO (stage 4), and return the result.
@@ -139,17 +126,16 @@ def load_networks(stage: Stage, ppo: Ppo, policy: TrainedPolicy, critic_folder: 
     starts, which may be that of an actor; it is not read if `ppo.advantages` needs no critic. The reference,
     which is the policy at the start of the stage, is loaded only if a loss or a metric needs it.
     """
-    settings, device = stage.params.engine, stage.params.device
 
     def engine(network: nn.Module) -> DeepSpeedEngine:
-        return DeepSpeedEngine(network, settings, device=device, gradient_clip=ppo.gradient_clip)
+        return DeepSpeedEngine(
+            network, stage.params.engine, device=stage.params.device, gradient_clip=ppo.gradient_clip
+        )
 
-    actor, critic = engine(Actor(policy.model, ppo.rollouts.temperature)), None
-    if ppo.advantages == "critic":
-        critic = engine(load_critic(critic_folder, stage.params))
-    is_needed = ppo.kl_coefficient > 0 or ppo.measure_kl
-    reference = _reference(stage, ppo, policy, actor) if is_needed else None
-    return Networks(actor, critic, reference)
+    actor = engine(Actor(policy.model, ppo.rollouts.temperature))
+    critic = engine(load_critic(critic_folder, stage.params)) if ppo.advantages == "critic" else None
+    needs_reference = ppo.kl_coefficient > 0 or ppo.measure_kl
+    return Networks(actor, critic, _reference(stage, ppo, policy, actor) if needs_reference else None)
 
 
 def _reference(
@@ -160,12 +146,11 @@ def _reference(
     The reference policy is the policy with the weights at the start of the stage. The function returns the
     log-probabilities (nats) of the batch's own tokens, those that the policy sampled: [own tokens].
     """
-    settings = stage.params.engine
     engine: DeepSpeedEngine | FrozenNetwork = actor
     context: Callable[[], AbstractContextManager[None]] = partial(adapter_disabled, policy.model)
     if not stage.params.policy.adapter.rank:
-        first = load_policy(stage.actor, stage.params)
-        engine = FrozenNetwork(Actor(first, ppo.rollouts.temperature), settings, device=stage.params.device)
+        first = Actor(load_policy(stage.actor, stage.params), ppo.rollouts.temperature)
+        engine = FrozenNetwork(first, stage.params.engine, device=stage.params.device)
         context = engine.on_device
 
     def reference_logprob(batch: Rollout) -> Tensor:
@@ -187,21 +172,24 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
     started, params, rollouts = time.monotonic(), stage.params, ppo.rollouts
 
     def choose(tasks: Sequence[KernelTask], wave: int) -> list[KernelTask]:
-        chosen = choose_tasks(tasks, rollouts.tasks, seed=params.seed, step=wave)
-        return [task for task in chosen for _ in range(rollouts.samples)]
+        return [
+            task
+            for task in choose_tasks(tasks, rollouts.tasks, seed=params.seed, step=wave)
+            for _ in range(rollouts.samples)
+        ]
 
     # Advantages without a critic compare all samples of a task.
     group = 1 if ppo.advantages == "critic" else rollouts.samples
     policy = TrainedPolicy(stage, rollouts, episode, choose, staleness=ppo.staleness, group=group)
     networks = load_networks(stage, ppo, policy, critic_folder)
     actor, critic = networks.actor, networks.critic
-    state = resume(stage, networks.trained, rolls_back=True)
+    engines = {"actor": actor} | ({"critic": critic} if critic else {})
+    state = resume(stage, engines, rolls_back=True)
 
     def ppo_step(step: int, record: StepRecord) -> None:
         policy.publish(actor, step)
         record.end_phase("publish")
-        count = rollouts.tasks * rollouts.samples
-        trajectories, figures = policy.sample(count, step=step, steps=ppo.steps)
+        trajectories, figures = policy.sample(rollouts.tasks * rollouts.samples, step=step, steps=ppo.steps)
         batch = collate(trajectories)
         record.figures |= figures | reward_figures(trajectories) | {"tokens": batch.tokens}
         record.end_phase("rollout", batch.tokens)
@@ -213,8 +201,11 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
         # If all rewards are equal, the actor is not updated, because the advantages are then only errors of
         # the critic, which whitening would scale up. Without a critic, all advantages are 0 if the rewards
         # are equal within each task.
-        is_equal = len({trajectory.reward for trajectory in trajectories}) == 1
-        equal_rewards = bool(is_equal if critic else not experience.advantages.any())
+        equal_rewards = (
+            len({trajectory.reward for trajectory in trajectories}) == 1
+            if critic
+            else not experience.advantages.any()
+        )
         record.figures |= scores | {
             "equal_rewards": float(equal_rewards),
             "equal_rewards_after_drops": float(equal_rewards and figures["dropped"] > 0),
@@ -225,13 +216,15 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
             raise Collapsed(reason)
 
         if critic is not None:
-            seed = derived_seed(params.seed, "critic", step)
-            record.figures |= update_critic(batch, experience, critic, ppo, seed)
+            record.figures |= update_critic(
+                batch, experience, critic, ppo, derived_seed(params.seed, "critic", step)
+            )
             record.end_phase("critic", tokens * ppo.epochs)
         updates = step - (ppo.critic_warmup_steps if critic else 0)
         if updates >= 0 and not equal_rewards:
-            seed = derived_seed(params.seed, "actor", step)
-            record.figures |= update_actor(batch, experience, actor, ppo, seed, updates)
+            record.figures |= update_actor(
+                batch, experience, actor, ppo, derived_seed(params.seed, "actor", step), updates
+            )
             record.end_phase("actor", tokens * ppo.epochs)
 
     with closing(policy):
@@ -241,18 +234,18 @@ def run_ppo(stage: Stage, ppo: Ppo, critic_folder: Path, episode: RunEpisode) ->
     updates = sum(not record["equal_rewards"] for record in of_actor)
     if updates < ppo.min_updates and not end.reason and not end.progress:
         raise StageFailed(f"{stage.name}: {equal_rewards_text(of_actor)}.")
-    remarks = [policy.left_out, "" if updates or not of_actor else equal_rewards_text(of_actor)]
+    unchanged = "" if updates or not of_actor else equal_rewards_text(of_actor)
     ends = 2 if len(metrics.records) >= 4 else 1
-    first, last = slice(0, ends), slice(-ends, None)
+    last = slice(-ends, None)
     return finish(
         state,
         policy.model,
         policy.tokenizer,
         started=started,
-        rewards=(metrics.mean("reward", first), metrics.mean("reward", last)),
+        rewards=(metrics.mean("reward", slice(0, ends)), metrics.mean("reward", last)),
         figures={name: metrics.mean(name, last) for name in SUMMARY} | {"steps": float(len(metrics.records))},
         end=end,
-        remark="; ".join(filter(None, remarks)),
+        remark="; ".join(filter(None, (policy.left_out, unchanged))),
     )
 
 
@@ -315,14 +308,14 @@ def score(
         advantages = by_row.repeat_interleave(torch.from_numpy(np.diff(batch.offsets)))
         figures["single_sample_tasks"] = float(sum(count == 1 for count in Counter(tasks).values()))
     importance = importance_weights(old_logprob, batch.sampler_logprob, own, ppo.importance_cap)
-    experience = Experience(
+    figures["importance"] = float(importance.mean())
+    return Experience(
         old_logprob=old_logprob,
         reference_logprob=reference_logprob,
         advantages=whiten(advantages, own) if ppo.whiten else advantages,
         returns=returns,
         importance=importance,
-    )
-    return experience, figures | {"importance": float(importance.mean())}
+    ), figures
 
 
 def update_critic(
@@ -369,8 +362,7 @@ def update_actor(
             total = total + ppo.kl_coefficient * kl_k2(logprob, own.reference_logprob).sum()
         return total, parts | {"policy_loss": surrogate}
 
-    figures = update(batch, experience, actor, loss, ppo, seed, learning_rate)
-    return figures | {"learning_rate": learning_rate}
+    return update(batch, experience, actor, loss, ppo, seed, learning_rate) | {"learning_rate": learning_rate}
 
 
 def update(
@@ -395,5 +387,4 @@ def update(
         for part in range(min(ppo.minibatches, len(order))):
             rows = order[part :: ppo.minibatches]
             norms.append(train_step(engine, batch, experience, rows, loss, sums, learning_rate=learning_rate))
-    figures = sums.means(engine.world, batch.tokens * ppo.epochs)
-    return figures | {"gradient_norm": sum(norms) / len(norms)}
+    return sums.means(engine.world, batch.tokens * ppo.epochs) | {"gradient_norm": sum(norms) / len(norms)}

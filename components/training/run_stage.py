@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,17 +62,14 @@ def _run(stage: Stage, episode: RunEpisode | None) -> StageResult:
 
     episode = episode or run_episode
     try:
-        match stage.name:
-            case "coldstart":
-                return fine_tuning.run(stage)
-            case "warmup":
-                return ppo.warmup(stage, episode)
-            case "rejection":
-                return rejection.run(stage, episode)
-            case "critic":
-                return critic.run(stage)
-            case "agentic":
-                return ppo.agentic(stage, episode)
+        stages: dict[StageName, Callable[[], StageResult]] = {
+            "coldstart": lambda: fine_tuning.run(stage),
+            "warmup": lambda: ppo.run_ppo(stage, stage.params.warmup, stage.actor, episode),
+            "rejection": lambda: rejection.run(stage, episode),
+            "critic": lambda: critic.run(stage),
+            "agentic": lambda: ppo.agentic(stage, episode),
+        }
+        return stages[stage.name]()
     except NotFinite as error:
         raise StageFailed(
             f"{stage.name}: {error}; nothing of that update was kept: "
@@ -132,8 +129,11 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
     require_standard_labels(params.sandbox, "training and promotion")
     load_reward(params.reward)
     policy, demonstrations = params.policy, params.coldstart.demonstrations
-    ppos = {"warmup": params.warmup, "agentic": params.agentic}
-    ppos = {name: ppo for name, ppo in ppos.items() if name in stages}
+    ppos = [
+        (name, ppo)
+        for name, ppo in (("warmup", params.warmup), ("agentic", params.agentic))
+        if name in stages
+    ]
     tasks = (params.warmup.steps * params.warmup.rollouts.tasks, params.rejection.rollouts.tasks)
     if set(stages) - {"coldstart", "critic"}:
         check_own_servers(params)
@@ -145,7 +145,7 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
                 f"{name}.advantages: {ppo.advantages} compares the trajectories of a task, and "
                 f"{name}.rollouts.samples is 1; raise it to 2 or more.",
             )
-            for name, ppo in ppos.items()
+            for name, ppo in ppos
         ),
         *(
             (
@@ -153,7 +153,7 @@ def check_stages(params: Params, stages: Sequence[StageName] = ()) -> None:
                 f"{name}.staleness: {ppo.staleness} samples while the policy is trained, and policy.sleep "
                 "takes the sampler's memory then; set one of them to 0 or false.",
             )
-            for name, ppo in ppos.items()
+            for name, ppo in ppos
         ),
         (
             # Only a policy that a cold start made has demonstrations.
