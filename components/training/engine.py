@@ -264,9 +264,11 @@ class FrozenNetwork:
                 config["zero_optimization"]["offload_param"] = {"device": "cpu"}
             config["zero_optimization"].pop("offload_optimizer", None)
             _move(module, self.world.device)
-            groups, deepspeed = sequence_groups(module, engine), import_deepspeed(device)
+            deepspeed = import_deepspeed(device)
             with discarded_prints():
-                self.engine, *_ = deepspeed.initialize(model=module, config=config, mpu=groups)
+                self.engine, *_ = deepspeed.initialize(
+                    model=module, config=config, mpu=sequence_groups(module, engine)
+                )
         elif not self.is_moved:
             _move(module, self.world.device)
 
@@ -372,8 +374,9 @@ def train_step(
         sums.add(parts if microbatch.counted else {name: part.new_zeros(()) for name, part in parts.items()})
         return total / tokens
 
-    limit = engine.settings.tokens_per_microbatch
-    microbatches = plan(batch.lengths, index, limit, world.group, world.groups)
+    microbatches = plan(
+        batch.lengths, index, engine.settings.tokens_per_microbatch, world.group, world.groups
+    )
     return engine.step(microbatches, share, learning_rate=learning_rate)
 
 
@@ -391,9 +394,8 @@ def evaluate(engine: DeepSpeedEngine | FrozenNetwork, batch: Batch) -> tuple[Ten
         packed = pack(batch, microbatch.rows, world.part, world.sequence_parallel, world.device)
         with torch.no_grad():
             outputs = engine.engine(packed)
-        for position, output in enumerate(outputs):
-            if position == len(results):
-                results.append(stream(batch.tokens))
-            if microbatch.counted:
-                results[position][packed.own] = output.float().cpu()
+        results = results or [stream(batch.tokens) for _ in outputs]
+        if microbatch.counted:
+            for result, output in zip(results, outputs, strict=True):
+                result[packed.own] = output.float().cpu()
     return tuple(world.sum(result) for result in results)

@@ -72,15 +72,7 @@ class Actor(nn.Module):
 
 
 class ValueHead(nn.Linear):
-    """Linear layer that maps hidden states [..., hidden] to one value each, [..., 1].
-
-    It computes in float32, and its weights start at zero.
-    """
-
-    def __init__(self, hidden: int, dtype: torch.dtype = torch.float32):
-        super().__init__(hidden, 1, dtype=dtype)
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
+    """Linear layer that maps hidden states [..., hidden] to one value each, [..., 1], in float32."""
 
     def forward(self, states: Tensor) -> Tensor:
         return functional.linear(states.float(), self.weight.float(), self.bias.float())
@@ -100,7 +92,9 @@ class Critic(nn.Module):
         super().__init__()
         self.backbone = backbone
         # DeepSpeed's ZeRO 3 refuses parameters of different precisions.
-        self.value_head = ValueHead(hidden, dtype)
+        self.value_head = ValueHead(hidden, 1, dtype=dtype)
+        for parameter in self.value_head.parameters():
+            nn.init.zeros_(parameter)
         self.register_buffer("baseline", torch.zeros(()))
         self.baseline: Tensor
 
@@ -174,7 +168,7 @@ def check_critic(folder: Path) -> None:
 
 
 def _load(factory: Any, folder: Path, params: Params) -> PreTrainedModel:
-    settings, adapter = params.engine, params.policy.adapter
+    settings = params.engine
     with sharded_loading(settings, params.device), explain_load_errors(folder, "model"):
         model: PreTrainedModel = factory.from_pretrained(
             folder, dtype=DTYPES[settings.dtype], attn_implementation=document_attention.SDPA
@@ -187,8 +181,7 @@ def _load(factory: Any, folder: Path, params: Params) -> PreTrainedModel:
             )
         model.set_attn_implementation(document_attention.EAGER)
     model.eval()
-    if adapter.rank:
-        add_adapter(model, adapter)
+    add_adapter(model, params.policy.adapter)
     if settings.mlp_tokens:
         tile_mlps(model, settings)
     return model
@@ -201,17 +194,17 @@ def tile_mlps(model: PreTrainedModel, settings: stage_params.Engine) -> None:
     only (Arctic long sequence training, arXiv 2506.13996). Under ZeRO 3 a layer must be a leaf module, whose
     parameters are gathered once for all of its parts, because the ranks may have different numbers of parts.
     """
-    tiled = [module for module in model.modules() if _is_dense_mlp(module)]
+    tiled = [
+        module
+        for module in model.modules()
+        if all(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "down_proj"))
+    ]
     for module in tiled:
         module.forward = functools.partial(_tiled, module, type(module).forward, settings.mlp_tokens)
     if settings.zero_stage == 3 and tiled:
         from deepspeed.utils import set_z3_leaf_modules
 
         set_z3_leaf_modules(model, list({type(module) for module in tiled}))
-
-
-def _is_dense_mlp(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Module) for name in ("gate_proj", "down_proj"))
 
 
 def _tiled(module: nn.Module, forward: Any, tokens: int, states: Tensor) -> Tensor:

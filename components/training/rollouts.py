@@ -115,8 +115,7 @@ class TrainedPolicy:
             model = self.model
             if settings.zero_stage == 3:
                 model = load_model(stage.actor, dtype=DTYPES[settings.dtype], device=device)
-                if params.policy.adapter.rank:
-                    add_adapter(model, params.policy.adapter)
+                add_adapter(model, params.policy.adapter)
             self.sampler = TransformersSampler(
                 model, self.tokenizer, batch=params.policy.batch, device=device, version=self.digest
             )
@@ -181,8 +180,7 @@ class TrainedPolicy:
                 self._help_to_gather()
 
     def _push(self, sampler: VllmSampler, version: str) -> None:
-        buckets = weight_buckets(self.model, BUCKET_BYTES)
-        sampler.push(buckets, version=version, folder=self.published)
+        sampler.push(weight_buckets(self.model, BUCKET_BYTES), version=version, folder=self.published)
 
     def _restore(self) -> None:
         """Send the present weights again if all vLLM servers lost them by a restart.
@@ -278,9 +276,8 @@ class TrainedPolicy:
         # Read them from disk even if they were just written, so that a resumed step computes from the same
         # values as a fresh one.
         sampled = load_trajectories(folder)
-        trajectories = [trajectory for trajectory in sampled if is_trainable(trajectory)]
         figures["dropped"] = sum(not trajectory.is_judged for trajectory in sampled)
-        return trajectories, figures | ages(sampled, step)
+        return list(filter(is_trainable, sampled)), figures | ages(sampled, step)
 
     def close(self) -> None:
         """End the sampling, and the connections to vLLM servers.
@@ -312,5 +309,7 @@ def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:
         origin=str(stage.dataset / TASKS),
         progress=stage.progress,
     )
-    remaining = [task for task in tasks if task.task_id not in refused]
-    return remaining, left_out(refused, len({task.task_id for task in tasks}))
+    return (
+        [task for task in tasks if task.task_id not in refused],
+        left_out(refused, len({task.task_id for task in tasks})),
+    )
