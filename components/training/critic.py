@@ -104,8 +104,7 @@ def run(stage: Stage) -> StageResult:
             norms.append(
                 train_step(critic, batch, targets, rows, value_loss, sums, learning_rate=learning_rate)
             )
-        record.figures |= sums.means(critic.world, batch.tokens)
-        record.figures |= {
+        record.figures |= sums.means(critic.world, batch.tokens) | {
             "critic_gradient_norm": sum(norms) / len(norms),
             "explained_variance_held_out": _explained(critic, unseen, gamma),
         }

@@ -79,8 +79,10 @@ def fine_tune(
         norm = train_step(
             actor, batch, Streams(), range(len(batch.ids)), likelihood_loss, sums, learning_rate=rate
         )
-        record.figures |= sums.means(actor.world, batch.tokens)
-        record.figures |= {"gradient_norm": norm, "learning_rate": rate}
+        record.figures |= sums.means(actor.world, batch.tokens) | {
+            "gradient_norm": norm,
+            "learning_rate": rate,
+        }
         record.end_phase("update", sum(batch.lengths))
 
     state = resume(stage, {"actor": actor})

@@ -49,9 +49,9 @@ def raise_first_error(logs: Path, ranks: int) -> None:
         if kind not in CONSEQUENCES:
             sentence = sentence if kind == "StageFailed" else f"{kind}: {sentence}"
             log = path.with_name("stderr.log")
-            where = log if log.is_file() else path
             raise StageFailed(
-                f"rank {path.parent.name} of {ranks} failed: {sentence} (see {where}); {CONTINUES}"
+                f"rank {path.parent.name} of {ranks} failed: {sentence} "
+                f"(see {log if log.is_file() else path}); {CONTINUES}"
             )
 
 

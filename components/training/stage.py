@@ -173,8 +173,7 @@ def claim(stage: Stage) -> None:
     if file.is_file():
         _require_equal(stage, read_json(file), f"interrupted stage {stage.name}")
     else:
-        fixed = {name: value for name, value in _requested(stage).items() if "." not in name}
-        write_json(file, fixed)
+        write_json(file, {name: value for name, value in _requested(stage).items() if "." not in name})
 
 
 def _requested(stage: Stage) -> dict[str, Any]:

@@ -68,16 +68,10 @@ class StateStore:
         A state has the weights and optimizer states after a step, and its layout is the precision, the ZeRO
         stage and the number of ranks.
         """
-        found = (self.stage.out / "state").glob(f"step-*-{self.layout}")
-        return sorted((int(folder.name.split("-")[1]), folder) for folder in found)
-
-    def newest(self) -> int:
-        """Return the number of finished steps of the newest complete state of the present layout, or 0.
-
-        A state has the weights and optimizer states after a step, and its layout is the precision, the ZeRO
-        stage and the number of ranks. The result is 0 if there is no such state.
-        """
-        return max((steps for steps, _ in self.complete()), default=0)
+        return sorted(
+            (int(folder.name.split("-")[1]), folder)
+            for folder in (self.stage.out / "state").glob(f"step-*-{self.layout}")
+        )
 
     def save(self, steps: int) -> None:
         """Save weights, optimizer states and random state of the engines as the state after `steps` steps.
@@ -172,8 +166,12 @@ def resume(
     start = store.load()
     if rolls_back and not store.complete():
         store.save(0)
-    metrics = MetricsFile(stage.out, start=start, writes=world.rank == 0)
-    return TrainState(**vars(store), start=start, metrics=metrics, rolls_back=rolls_back)
+    return TrainState(
+        **vars(store),
+        start=start,
+        metrics=MetricsFile(stage.out, start=start, writes=world.rank == 0),
+        rolls_back=rolls_back,
+    )
 
 
 class Terminated(StageFailed):
@@ -263,7 +261,7 @@ def fit(
     with sigterm_deferred() as received:
         for step in range(state.start, steps):
             if _is_out_of_time(state):
-                if step > state.start and state.newest() != step:
+                if step > state.start and step not in dict(state.complete()):
                     state.save(step)
                 return FitEnd(progress=(step, steps))
             record, reason = StepRecord(), ""
@@ -278,14 +276,15 @@ def fit(
             state.metrics.write(step, record.figures | {"seconds": time.monotonic() - record.started})
             if reason:
                 return FitEnd(reason)
-            figures = {name: record.figures[name] for name in shown}
-            stage.progress.update(stage.name, step + 1, steps, **figures)
+            stage.progress.update(
+                stage.name, step + 1, steps, **{name: record.figures[name] for name in shown}
+            )
             stopping = state.world.any(bool(received))
             if isinstance(save_every, int):
                 is_due = (step + 1) % save_every == 0
             else:
-                seconds = 60 * int(save_every.removesuffix("min"))
-                is_due = state.world.any(time.monotonic() - saved_at >= seconds)
+                minutes = (time.monotonic() - saved_at) / 60
+                is_due = state.world.any(minutes >= int(save_every.removesuffix("min")))
             if stopping or is_due or step + 1 == steps:
                 state.save(step + 1)
                 saved_at = time.monotonic()

@@ -125,8 +125,9 @@ class TrajectoryQueue:
             self.step = step
             oldest = {attempt: one.oldest for attempt, one in self.finished.items()}
             oldest |= {attempt: one.begun for attempt, one in self.running.items()}
-            too_old = {attempt for attempt, updates in oldest.items() if step - updates > self.staleness}
-            self.dropped_groups |= {self._group(attempt) for attempt in too_old}
+            self.dropped_groups |= {
+                self._group(attempt) for attempt, updates in oldest.items() if step - updates > self.staleness
+            }
             for attempt in [one for one in oldest if self._group(one) in self.dropped_groups]:
                 self.dropped += 1
                 if attempt in self.running:
@@ -271,8 +272,8 @@ class TrajectoryQueue:
                     del self.finished[attempt]  # Another choice of tasks was made for this wave.
                     self.budget += 1
                     found = None
-                is_dropped = self._group(attempt) in self.dropped_groups
-                if attempt not in self.taken and found is None and not is_dropped:
+                is_open = found is None and attempt not in self.taken
+                if is_open and self._group(attempt) not in self.dropped_groups:
                     yield attempt, request
 
     def _start(self) -> Coroutine[Any, Any, None] | None:
