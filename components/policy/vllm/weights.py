@@ -101,8 +101,9 @@ class FleetWeights:
         the extension `worker.Fingerprint`, if a server has several engines, or if no server answers.
         """
         # The fleet asks doubted servers again and again, so they are left out here unless all are doubted.
-        answering = [replica for replica in self.fleet.replicas if not replica.doubted]
-        self.targets = answering or list(self.fleet.replicas)
+        self.targets = [
+            replica for replica in self.fleet.replicas if not replica.doubted
+        ] or self.fleet.replicas.copy()
         for replica in self.fleet.replicas:
             replica.outdated = replica.outdated or replica not in self.targets
             replica.restarted = False
@@ -295,7 +296,7 @@ class Sent:
 
     def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
-            self.values = (self.values + fingerprint([tensor], self.dtype)) % MODULUS
+            self.values = (self.values + fingerprint(tensor, self.dtype)) % MODULUS
             self.named = (self.named + named_fingerprint(name, tensor, self.dtype)) % MODULUS
 
     def fault(self, reports: Sequence[Mapping[str, Any]]) -> str:

@@ -48,8 +48,8 @@ class Fingerprint:
 
             def observed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
                 for name, tensor in weights:
-                    added = named_fingerprint(name, tensor, dtype)
-                    self.received_weights = (self.received_weights + added) % MODULUS
+                    received = self.received_weights + named_fingerprint(name, tensor, dtype)
+                    self.received_weights = received % MODULUS
                     yield name, tensor
 
             model.load_weights = lambda weights, *args, **kwargs: load(observed(weights), *args, **kwargs)
@@ -122,11 +122,9 @@ class Fingerprint:
         parameters = dict(self.get_model().named_parameters())
         dtype = max(parameters.values(), key=Tensor.numel).dtype
         heads = self.model_config.get_total_num_kv_heads()
-        with torch.no_grad():
-            found = {name: fingerprint([parameter], dtype) for name, parameter in parameters.items()}
         return {
             "received": vars(self).get("received_weights"),
-            "parameters": found,
+            "parameters": {name: fingerprint(parameter, dtype) for name, parameter in parameters.items()},
             "key_value_copies": -(-self.parallel_config.tensor_parallel_size // heads),
         }
 
@@ -195,19 +193,18 @@ def fault_of(action: Callable[[], None]) -> str:
     return ""
 
 
-def fingerprint(tensors: Iterable[Tensor], dtype: torch.dtype) -> int:
+def fingerprint(tensor: Tensor, dtype: torch.dtype) -> int:
     """Return a number that identifies the values of all elements after a cast to `dtype`.
 
     It is the sum of the bit patterns of the elements as float32, modulo 2^62. It does not depend on the order
-    of the tensors, on their concatenation or on padding with zeros. So it is also correct if vLLM stores the
-    query, key and value projections as one matrix. The fingerprint of two groups of tensors is the sum of
-    their fingerprints, modulo 2^62.
+    of the elements or on padding with zeros. So the fingerprint of several tensors, joined or not, is the sum
+    of their fingerprints, modulo 2^62, and is also correct if vLLM stores the query, key and value
+    projections as one matrix.
     """
-    total = 0
-    for tensor in tensors:
-        for part in tensor.detach().reshape(-1).split(CHUNK_ELEMENTS):
-            total += int(part.to(dtype).float().view(torch.int32).sum(dtype=torch.int64))
-    return total % MODULUS
+    parts = tensor.detach().reshape(-1).split(CHUNK_ELEMENTS)
+    return (
+        sum(int(part.to(dtype).float().view(torch.int32).sum(dtype=torch.int64)) for part in parts) % MODULUS
+    )
 
 
 def named_fingerprint(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
@@ -215,7 +212,7 @@ def named_fingerprint(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
 
     It is the `fingerprint` of the values, multiplied by an odd number that depends on the name.
     """
-    return fingerprint([tensor], dtype) * (2 * zlib.crc32(name.encode()) + 1) % MODULUS
+    return fingerprint(tensor, dtype) * (2 * zlib.crc32(name.encode()) + 1) % MODULUS
 
 
 def device_name(device: torch.device) -> str:
