@@ -72,8 +72,9 @@ class Fleet:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="vllm-fleet", daemon=True)
         self.thread.start()
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self.client = httpx.AsyncClient(limits=limits)
+        self.client = httpx.AsyncClient(
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        )
         self.replicas = [Replica(VllmServer(url, self.client), version) for url in urls]
         faults = [fault for fault in self.all(self.replicas, self._open) if fault is not None]
         if len(faults) == len(urls):

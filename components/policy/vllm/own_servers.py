@@ -63,7 +63,7 @@ def _gpus(params: Params) -> list[str]:
     """
     count = params.pool.samplers
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = [name.strip() for name in visible if name.strip()] or [str(gpu) for gpu in range(count + 1)]
+    names = list(filter(None, map(str.strip, visible))) or [str(gpu) for gpu in range(count + 1)]
     return names[1 : count + 1] if count else names[:1]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.policy.sampler import Completion
 
 # Longest wait for one answer, in seconds. It is long, because a turn of 32,768 tokens in a full batch takes
@@ -184,18 +184,20 @@ class VllmServer:
                 f"policy.servers: {self.url} is no address ({error}); give for instance http://127.0.0.1:8000."
             ) from error
         except httpx.TransportError as error:
-            fault = type(error).__name__
-            raise ServerUnavailable(f"no vLLM server answers at {self.url} ({fault})") from error
+            raise ServerUnavailable(
+                f"no vLLM server answers at {self.url} ({type(error).__name__})"
+            ) from error
         text = f"{self.url}{route} answered {response.status_code}, {' '.join(response.text.split())[:400]}"
         if response.status_code in PASSING:
             raise ServerUnavailable(text, response.status_code)
-        if response.status_code == 404:
-            raise UserError(
+        refuse(
+            (
+                response.status_code == 404,
                 f"policy.servers: {self.url} has no route {route}; start vLLM with VLLM_SERVER_DEV_MODE=1, "
-                "as cuda-agent fleet does."
-            )
-        if response.is_error:
-            raise UserError(f"policy.servers: {text}; mend the request or the server's options.")
+                "as cuda-agent fleet does.",
+            ),
+            (response.is_error, f"policy.servers: {text}; mend the request or the server's options."),
+        )
         return response
 
     def _completion_request(self, request: Request, salt: str) -> tuple[str, dict[str, Any]]:
@@ -238,9 +240,11 @@ class VllmServer:
             else logprobs.get("token_logprobs") or ()
         )
         ids = choice["token_ids"] or ()
-        spans = choice.get("weight_versions") or ()
-        named = tuple(span["version"] for span in spans for _ in range(span["start"], span["end"]))
-        versions = named or (version,) * len(ids)
+        versions = tuple(
+            span["version"]
+            for span in choice.get("weight_versions") or ()
+            for _ in range(span["start"], span["end"])
+        ) or (version,) * len(ids)
         finish_reason = choice["finish_reason"]
         if len(ids) != len(values) or len(versions) != len(ids) or finish_reason not in ENDS:
             raise UserError(

@@ -233,8 +233,11 @@ def _wait_until_healthy(servers: Sequence[_Server], report: Callable[[str], None
         for server in waiting:
             launch, code = server.launch, server.process.poll()
             if code is not None or time.monotonic() - server.started > START_SECONDS:
-                slow = f"is not healthy after {START_SECONDS:.0f} s"
-                end = f"ended with code {code}" if code is not None else slow
+                end = (
+                    f"is not healthy after {START_SECONDS:.0f} s"
+                    if code is None
+                    else f"ended with code {code}"
+                )
                 raise UserError(
                     f"{launch.log}: the server at {launch.url} {end} ({server.last_line()}); mend what the "
                     "log says and start again."
@@ -252,11 +255,11 @@ def is_healthy(url: str) -> bool:
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """End the processes and their children by SIGTERM, and after at most END_SECONDS by SIGKILL."""
-    for kind, seconds in ((signal.SIGTERM, END_SECONDS), (signal.SIGKILL, END_SECONDS)):
+    for kind in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, kind)
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + END_SECONDS
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))

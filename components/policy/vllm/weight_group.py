@@ -160,8 +160,7 @@ class WeightGroup:
 
         async def call(replica: Replica) -> Answer:
             # A worker waits for the store and for the broadcast, and loads the weights.
-            seconds = 3 * BROADCAST_SECONDS
-            return replica, await replica.server.workers(method, arguments(replica), seconds)
+            return replica, await replica.server.workers(method, arguments(replica), 3 * BROADCAST_SECONDS)
 
         # NCCL connects the ranks without a time limit, and cannot be interrupted meanwhile. So the servers'
         # answers are awaited here, and the own part in a thread that does not keep this process alive.
