@@ -41,11 +41,10 @@ def add_adapter(model: PreTrainedModel, settings: Adapter) -> None:
 
     name = model.name_or_path or type(model).__name__
     layers = adapted_layers(_linear_layers(model), settings, name)
-    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=layers)
     with torch.random.fork_rng(devices=[]):
         # Not torch.manual_seed, which would also change the random state of GPUs.
         torch.default_generator.manual_seed(0)
-        model.add_adapter(config)
+        model.add_adapter(LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=layers))
 
 
 @contextlib.contextmanager
@@ -71,11 +70,13 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
     the last part of their names is in `EXPERT_NAMES`, such as "gate_proj".
     """
     head = model.get_output_embeddings()
-    names = [
-        name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    ]
     # ZeRO 3 keeps the shape of a parameter that it has sharded in `ds_shape`.
     has_experts = any(
         len(getattr(parameter, "ds_shape", parameter.shape)) == 3 for parameter in model.parameters()
     )
-    return [name for name in names if not (has_experts and name.rpartition(".")[2] in EXPERT_NAMES)]
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+        if not (has_experts and name.rpartition(".")[2] in EXPERT_NAMES)
+    ]

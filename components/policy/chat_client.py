@@ -189,11 +189,13 @@ class ChatClient:
         try:
             # `transformers serve` answers 500 if a sampled tool call is incomplete. The same seed would
             # sample the same call again, so each attempt has another one.
-            reply = self._request(lambda attempt: create(**body, seed=seed + attempt), _Reply, TRIES)
-            return reply.choices[0]
+            return self._request(lambda attempt: create(**body, seed=seed + attempt), _Reply, TRIES).choices[
+                0
+            ]
         except ServerFailed as error:
-            refusal = (openai.BadRequestError, openai.UnprocessableEntityError)
-            if tools and isinstance(error.__cause__, refusal):
+            if tools and isinstance(
+                error.__cause__, openai.BadRequestError | openai.UnprocessableEntityError
+            ):
                 raise ToolsUnsupported(str(error)) from error
             raise
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from components.core.config import load_arguments
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.files import (
     MANIFEST,
     atomic_folder,
@@ -144,8 +144,10 @@ def write_model(folder: Path, model: PreTrainedModel, bucket_bytes: int = BUCKET
         files = ["model.safetensors"]
     else:
         weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_json(folder / "model.safetensors.index.json", index)
+        write_json(
+            folder / "model.safetensors.index.json",
+            {"metadata": {"total_size": total}, "weight_map": weight_map},
+        )
     for number, file in enumerate(files, 1):
         (folder / f"{number}.safetensors").rename(folder / file)
 
@@ -234,16 +236,18 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     with explain_load_errors(folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(**load_arguments(folder))
         size = len(tokenizer)
-    if size < 2:
-        raise UserError(
+    refuse(
+        (
+            size < 2,
             f"{folder}: there is no tokenizer in it; "
-            "add tokenizer.json, or the files of its model's tokenizer."
-        )
-    if tokenizer.chat_template is None:
-        raise UserError(
+            "add tokenizer.json, or the files of its model's tokenizer.",
+        ),
+        (
+            tokenizer.chat_template is None,
             f"{folder}: the tokenizer has no chat template; add chat_template.jinja to the folder, or give "
-            "an instruction-tuned model."
-        )
+            "an instruction-tuned model.",
+        ),
+    )
     with explain_load_errors(folder, "chat template"):
         tokenizer.apply_chat_template(
             [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
@@ -275,5 +279,4 @@ def load_model(folder: Path, *, dtype: torch.dtype | str = "float32", device: st
     with explain_load_errors(folder, "model"):
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     torch.nn.Module.to(model, device)
-    model.eval()
-    return model
+    return model  # from_pretrained has set it to evaluation mode

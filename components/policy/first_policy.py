@@ -107,8 +107,7 @@ def _convert(source: Path, folder: Path) -> None:
             "whole GGUF file."
         )
     # transformers keeps it, although no tensor is quantised any more.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    vars(model.config).pop("quantization_config", None)
     write_model(folder, model)
     load_tokenizer(source).save_pretrained(folder)
 

@@ -25,8 +25,8 @@ def skill() -> str:
 
     The YAML frontmatter of the file is left out.
     """
-    text = (PROJECT / "agent_workdir" / "SKILL.md").read_text()
-    return re.sub(r"\A---\n.*?\n---\n+", "", text, flags=re.DOTALL)
+    file = PROJECT / "agent_workdir" / "SKILL.md"
+    return re.sub(r"\A---\n.*?\n---\n+", "", file.read_text(), flags=re.DOTALL)
 
 
 def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -> str:
@@ -39,8 +39,9 @@ def user_message(policy: Policy, code: str, *, in_turns: bool, device: Device) -
     """
     if policy.prompt == "compact":
         return code + IN_TURNS if in_turns else code
-    ending = IN_TURNS if in_turns else "\nAnswer with the final files in one turn.\n"
-    return task_message(code, device) + ending
+    return task_message(code, device) + (
+        IN_TURNS if in_turns else "\nAnswer with the final files in one turn.\n"
+    )
 
 
 def workloads_section(code: str, evidence: Mapping[str, Any]) -> str:
@@ -58,11 +59,10 @@ def workloads_section(code: str, evidence: Mapping[str, Any]) -> str:
         ": " + ", ".join(f"{form['dtype']} {form['shape']}" for form in one["inputs"])
         for one in evidence.get("workloads", ())
     ]
-    lines = [f"- `{call}`{shape}\n" for call, shape in zip_longest(calls, shapes, fillvalue="")]
     return (
         "\n## The workloads of this task\n\n"
         "These calls make the inputs, and the kernel is checked and timed on each of them:\n\n"
-        + "".join(lines)
+        + "".join(f"- `{call}`{shape}\n" for call, shape in zip_longest(calls, shapes, fillvalue=""))
     )
 
 

@@ -162,14 +162,15 @@ class TransformersSampler:
                         cache.move(len(running) - 1, row)
                     ended, running[row] = running[row], running[-1]
                     running.pop()
-                    completion = Completion(
-                        tuple(ended.ids[ended.prompt :]),
-                        tuple(ended.logprobs),
-                        ends[row],
-                        tuple(ended.versions),
-                    )
                     with contextlib.suppress(InvalidStateError):  # The caller has cancelled it.
-                        ended.future.set_result(completion)
+                        ended.future.set_result(
+                            Completion(
+                                tuple(ended.ids[ended.prompt :]),
+                                tuple(ended.logprobs),
+                                ends[row],
+                                tuple(ended.versions),
+                            )
+                        )
             except Exception as error:
                 for sequence in {*running, *joining}:
                     with contextlib.suppress(InvalidStateError):
@@ -280,9 +281,8 @@ class _RowLayer(DynamicLayer):
                 states.new_zeros(0, states.shape[1], 0, states.shape[3]) for states in (keys, values)
             )
         more_rows, allocated = max(0, rows - len(self.key_rows)), self.key_rows.shape[2]
-        more = 0
-        if allocated < width:
-            more = -(-max(width, 2 * allocated) // WIDTH_STEP) * WIDTH_STEP - allocated
+        grown = -(-max(width, 2 * allocated) // WIDTH_STEP) * WIDTH_STEP
+        more = grown - allocated if allocated < width else 0
         if more or more_rows:
             # Zeros, because a masked value that is not a number would still reach the result.
             padding = (0, 0, 0, more, 0, 0, 0, more_rows)

@@ -180,7 +180,6 @@ def _load(factory: Any, folder: Path, params: Params) -> PreTrainedModel:
                 "sequence parallelism needs; set engine.sequence_parallel to 1."
             )
         model.set_attn_implementation(document_attention.EAGER)
-    model.eval()
     add_adapter(model, params.policy.adapter)
     if settings.mlp_tokens:
         tile_mlps(model, settings)
