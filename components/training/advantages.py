@@ -106,20 +106,13 @@ def leave_one_out(rewards: Sequence[float], tasks: Sequence[str]) -> list[float]
     return advantages
 
 
-def whiten(advantages: Tensor, action_mask: Tensor) -> Tensor:
-    """Return the advantages scaled to zero mean and unit (biased) variance over the tokens of the policy.
+def whiten(advantages: Tensor) -> Tensor:
+    """Return the advantages [own tokens] of all ranks' rows, scaled to zero mean and unit (biased) variance.
 
-    These are the tokens that the policy sampled, where `action_mask` is 1; the result is 0 at all others.
-    Both tensors have the same shape, such as [batch, seq], and contain the rows of all ranks. If no token was
-    sampled, the result is 0 everywhere. Whitened advantages have lost the scale of the rewards, so they
-    cannot be used to compute returns.
+    There must be at least one token that the policy sampled, and no other token. Whitened advantages have
+    lost the scale of the rewards, so they cannot be used to compute returns.
     """
-    mask = action_mask.bool()
-    own = advantages[mask]  # [own tokens]
-    if own.numel() == 0:
-        return torch.zeros_like(advantages)
-    scaled = (advantages - own.mean()) * torch.rsqrt(own.var(correction=0) + 1e-8)
-    return torch.where(mask, scaled, 0.0)
+    return (advantages - advantages.mean()) * torch.rsqrt(advantages.var(correction=0) + 1e-8)
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:

@@ -85,30 +85,26 @@ def value_loss_sum(
     }
 
 
-def importance_weights(
-    old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor, cap: float
-) -> Tensor:
-    """Return min(pi_old / mu, cap) for each token that the policy sampled, [batch, seq], without gradient.
+def importance_weights(old_logprob: Tensor, sampler_logprob: Tensor, cap: float) -> Tensor:
+    """Return min(pi_old / mu, cap) for each token that the policy sampled, [own tokens], without gradient.
 
     pi_old is the trainer's and mu the sampler's probability of the token, whose logarithms (nats) are given.
-    The weight of all other tokens, where `action_mask` is 0, is 1. These weights of truncated importance
-    sampling correct for the behaviour policy mu: the sampler computes slightly different probabilities than
-    the trainer from the same weights, and it may have had weights that are some steps older.
+    These weights of truncated importance sampling correct for the behaviour policy mu: the sampler computes
+    slightly different probabilities than the trainer from the same weights, and it may have had weights that
+    are some steps older.
     """
-    difference = torch.where(action_mask.bool(), old_logprob - sampler_logprob, 0.0)  # [batch, seq], nats
-    return torch.exp(difference.clamp(-20.0, 20.0)).clamp(max=cap).detach()
+    return torch.exp((old_logprob - sampler_logprob).clamp(-20.0, 20.0)).clamp(max=cap).detach()
 
 
-def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor, action_mask: Tensor) -> float:
-    """Return the effective sample size as a share of the n tokens that the policy sampled.
+def effective_sample_size(old_logprob: Tensor, sampler_logprob: Tensor) -> float:
+    """Return the effective sample size as a share of the n tokens that the policy sampled, of at least one.
 
-    These are the tokens where `action_mask`, of the shape of the log-probabilities (nats), is 1; there must
-    be at least one. The result is (sum w)^2 / (n sum w^2) for the importance weights w = pi_old / mu, where
-    pi_old is the trainer's and mu the sampler's probability. It is 1 if both always agree. The weights are
-    not truncated at ppo.importance_cap, but limited to [exp(-20), exp(20)] so that the sums stay finite.
+    The log-probabilities (nats) are [n], without other tokens. The result is (sum w)^2 / (n sum w^2) for the
+    importance weights w = pi_old / mu, where pi_old is the trainer's and mu the sampler's probability. It is
+    1 if both always agree. The weights are not truncated at ppo.importance_cap, but limited to [exp(-20),
+    exp(20)] so that the sums stay finite.
     """
-    mask = action_mask.bool()
-    weights = torch.exp((old_logprob - sampler_logprob)[mask].double().clamp(-20.0, 20.0))  # [n]
+    weights = torch.exp((old_logprob - sampler_logprob).double().clamp(-20.0, 20.0))  # [n]
     return float(weights.sum().square() / (len(weights) * weights.square().sum()))
 
 

@@ -284,12 +284,11 @@ def score(
     `explained_variance` and the mean value (`value`); without one, the number of tasks with a single
     trajectory (`single_sample_tasks`).
     """
-    actor, own = networks.actor, torch.ones(batch.tokens, dtype=torch.bool)
-    old_logprob, entropy = evaluate(actor, batch)
+    old_logprob, entropy = evaluate(networks.actor, batch)
     figures: Figures = {
         "entropy": float(entropy.mean()),
         "sampler_difference": float((old_logprob - batch.sampler_logprob).abs().mean()),
-        "effective_share": effective_sample_size(old_logprob, batch.sampler_logprob, own),
+        "effective_share": effective_sample_size(old_logprob, batch.sampler_logprob),
     }
     reference_logprob = returns = stream(batch.tokens)
     if networks.reference is not None:
@@ -307,12 +306,12 @@ def score(
         by_row = torch.tensor(leave_one_out([trajectory.earned for trajectory in trajectories], tasks))
         advantages = by_row.repeat_interleave(torch.from_numpy(np.diff(batch.offsets)))
         figures["single_sample_tasks"] = float(sum(count == 1 for count in Counter(tasks).values()))
-    importance = importance_weights(old_logprob, batch.sampler_logprob, own, ppo.importance_cap)
+    importance = importance_weights(old_logprob, batch.sampler_logprob, ppo.importance_cap)
     figures["importance"] = float(importance.mean())
     return Experience(
         old_logprob=old_logprob,
         reference_logprob=reference_logprob,
-        advantages=whiten(advantages, own) if ppo.whiten else advantages,
+        advantages=whiten(advantages) if ppo.whiten else advantages,
         returns=returns,
         importance=importance,
     ), figures
