@@ -67,15 +67,14 @@ def _sdpa(
     sampled, the attention of transformers is computed unchanged.
     """
     if attention_mask is not None or query.shape[2] != key.shape[2]:
-        whole: tuple[Tensor, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, **kwargs
-        )
-        return whole
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0], None
     scale = kwargs.get("scaling")
     is_plain = not kwargs.get("dropout") and kwargs.get("softcap") is kwargs.get("position_bias") is None
     if document_offsets is not None and is_plain and has_varlen(query, value, scale, sliding_window):
-        output = attend_varlen(query, key, value, document_offsets, longest_document, scale, sliding_window)
-        return output, None
+        return (
+            attend_varlen(query, key, value, document_offsets, longest_document, scale, sliding_window),
+            None,
+        )
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         # Only a row that is longer than the window needs a mask, whose size is quadratic.
@@ -162,8 +161,12 @@ def attend_varlen(
     `scale`, or by 1 / sqrt(head_dim) if it is None. If `window` is given, a token attends only to itself and
     to the `window` - 1 tokens before it.
     """
-    options: dict[str, Any] = {"scale": scale, "enable_gqa": True}
-    options |= {"window_size": (-1 if window is None else window - 1, 0), "is_causal": True}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "enable_gqa": True,
+        "window_size": (-1 if window is None else window - 1, 0),
+        "is_causal": True,
+    }
     if "enable_gqa" not in VARLEN_ARGUMENTS:
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
     query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [tokens, heads, head_dim]

@@ -7,6 +7,7 @@ computes its part of each step.
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
@@ -77,12 +78,13 @@ def join_world(device: records.Device, settings: stage_params.Engine) -> World:
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if not distributed.is_initialized():
-        backend = "gloo" if target.type == "cpu" else "nccl"
-        timeout = timedelta(seconds=settings.collective_seconds)
-        if "WORLD_SIZE" in os.environ:
-            distributed.init_process_group(backend, timeout=timeout)
-        else:
-            distributed.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
+        # Without a launcher, no environment variables say where the other ranks are.
+        alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
+        distributed.init_process_group(
+            "gloo" if target.type == "cpu" else "nccl",
+            timeout=timedelta(seconds=settings.collective_seconds),
+            **({} if "WORLD_SIZE" in os.environ else alone),
+        )
     size, shared = distributed.get_world_size(), settings.sequence_parallel
     if size % shared:
         raise UserError(
