@@ -22,9 +22,11 @@ def drop_unsearchable_folders() -> None:
     numactl that DeepSpeed looks for, would then raise PermissionError instead of FileNotFoundError, which
     DeepSpeed expects.
     """
-    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    closed = [folder for folder in folders if not os.access(folder or ".", os.X_OK, effective_ids=True)]
-    os.environ["PATH"] = os.pathsep.join(folder for folder in folders if folder not in closed)
+    os.environ["PATH"] = os.pathsep.join(
+        folder
+        for folder in os.environ.get("PATH", os.defpath).split(os.pathsep)
+        if os.access(folder or ".", os.X_OK, effective_ids=True)
+    )
 
 
 def import_deepspeed(device: records.Device) -> Any:

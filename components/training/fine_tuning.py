@@ -312,19 +312,19 @@ def _content(trajectory: Trajectory) -> str:
 
 
 def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:
-    """Return the reason why a trajectory is rejected, or "" if it may be learned from.
+    """Return the first reason why a trajectory is rejected, or "" if it may be learned from.
 
     The reasons are low_reward (at most rejection.min_reward), length_clipped (cut off at the length limit),
     invalid_call (a tool call that is not valid) and redundant_call (`has_loop`).
     """
-    if trajectory.earned <= rejection.min_reward:
-        return "low_reward"
-    if trajectory.finish_reason == "length":
-        return "length_clipped"
     calls = [call for turn in trajectory.turns for call in turn.calls]
-    if any(not call.valid for call in calls):
-        return "invalid_call"
-    return "redundant_call" if has_loop([digest_json([call.name, call.arguments]) for call in calls]) else ""
+    reasons = {
+        "low_reward": trajectory.earned <= rejection.min_reward,
+        "length_clipped": trajectory.finish_reason == "length",
+        "invalid_call": any(not call.valid for call in calls),
+        "redundant_call": has_loop([digest_json([call.name, call.arguments]) for call in calls]),
+    }
+    return next((reason for reason, is_found in reasons.items() if is_found), "")
 
 
 def has_loop(calls: Sequence[str]) -> bool:
