@@ -120,9 +120,11 @@ def launches(
     }
     if settings.weight_transfer != "disk":
         options["--weight-transfer-config"] = f'{{"backend": "{settings.weight_transfer}"}}'
-    common = [word for option in options.items() for word in option]
-    common += ["--enable-sleep-mode"] if settings.sleep else []
-    common += settings.vllm_options
+    common = [
+        *(word for option in options.items() for word in option),
+        *(["--enable-sleep-mode"] if settings.sleep else []),
+        *settings.vllm_options,
+    ]
     return [
         Launch(
             f"http://{host}:{port}",

@@ -8,6 +8,7 @@ restarted.
 """
 
 import ipaddress
+import itertools
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -119,10 +120,8 @@ class WeightGroup:
         store = TCPStore(
             host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        size, first = 1, dict[Replica, int]()
-        for replica in targets:
-            first[replica] = size
-            size += replica.workers
+        *ranks, size = itertools.accumulate((replica.workers for replica in targets), initial=1)
+        first = dict(zip(targets, ranks, strict=True))
         name = f"{host}:{port}"
 
         def join() -> None:

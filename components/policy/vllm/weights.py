@@ -229,8 +229,10 @@ class FleetWeights:
 
         A server is usable if it answers and has the newest weights.
         """
-        usable = [replica for replica in self.fleet.replicas if replica.is_usable()]
-        self._post(usable, "/sleep?level=1" if asleep else "/wake_up")
+        self._post(
+            [replica for replica in self.fleet.replicas if replica.is_usable()],
+            "/sleep?level=1" if asleep else "/wake_up",
+        )
 
     def _post(self, replicas: Sequence[Replica], route: str) -> None:
         """Make a POST request to `route` of each server at the same time.
@@ -326,8 +328,8 @@ def ipc_handles(copies: Iterable[Sequence[Tensor]]) -> str:
     With a handle, another process can open the memory of a tensor. `copies` has the same tensors on each
     device that a worker of vLLM uses. The caller must keep the tensors alive until the workers have finished.
     """
-    shared: list[dict[str, Any]] = []
-    for tensors in copies:
-        handles = [{device_name(tensor.device): reduce_tensor(tensor)[1]} for tensor in tensors]
-        shared = [old | new for old, new in zip(shared, handles, strict=True)] if shared else handles
+    shared = [
+        {device_name(copy.device): reduce_tensor(copy)[1] for copy in copies_of_one}
+        for copies_of_one in zip(*copies, strict=True)
+    ]
     return base64.b64encode(bytes(ForkingPickler.dumps(shared))).decode()
