@@ -145,9 +145,8 @@ def rank_memory(
 
     layer_gradients = trained_each / shapes.parameters * shapes.layer_parameters
     updated = trained_each / state_ranks
-    gathered = 0.0
-    if engine.zero_stage >= 3 and ranks > 1:
-        gathered = size * (2 * shapes.layer_parameters + shapes.embedding_parameters)
+    layers_at_once = 2 * shapes.layer_parameters + shapes.embedding_parameters
+    gathered = size * layers_at_once if engine.zero_stage >= 3 and ranks > 1 else 0.0
 
     local = tokens / engine.sequence_parallel
     attention = size * _attention_elements(shapes, engine.sequence_parallel, local, row)
@@ -160,7 +159,6 @@ def rank_memory(
     layer = attention + norms + feed_forward
     kept = shapes.layers * (size * local * shapes.hidden if engine.activation_checkpointing else layer)
     is_offloaded = engine.activation_offload and engine.activation_checkpointing
-    head_gradient = 0.0 if roles.adapter_parameters else size * shapes.vocabulary * shapes.hidden
     return RankMemory(
         states=weights + optimizer + gradients - offloaded,
         reference=0.0 if engine.reference_offload else reference,
@@ -171,7 +169,8 @@ def rank_memory(
         logits=4.0 * min(LOGITS_BYTES, 4.0 * local * shapes.vocabulary)
         # The gradients of the hidden states, in float32 and in the precision of the weights.
         + (4.0 + size) * local * shapes.hidden
-        + head_gradient,
+        # The gradient of the output head.
+        + (0.0 if roles.adapter_parameters else size * shapes.vocabulary * shapes.hidden),
         step=0.0
         if offloaded
         else MASTER_BYTES * (min(SUB_GROUP, updated) if engine.zero_stage >= 3 else updated),

@@ -136,7 +136,6 @@ def shapes_of(config: PretrainedConfig, name: str) -> ModelShapes:
     gates = [module for key, module in modules.items() if key.endswith("gate_proj")]
     head = model.get_output_embeddings()
     has_experts = any(key.endswith("experts") for key in modules)
-    width = getattr(text, "moe_intermediate_size", text.intermediate_size)
     embeddings = {id(part.weight): part.weight for part in (model.get_input_embeddings(), head)}
     return ModelShapes(
         name=name,
@@ -149,7 +148,7 @@ def shapes_of(config: PretrainedConfig, name: str) -> ModelShapes:
         kv_heads=text.num_key_value_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
         feed_forward=max((gate.out_features for gate in gates if isinstance(gate, nn.Linear)), default=0),
-        expert_width=width if has_experts else 0,
+        expert_width=getattr(text, "moe_intermediate_size", text.intermediate_size) if has_experts else 0,
         experts_per_token=text.num_experts_per_tok if has_experts else 0,
         is_eager=not model._supports_sdpa,
         has_query_key_norms=any(key.endswith("q_norm") for key in modules),

@@ -213,11 +213,14 @@ def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: in
         return rng.choices(_of_trajectories(params, tokenizer), k=count)
     # With another seed the tasks differ from the tasks of the cold start.
     tasks = demonstrated_tasks(params, params.coldstart.seed + 1)
-    conversations = [
-        make_demonstration(task, rng, params.coldstart, params.device)
-        for task in itertools.islice(tasks, count)
-    ]
-    return _encode(params, tokenizer, conversations)
+    return _encode(
+        params,
+        tokenizer,
+        [
+            make_demonstration(task, rng, params.coldstart, params.device)
+            for task in itertools.islice(tasks, count)
+        ],
+    )
 
 
 def _encode(

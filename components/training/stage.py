@@ -156,8 +156,11 @@ def finished_result(stage: Stage) -> StageResult | None:
     if (result := load_result(stage.out)) is None:
         return None
     manifest = Manifest.model_validate(read_json(stage.out / result.checkpoint / MANIFEST))
-    finished = _inputs(stage.name, manifest.stage, manifest.parent, manifest.dataset, manifest.params)
-    _require_equal(stage, finished, f"finished stage {manifest.stage}")
+    _require_equal(
+        stage,
+        _inputs(stage.name, manifest.stage, manifest.parent, manifest.dataset, manifest.params),
+        f"finished stage {manifest.stage}",
+    )
     return result
 
 

@@ -127,7 +127,7 @@ def open_vllm_sampler(
     if one that this process started has ended too often in a row.
     """
     settings = params.policy
+    stop = stop_ids(tokenizer, load_generation_config(folder))
     urls = server_addresses(settings.servers) or OWN_SERVERS.open(params, folder)
     fleet = Fleet(urls, context=settings.context, version=version)
-    stop = stop_ids(tokenizer, load_generation_config(folder))
     return VllmSampler(fleet, stop, settings, version=version)
