@@ -174,8 +174,16 @@ def read_rows(folders: Sequence[Path]) -> list[StoredRow]:
                 )
             final = record["verdicts"][-1]
             if mask.any() and final["status"] != "infrastructure":
-                own = int(np.count_nonzero(mask))
-                rows.append(StoredRow(folder, index, record["task_id"], record["reward"], len(ids), own))
+                rows.append(
+                    StoredRow(
+                        folder,
+                        index,
+                        task_id=record["task_id"],
+                        reward=record["reward"],
+                        tokens=len(ids),
+                        own=int(np.count_nonzero(mask)),
+                    )
+                )
             else:
                 failure = final["reason"]
     if not rows:

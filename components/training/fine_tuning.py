@@ -250,8 +250,10 @@ def _of_trajectories(params: Params, tokenizer: PreTrainedTokenizerBase) -> list
     tokenizer. Raises UserError if none is kept.
     """
     folder = str(params.coldstart.demonstrations)
-    judged = [trajectory for trajectory in load_trajectories(Path(folder)) if trajectory.is_judged]
-    kept, reasons = select(judged, params.rejection)
+    kept, reasons = select(
+        [trajectory for trajectory in load_trajectories(Path(folder)) if trajectory.is_judged],
+        params.rejection,
+    )
     if not kept:
         found = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
         raise UserError(
@@ -267,8 +269,12 @@ def _messages(params: Params, trajectory: Trajectory) -> list[Message]:
 
     The roles are user for the prompt, assistant for the policy's turns and tool for observations.
     """
-    prompt = first_prompt(params, trajectory.task, in_turns=trajectory.settings["in_turns"])
-    messages = [{"role": "user", "content": prompt}]
+    messages = [
+        {
+            "role": "user",
+            "content": first_prompt(params, trajectory.task, in_turns=trajectory.settings["in_turns"]),
+        }
+    ]
     for turn in trajectory.turns:
         messages.append({"role": "assistant", "content": turn.text})
         messages += [{"role": "tool", "content": call.observation} for call in turn.calls]

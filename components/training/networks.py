@@ -127,8 +127,9 @@ def value_loss(network: nn.Module, packed: Packed, own: Targets) -> tuple[Tensor
     of `packed` that the policy sampled.
     """
     (values,) = network(packed)
-    every = torch.ones_like(values, dtype=torch.bool)
-    total, _ = value_loss_sum(values, values.detach(), own.returns, every, None)
+    total, _ = value_loss_sum(
+        values, values.detach(), own.returns, torch.ones_like(values, dtype=torch.bool), clip=None
+    )
     return total, {"value_loss": total}
 
 

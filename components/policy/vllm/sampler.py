@@ -70,8 +70,9 @@ class VllmSampler:
         limit = min(max_new_tokens, self.settings.context - len(prompt))
         if limit <= 0:
             return Completion((), (), "length", ())
-        request = Request(tuple(prompt), limit, temperature, seed, self.stop)
-        completing = asyncio.create_task(self.fleet.complete(request, session))
+        completing = asyncio.create_task(
+            self.fleet.complete(Request(tuple(prompt), limit, temperature, seed, self.stop), session)
+        )
         try:
             while not (await asyncio.wait((completing,), timeout=TEND_SECONDS))[0]:
                 OWN_SERVERS.check()

@@ -83,8 +83,11 @@ class FleetWeights:
                 assert folder is not None, "a transfer by disk needs the folder"
                 self._reload(str(folder.resolve()), version)
             else:
-                body = {"weight_version": version}
-                self._each(lambda replica: replica.server.call("POST", "/finish_weight_update", body))
+                self._each(
+                    lambda replica: replica.server.call(
+                        "POST", "/finish_weight_update", {"weight_version": version}
+                    )
+                )
             self._end(version, sent)
         finally:
             targets, self.targets = self.targets, []
