@@ -126,8 +126,7 @@ class DeepSpeedEngine:
         loaded within `sharded_loading`. Raises UserError if engine.sequence_parallel does not fit the ranks
         or the model's heads.
         """
-        self.world = join_world(device, engine)
-        self.settings = engine
+        self.world, self.settings = join_world(device, engine), engine
         self.deepspeed = import_deepspeed(device)
         _move(module, self.world.device)
         if engine.activation_checkpointing:
@@ -264,9 +263,8 @@ class FrozenNetwork:
                 config["zero_optimization"]["offload_param"] = {"device": "cpu"}
             config["zero_optimization"].pop("offload_optimizer", None)
             _move(module, self.world.device)
-            deepspeed = import_deepspeed(device)
             with discarded_prints():
-                self.engine, *_ = deepspeed.initialize(
+                self.engine, *_ = import_deepspeed(device).initialize(
                     model=module, config=config, mpu=sequence_groups(module, engine)
                 )
         elif not self.is_moved:
