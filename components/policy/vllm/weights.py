@@ -301,8 +301,9 @@ class Sent:
 
     def add(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
-            self.values = (self.values + fingerprint(tensor, self.dtype)) % MODULUS
-            self.named = (self.named + named_fingerprint(name, tensor, self.dtype)) % MODULUS
+            values = fingerprint(tensor, self.dtype)
+            self.values = (self.values + values) % MODULUS
+            self.named = (self.named + named_fingerprint(name, values)) % MODULUS
 
     def fault(self, reports: Sequence[Mapping[str, Any]]) -> str:
         """Return a phrase that says how one server's weights differ from those sent, or "" if they do not.

@@ -48,8 +48,8 @@ class Fingerprint:
 
             def observed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
                 for name, tensor in weights:
-                    received = self.received_weights + named_fingerprint(name, tensor, dtype)
-                    self.received_weights = received % MODULUS
+                    added = named_fingerprint(name, fingerprint(tensor, dtype))
+                    self.received_weights = (self.received_weights + added) % MODULUS
                     yield name, tensor
 
             model.load_weights = lambda weights, *args, **kwargs: load(observed(weights), *args, **kwargs)
@@ -207,12 +207,12 @@ def fingerprint(tensor: Tensor, dtype: torch.dtype) -> int:
     )
 
 
-def named_fingerprint(name: str, tensor: Tensor, dtype: torch.dtype) -> int:
-    """Return a number below MODULUS that identifies a tensor's name and its values, cast to `dtype`.
+def named_fingerprint(name: str, values: int) -> int:
+    """Return a number below MODULUS that identifies a tensor's name and its values.
 
-    It is the `fingerprint` of the values, multiplied by an odd number that depends on the name.
+    It is `values`, the `fingerprint` of the values, multiplied by an odd number that depends on the name.
     """
-    return fingerprint(tensor, dtype) * (2 * zlib.crc32(name.encode()) + 1) % MODULUS
+    return values * (2 * zlib.crc32(name.encode()) + 1) % MODULUS
 
 
 def device_name(device: torch.device) -> str:
