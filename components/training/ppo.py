@@ -1,8 +1,8 @@
 """Proximal policy optimisation: stage 1 (`warmup`), stage 4 (`agentic`) and their loop (`run_ppo`).
 
 Stage 1 is single-turn PPO, which teaches the policy to write kernels that build; its critic starts as a copy
-of the actor. Stage 4 is multi-turn PPO in
-the workspace, from the actor of rejection fine-tuning and the critic of value pretraining.
+of the actor. Stage 4 is multi-turn PPO in the workspace, from the actor of rejection fine-tuning and the
+critic of value pretraining.
 
 Each step samples trajectories, evaluates actor, reference and critic on them, estimates advantages, and
 updates first the critic and then the actor on minibatches. The reward is given at the last token that the
