@@ -20,11 +20,11 @@ from components.core.config import flatten_values
 from components.core.errors import UserError
 from components.core.files import read_json
 from components.core.records import FrozenModel, T, read_as
-from components.evaluation.intervals import Estimate
 from components.evaluation.metrics import changes
 from components.evaluation.results import (
     BASELINES,
     RESULTS,
+    Estimate,
     Evaluation,
     TaskResult,
     load_evaluation,
@@ -157,9 +157,14 @@ def read_record(file: Path) -> dict[str, Any]:
     """
     try:
         record: dict[str, Any] = read_json(file)
-        checkpoints = [stage["checkpoint"] for stage in record["stages"]]
         # This raises TypeError unless all of these are texts.
-        "".join([record["evaluation"]["results"], record["dataset"]["version"], *checkpoints])
+        "".join(
+            [
+                record["evaluation"]["results"],
+                record["dataset"]["version"],
+                *(stage["checkpoint"] for stage in record["stages"]),
+            ]
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{file}: not the record of a run; delete it, and the same cuda-agent run writes it anew "
@@ -170,8 +175,8 @@ def read_record(file: Path) -> dict[str, Any]:
 
 def _evaluation_side(name: str, folder: Path) -> Side:
     plan: dict[str, Any] = _read_if_there(dict, folder / PLAN)
-    plan.pop("epoch", None)
-    return Side(name=name, evaluation=load_evaluation(folder), params=flatten_values(plan))
+    params = {key: value for key, value in flatten_values(plan).items() if key != "epoch"}
+    return Side(name=name, evaluation=load_evaluation(folder), params=params)
 
 
 def _read_if_there(kind: type[T], file: Path) -> T:
@@ -238,8 +243,10 @@ def paired_tests(pairs: Sequence[tuple[TaskResult, TaskResult]]) -> tuple[Paired
         ratios = [(a.ratio(baseline), b.ratio(baseline)) for a, b in pairs]
         faster = [(a.ratio_everywhere(baseline) > 1, b.ratio_everywhere(baseline) > 1) for a, b in pairs]
         differences = [math.log(y / x) for x, y in ratios if x is not None and y is not None]
-        tests.append(_mcnemar(f"faster than {baseline}", faster))
-        tests.append(_sign_flip(f"speed-up against {baseline}", differences))
+        tests += [
+            _mcnemar(f"faster than {baseline}", faster),
+            _sign_flip(f"speed-up against {baseline}", differences),
+        ]
     return tuple(tests)
 
 
@@ -264,9 +271,8 @@ def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
     with equal probability. With fewer than two differences the p-value is 1.
     """
     values = np.asarray(differences, dtype=float)
-    p_value = 1.0
-    if len(values) > 1:
-        found = stats.permutation_test(
+    found = (
+        stats.permutation_test(
             (values,),
             np.mean,
             permutation_type="samples",
@@ -275,9 +281,16 @@ def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
             batch=2**10,
             rng=0,
         )
-        p_value = float(found.pvalue)
-    better, worse = int(np.sum(values > 0)), int(np.sum(values < 0))
-    return PairedTest(name=name, tasks=len(values), better=better, worse=worse, p_value=p_value)
+        if len(values) > 1
+        else None
+    )
+    return PairedTest(
+        name=name,
+        tasks=len(values),
+        better=int(np.sum(values > 0)),
+        worse=int(np.sum(values < 0)),
+        p_value=1.0 if found is None else float(found.pvalue),
+    )
 
 
 def _changed(a: TaskResult, b: TaskResult) -> TaskChange | None:

@@ -14,22 +14,19 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from components.evaluation.intervals import (
-    COVERAGE,
-    Array,
-    Estimate,
-    Interval,
-    bootstrap_counts,
-    percentile_interval,
-    quotients,
-)
-from components.evaluation.results import BASELINES, Counts, FastP, Pair, Summary, TaskResult
+from components.evaluation.results import BASELINES, Estimate, FastP, Interval, Pair, Summary, TaskResult
 from components.judge.verdict import MARGIN
 
+# Number of bootstrap samples, and share of them that an interval covers.
+RESAMPLES = 2000
+COVERAGE = 0.95
 FAST_P = (0.0, 0.5, 0.8, 1.0, 1.5, 2.0)
 # Prefixes of the names of the figures that are shares of tasks.
 SHARES = ("pass_rate", "faster_rate", "beyond_margin", "fast_p")
+
+Array = NDArray[np.float64]
 
 
 def summarise(rows: Sequence[TaskResult]) -> Summary:
@@ -48,11 +45,10 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
         if rows and name.startswith(SHARES) and found.value in (0, 1):
             # The exact binomial bound is used, because all bootstrap samples of equal outcomes are equal.
             miss = ((1 - COVERAGE) / 2) ** (1 / len(rows))
-            ends = (miss, 1.0) if found.value else (0.0, 1 - miss)
-            intervals[name] = Interval(low=ends[0], high=ends[1])
+            intervals[name] = Interval(low=miss, high=1) if found.value else Interval(low=0, high=1 - miss)
 
-    def pair(figure: str) -> Pair:
-        return Pair(eager=values[f"{figure}.eager"], compile=values[f"{figure}.compile"])
+    def pair(figure: str) -> Pair[float | None]:
+        return Pair[float | None](eager=values[f"{figure}.eager"], compile=values[f"{figure}.compile"])
 
     shares = {b: tuple(values[f"fast_p.{b}.{p:g}"] or 0.0 for p in FAST_P) for b in BASELINES}
     return Summary(
@@ -63,7 +59,7 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
         faster_rate=pair("faster_rate"),
         beyond_margin=pair("beyond_margin"),
         geomean=pair("geomean"),
-        geomean_over=Counts(**{b: sum(row.ratio(b) is not None for row in rows) for b in BASELINES}),
+        geomean_over=Pair[int](**{b: sum(row.ratio(b) is not None for row in rows) for b in BASELINES}),
         fast_p=FastP(p=FAST_P, **shares),
         mean_reward=values["mean_reward"],
         milestones={
@@ -189,3 +185,42 @@ def _pass_at(rows: Sequence[TaskResult]) -> dict[str, float]:
         / len(outcomes)
         for k in range(1, min(map(len, outcomes), default=0) + 1)
     }
+
+
+def bootstrap_counts(tasks: int) -> Array:
+    """Return how often each of `tasks` tasks occurs in the whole set, and in each bootstrap sample of it.
+
+    The shape is [1 + RESAMPLES, tasks]. The first row, that of the whole set, is 1 everywhere. A fixed seed
+    draws the same samples in every call with the same number of tasks.
+    """
+    if tasks == 0:
+        return np.zeros((1 + RESAMPLES, 0))
+    samples = np.random.default_rng(0).multinomial(tasks, np.full(tasks, 1 / tasks), size=RESAMPLES)
+    return np.vstack([np.ones(tasks), samples])
+
+
+def quotients(figure: tuple[Array, Array], counts: Array) -> Array:
+    """Return the value of a figure for each of several samples of the tasks, with shape [samples].
+
+    The figure is a ratio of two sums over tasks. `figure` has the numerator and the denominator of each task,
+    both [tasks], and `counts` says how often each sample has each task, [samples, tasks]. The value is NaN if
+    the sum of the denominators is 0.
+    """
+    numerator, denominator = counts @ figure[0], counts @ figure[1]
+    quotient: Array = np.divide(
+        numerator, denominator, out=np.full(len(counts), math.nan), where=denominator > 0
+    )
+    return quotient
+
+
+def percentile_interval(samples: Array) -> Interval:
+    """Return the 95 % percentile interval of a figure from its values for all bootstrap samples.
+
+    `samples` has the shape [samples]. Samples that are NaN are left out. Both ends are None if all samples
+    are NaN.
+    """
+    samples = samples[~np.isnan(samples)]
+    if len(samples) == 0:
+        return Interval(low=None, high=None)
+    low, high = np.quantile(samples, [(1 - COVERAGE) / 2, (1 + COVERAGE) / 2])
+    return Interval(low=float(low), high=float(high))

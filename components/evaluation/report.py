@@ -30,9 +30,14 @@ from components.evaluation.charts import (
     stacked_shares,
     whisker,
 )
-from components.evaluation.intervals import Interval
 from components.evaluation.metrics import changes
-from components.evaluation.results import Baseline, Evaluation, load_evaluation, require_equal_labels
+from components.evaluation.results import (
+    Baseline,
+    Evaluation,
+    Interval,
+    load_evaluation,
+    require_equal_labels,
+)
 from components.evaluation.tables import figure, figure_of, interval, pretty, signed
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")

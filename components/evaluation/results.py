@@ -2,14 +2,13 @@
 
 import math
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Generic, Literal, Self
 
 from pydantic import Field
 
 from components.agent.trajectory import Trajectory
-from components.core.errors import UserError
-from components.core.records import FrozenModel, TaskDtype, read_as
-from components.evaluation.intervals import Interval
+from components.core.errors import refuse
+from components.core.records import FrozenModel, T, TaskDtype, read_as
 from components.judge.verdict import (
     Labels,
     Ratio,
@@ -26,6 +25,26 @@ Baseline = Literal["eager", "compile"]
 BASELINES: tuple[Baseline, ...] = ("eager", "compile")
 # File with the record of an evaluation, in its folder.
 RESULTS = "results.json"
+
+
+class Interval(FrozenModel):
+    """A 95 % interval from bootstrap samples of the tasks, or an exact binomial one for shares of 0 and 1.
+
+    `low` and `high` are its ends, in the unit of the figure. Both are None if there is no task on which the
+    figure is defined.
+    """
+
+    low: float | None
+    high: float | None
+
+
+class Estimate(Interval):
+    """The value of a figure, or of its change between two evaluations, with its 95 % interval.
+
+    `value` is None if there is no task on which the figure is defined.
+    """
+
+    value: float | None
 
 
 class Measurement(FrozenModel):
@@ -72,13 +91,14 @@ class Attempt(FrozenModel):
         The first kernel has the status `infrastructure` if the policy's server answered no turn.
         """
         by_server = trajectory.finish_reason == "server"
-        first = Measurement.of(trajectory.verdicts[0])
         return cls(
             status="infrastructure" if by_server else trajectory.final.status,
             reward=trajectory.reward,
             turns=len(trajectory.turns),
             finish_reason=trajectory.finish_reason,
-            first=Measurement(status="infrastructure") if by_server and not trajectory.turns else first,
+            first=Measurement.of(trajectory.verdicts[0])
+            if trajectory.turns or not by_server
+            else Measurement(status="infrastructure"),
         )
 
 
@@ -184,24 +204,17 @@ class TaskResult(FrozenModel):
         return 1 / (1 + max(0.0, 1 / own - 1) / (1 / baseline - 1))
 
 
-class Pair(FrozenModel):
+class Pair(FrozenModel, Generic[T]):
     """The values of one figure against the two baselines, eager PyTorch and torch.compile.
 
     A value is None if there is no task on which the figure is defined.
     """
 
-    eager: float | None
-    compile: float | None
+    eager: T
+    compile: T
 
 
-class Counts(FrozenModel):
-    """Numbers of tasks whose speed-up was measured, over eager PyTorch and over torch.compile (`compile`)."""
-
-    eager: int
-    compile: int
-
-
-class FastP(FrozenModel):
+class FastP(Pair[tuple[float, ...]]):
     """Shares of tasks that are solved and more than p times as fast as each baseline, for each p in `p`.
 
     `eager` and `compile` have one share for each p, in the order of `p`. For p = 0, the share is that of the
@@ -209,8 +222,6 @@ class FastP(FrozenModel):
     """
 
     p: tuple[float, ...]
-    eager: tuple[float, ...]
-    compile: tuple[float, ...]
 
 
 class Summary(FrozenModel):
@@ -238,10 +249,10 @@ class Summary(FrozenModel):
     correct: int
     errors: int
     pass_rate: float | None
-    faster_rate: Pair
-    beyond_margin: Pair
-    geomean: Pair
-    geomean_over: Counts
+    faster_rate: Pair[float | None]
+    beyond_margin: Pair[float | None]
+    geomean: Pair[float | None]
+    geomean_over: Pair[int]
     fast_p: FastP
     mean_reward: float | None
     milestones: dict[str, int]
@@ -311,13 +322,15 @@ def require_equal_labels(name: str, one: Evaluation, other_name: str, other: Eva
     The labels are the rules by which verdicts were reached (`judge.verdict.Labels`), and a dtype is the one
     to which the tasks were cast. The message calls the evaluations `name` and `other_name`.
     """
-    if one.dtype != other.dtype:
-        raise UserError(
+    refuse(
+        (
+            one.dtype != other.dtype,
             f"{name}: its tasks were cast to {one.dtype}, and those of {other_name} to {other.dtype}; "
-            "evaluate both with the same evaluation.dtype."
-        )
-    if one.labels != other.labels:
-        raise UserError(
+            "evaluate both with the same evaluation.dtype.",
+        ),
+        (
+            one.labels != other.labels,
             f"{name}: judged with {one.labels}, and {other_name} with {other.labels}; "
-            "evaluate both with the same labels."
-        )
+            "evaluate both with the same labels.",
+        ),
+    )

@@ -14,12 +14,10 @@ from typing import Any
 from pydantic import Field
 
 from components.core.records import FrozenModel, read_as
-from components.evaluation.intervals import Interval
 from components.evaluation.metrics import SHARES, summarise
-from components.evaluation.results import Evaluation, Summary, TaskResult
+from components.evaluation.results import Evaluation, Interval, Summary, TaskResult
 
 FIGURES = ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile")
-NOTE = "reported, not measured here"
 SHOWN = 10  # number of best tasks, and of worst tasks, in the report
 
 # Table 1 of arXiv 2602.24286 (KernelBench on H20), by set of tasks and model. The values of each model are in
@@ -112,10 +110,17 @@ def table_one(before: Evaluation | None, after: Evaluation) -> list[Row]:
                         intervals={figure: summary.intervals[figure] for figure in FIGURES},
                     )
                 )
-        for model, values in PAPER.get(name, {}).items():
-            figures: dict[str, float | None] = dict(zip(FIGURES, values, strict=True))
-            tasks = PAPER_TASKS[name]
-            rows.append(Row(set=name, model=model, tasks=tasks, errors=None, figures=figures, note=NOTE))
+        rows += [
+            Row(
+                set=name,
+                model=model,
+                tasks=PAPER_TASKS[name],
+                errors=None,
+                figures=dict(zip(FIGURES, values, strict=True)),
+                note="reported, not measured here",
+            )
+            for model, values in PAPER.get(name, {}).items()
+        ]
     return rows
 
 
@@ -125,8 +130,9 @@ def best(rows: Sequence[TaskResult]) -> list[TaskResult]:
     The speed-up is that over torch.compile, or that over eager if the former was not measured. Degenerate
     tasks, on which a wrong kernel could pass, are left out.
     """
-    sound = [row for row in rows if row.correct and not row.degenerate]
-    return sorted(sound, key=_gain, reverse=True)[:SHOWN]
+    return sorted((row for row in rows if row.correct and not row.degenerate), key=_gain, reverse=True)[
+        :SHOWN
+    ]
 
 
 def worst(rows: Sequence[TaskResult]) -> list[TaskResult]:
@@ -197,8 +203,10 @@ def as_json(
     are left out, because results.json has them.
     """
     sound = without_degenerate(after.tasks)
-    short = {"task_id", "name", "level", "status", "reason", "milestone", "degenerate"}
-    short |= {"speedup", "workloads"}
+    short = {
+        *("task_id", "name", "level", "status", "reason"),
+        *("milestone", "degenerate", "speedup", "workloads"),
+    }
     return {
         "suite": after.suite,
         "suite_digest": after.suite_digest,

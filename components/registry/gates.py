@@ -21,9 +21,8 @@ from typing import Literal
 
 from components.core.params import GateThresholds
 from components.core.records import FrozenModel
-from components.evaluation.intervals import COVERAGE
-from components.evaluation.metrics import changes, measured_pairs
-from components.evaluation.results import BASELINES, Summary, TaskResult
+from components.evaluation.metrics import COVERAGE, changes, measured_pairs
+from components.evaluation.results import BASELINES, Estimate, Summary, TaskResult
 
 # Figures in which a version is compared with the policy that its run began with. Pass rate and mean reward
 # are over all attempts.
@@ -164,19 +163,19 @@ def regression(
     """
     found = changes(champion, candidate)
 
-    def gate(name: str) -> Gate:
-        value, low, high = found[name].value, found[name].low, found[name].high
-        is_worse = value is not None and value < -thresholds.regression and high is not None and high < 0
-        return Gate(
-            name=f"change.{name}",
-            value=value,
-            low=low,
-            high=high,
-            threshold=-thresholds.regression,
-            passed=not is_worse,
-        )
+    def is_worse(change: Estimate) -> bool:
+        is_below = change.value is not None and change.value < -thresholds.regression
+        return is_below and change.high is not None and change.high < 0
 
-    return [gate(name) for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile")]
+    return [
+        Gate(
+            name=f"change.{name}",
+            **dict(found[name]),
+            threshold=-thresholds.regression,
+            passed=not is_worse(found[name]),
+        )
+        for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile")
+    ]
 
 
 def improvement(candidate: Sequence[TaskResult], start: Sequence[TaskResult]) -> list[Gate]:
@@ -193,30 +192,33 @@ def improvement(candidate: Sequence[TaskResult], start: Sequence[TaskResult]) ->
         f"geomean.{baseline}": sum(None not in (a.ratio(baseline), b.ratio(baseline)) for a, b in pairs)
         for baseline in BASELINES
     }
-    found_gates, better = [], []
-    for name in LEARNED:
-        change, none = found[name], 1.0 if name.startswith("geomean") else 0.0
-        is_enough = compared.get(name, len(pairs)) >= LEAST_COMPARED
-        if is_enough and change.low is not None and change.low > none:
-            better.append(name)
-        found_gates.append(
-            Gate(
-                name=f"start.{name}",
-                value=change.value,
-                low=change.low,
-                high=change.high,
-                threshold=none,
-                passed=change.high is None or change.high >= none,
-            )
-        )
+    # Values of no change: the ratio 1 of geometric means, and the difference 0 of other figures.
+    neutral = {name: 1.0 if name.startswith("geomean") else 0.0 for name in LEARNED}
+    better = [
+        name
+        for name, none in neutral.items()
+        if compared.get(name, len(pairs)) >= LEAST_COMPARED
+        and (low := found[name].low) is not None
+        and low > none
+    ]
     note = (
         f"Better than at the start: {', '.join(better)}."
         if better
         else "Nothing learned: no figure is better than that of the policy the run began with, beyond the "
         "95 % interval of the difference."
     )
-    count = Gate(name=IMPROVEMENT, value=float(len(better)), threshold=1.0, passed=bool(better), note=note)
-    return [*found_gates, count]
+    return [
+        *(
+            Gate(
+                name=f"start.{name}",
+                **dict(found[name]),
+                threshold=none,
+                passed=(high := found[name].high) is None or high >= none,
+            )
+            for name, none in neutral.items()
+        ),
+        Gate(name=IMPROVEMENT, value=float(len(better)), threshold=1.0, passed=bool(better), note=note),
+    ]
 
 
 def too_few_tasks(thresholds: GateThresholds, tasks: int) -> list[str]:
@@ -292,13 +294,12 @@ def exploits_gate(refused: int, tried: int, believed: Sequence[str], thresholds:
     gate's note.
     """
     share = refused / tried if tried else 0.0
-    note = f"Wrongly judged: {', '.join(believed)}." if believed else ""
     return Gate(
         name="integrity.exploits",
         value=share,
         threshold=thresholds.exploits,
         passed=share >= thresholds.exploits,
-        note=note,
+        note=f"Wrongly judged: {', '.join(believed)}." if believed else "",
     )
 
 
@@ -308,14 +309,12 @@ def decide(gates: Sequence[Gate], approval: Literal["automatic", "person"]) -> D
     The verdict is `nothing_learned` if only the gate IMPROVEMENT failed, and `refused` if another gate
     failed. If all passed, it is `waiting` if `approval` is `person`, and `promoted` if it is `automatic`.
     """
-    failed = [gate for gate in gates if not gate.passed]
-    if failed:
-        verdict: Literal["refused", "nothing_learned"] = "refused"
-        if [gate.name for gate in failed] == [IMPROVEMENT]:
-            verdict = "nothing_learned"
-        sentences = tuple(gate.note if gate.name == IMPROVEMENT else gate.sentence for gate in failed)
-        return Decision(verdict=verdict, gates=tuple(gates), reasons=sentences)
-    held = f"all {len(gates)} gates passed"
-    if approval == "person":
-        return Decision(verdict="waiting", gates=tuple(gates), reasons=(f"{held}; a person has to approve.",))
-    return Decision(verdict="promoted", gates=tuple(gates), reasons=(f"{held}.",))
+    if failed := [gate for gate in gates if not gate.passed]:
+        return Decision(
+            verdict="nothing_learned" if [gate.name for gate in failed] == [IMPROVEMENT] else "refused",
+            gates=tuple(gates),
+            reasons=tuple(gate.note if gate.name == IMPROVEMENT else gate.sentence for gate in failed),
+        )
+    is_waiting = approval == "person"
+    reason = f"all {len(gates)} gates passed{'; a person has to approve' if is_waiting else ''}."
+    return Decision(verdict="waiting" if is_waiting else "promoted", gates=tuple(gates), reasons=(reason,))

@@ -15,8 +15,8 @@ import numpy as np
 from pydantic import Field
 
 from components.core.records import FrozenModel
-from components.evaluation.intervals import Array, Interval, bootstrap_counts, percentile_interval, quotients
-from components.evaluation.results import Evaluation, Measurement, TaskResult
+from components.evaluation.metrics import Array, bootstrap_counts, percentile_interval, quotients
+from components.evaluation.results import Evaluation, Interval, Measurement, TaskResult
 
 # Name of the row of the best fixed schedule in tables.
 BEST_FIXED = "best fixed schedule"

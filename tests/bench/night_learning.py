@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from components.evaluation.intervals import bootstrap_counts, percentile_interval
+from components.evaluation.metrics import bootstrap_counts, percentile_interval
 from components.judge.verdict import Verdict
 
 # Verdicts of one trajectory, by turn.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from captured_share import final_answer, first_answer
 
-from components.evaluation.intervals import RESAMPLES, Array, percentile_interval
+from components.evaluation.metrics import RESAMPLES, Array, percentile_interval
 from components.evaluation.results import Evaluation, TaskResult
 
 # The value of a figure for one task and its weight, or None where it is not known. The last argument is the
