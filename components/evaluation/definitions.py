@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -33,8 +33,6 @@ RANDOM = {
     "int8": "torch.randint(-128, 128, {shape}, dtype=torch.{dtype})",
     "bool": "torch.randint(0, 2, {shape}, dtype=torch.{dtype})",
 }
-# Names of a task's own parts, which a definition's source may use for something else.
-TASK_NAMES = ("Model", "get_inputs", "get_init_inputs", WORKLOADS)
 # Source of a task, after the definition's own.
 TASK = """
 
@@ -107,12 +105,12 @@ class Unfit(Exception):
     """Exception for a definition that no kernel task can be made of; its text says why."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Converted:
     """The task files that were written, and by path of a definition below the folder why there is none."""
 
-    files: list[Path] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
+    files: list[Path]
+    left_out: dict[str, str]
 
 
 def convert(root: Path, out: Path) -> Converted:
@@ -124,7 +122,7 @@ def convert(root: Path, out: Path) -> Converted:
     in the format. Raises UserError, and writes nothing, if no definition is found or none fits, or if two
     that fit have one name.
     """
-    converted = Converted()
+    left_out: dict[str, str] = {}
     sources: dict[Path, tuple[Path, str]] = {}
     for path, workloads in _pairs(root):
         try:
@@ -132,7 +130,7 @@ def convert(root: Path, out: Path) -> Converted:
             code = task_source(definition, _workloads(workloads))
             check_contract(code, str(path))
         except (Unfit, UserError, OSError, UnicodeDecodeError) as error:
-            converted.left_out[str(path.relative_to(root))] = str(error)
+            left_out[str(path.relative_to(root))] = str(error)
             continue
         file = out / f"{definition.name}.py"
         if file in sources:
@@ -141,15 +139,14 @@ def convert(root: Path, out: Path) -> Converted:
             )
         sources[file] = path, code
     if not sources:
-        reasons = "; ".join(f"{name}: {why}" for name, why in converted.left_out.items())[:500]
+        reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())[:500]
         raise UserError(
             f"{root}: no definition that a kernel task can be made of ({reasons or 'there is none'}); give a "
             "folder with definitions/ and workloads/, or with definition.json and workload.jsonl."
         )
     for file, (_, code) in sources.items():
         atomic_write(file, code)
-        converted.files.append(file)
-    return converted
+    return Converted([*sources], left_out)
 
 
 def task_source(definition: Definition, workloads: list[Workload]) -> str:
@@ -157,19 +154,26 @@ def task_source(definition: Definition, workloads: list[Workload]) -> str:
 
     Raises Unfit if the definition does not fit a task, and UserError if its source is not valid Python.
     """
-    if bad := [name for name in (*definition.axes, *definition.inputs) if not name.isidentifier()]:
-        raise Unfit(f"{bad[0]!r} is no name in Python")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", definition.name):
-        raise Unfit(f"{definition.name!r} is no name of a file")
     tensors = [*definition.inputs.values(), *definition.outputs.values()]
-    if missing := sorted({tensor.dtype for tensor in tensors} - RANDOM.keys()):
-        raise Unfit(f"dtype {missing[0]}")
-    if any(tensor.shape is None for tensor in definition.outputs.values()):
-        raise Unfit("an output is a number")
+    faults = [
+        *(
+            f"{name!r} is no name in Python"
+            for name in (*definition.axes, *definition.inputs)
+            if not name.isidentifier()
+        ),
+        *(
+            []
+            if re.fullmatch(r"[A-Za-z0-9][\w.+-]*", definition.name)
+            else [f"{definition.name!r} is no name of a file"]
+        ),
+        *(f"dtype {dtype}" for dtype in sorted({tensor.dtype for tensor in tensors} - RANDOM.keys())),
+        *("an output is a number" for tensor in definition.outputs.values() if tensor.shape is None),
+    ]
+    if faults:
+        raise Unfit(faults[0])
     arguments = [name for name, axis in definition.axes.items() if axis.type == "var"]
-    scalars = [name for name, tensor in definition.inputs.items() if tensor.shape is None]
     if not definition.custom_inputs_entrypoint:
-        arguments += scalars
+        arguments += [name for name, tensor in definition.inputs.items() if tensor.shape is None]
     calls = _calls(workloads, arguments)
     reference, entry = _renamed(definition)
     result = f"run({', '.join(definition.inputs)})"
@@ -199,9 +203,8 @@ def task_source(definition: Definition, workloads: list[Workload]) -> str:
 
 def _drawn(name: str, tensor: Tensor) -> str:
     """Return the expression of an input: a random tensor, or the argument with the name of a scalar."""
-    if tensor.shape is None:
-        return name
-    return RANDOM[tensor.dtype].format(shape=f"[{', '.join(tensor.shape)}]", dtype=tensor.dtype)
+    shape = f"[{', '.join(tensor.shape or ())}]"
+    return name if tensor.shape is None else RANDOM[tensor.dtype].format(shape=shape, dtype=tensor.dtype)
 
 
 def _calls(workloads: list[Workload], arguments: list[str]) -> list[tuple[Any, ...]]:
@@ -214,12 +217,12 @@ def _calls(workloads: list[Workload], arguments: list[str]) -> list[tuple[Any, .
     for workload in workloads:
         given = {name: value.value for name, value in workload.inputs.items()} | workload.axes
         call = tuple(given.get(name) for name in arguments)
-        in_files = any(value.type == "safetensors" for value in workload.inputs.values())
-        if not in_files and None not in call and call not in found:
+        if "safetensors" not in {value.type for value in workload.inputs.values()} and None not in call:
             found.append(call)
     if not found:
         raise Unfit(f"none of its {len(workloads)} workloads can be made without a file")
-    found.sort(key=lambda call: math.prod(value for value in call if isinstance(value, int)))
+    # Equal workloads count once.
+    found = sorted(dict.fromkeys(found), key=lambda call: math.prod(v for v in call if isinstance(v, int)))
     count = min(MAX_WORKLOADS, len(found))
     return [found[round(index * (len(found) - 1) / max(1, count - 1))] for index in range(count)]
 
@@ -231,13 +234,11 @@ def _renamed(definition: Definition) -> tuple[str, str]:
     """
     code, entry = definition.reference, definition.custom_inputs_entrypoint or ""
     tree = parse_task(code, definition.name)
-    clashes = {name: f"reference_{name}" for name in TASK_NAMES}
-    nodes: list[Any] = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.FunctionDef | ast.ClassDef)
-    ]
-    for node in nodes:
+    # A definition's source may use the names of a task's own parts for something else.
+    clashes = {name: f"reference_{name}" for name in ("Model", "get_inputs", "get_init_inputs", WORKLOADS)}
+    for node in ast.walk(tree):
         key = "id" if isinstance(node, ast.Name) else "name"
-        if getattr(node, key) in clashes:
+        if isinstance(node, ast.Name | ast.FunctionDef | ast.ClassDef) and getattr(node, key) in clashes:
             setattr(node, key, clashes[getattr(node, key)])
             code = ""
     return code or ast.unparse(tree), clashes.get(entry, entry)

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from components.core.config import PROJECT
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.params import Params
 from components.core.task import (
     KernelTask,
@@ -40,33 +40,26 @@ def load_suite(params: Params, dataset: Path) -> list[KernelTask]:
     """
     suite, levels = params.evaluation.suite, params.evaluation.levels
     tasks = [cast_task(task, params.evaluation.dtype) for task in _tasks(params, suite, dataset)]
-    if not levels:
-        return tasks
-    chosen = [task for task in tasks if task.level in levels]
-    if not chosen:
-        there = (
-            ", ".join(map(str, sorted({task.level for task in tasks if task.level is not None}))) or "none"
-        )
-        raise UserError(
+    chosen = [task for task in tasks if not levels or task.level in levels]
+    there = ", ".join(map(str, sorted({task.level for task in tasks if task.level is not None}))) or "none"
+    refuse(
+        (
+            not chosen,
             f"evaluation.levels: {suite} has no task of level {', '.join(map(str, levels))}; its levels "
-            f"are: {there}. Give some of these, or [] for all tasks."
+            f"are: {there}. Give some of these, or [] for all tasks.",
         )
+    )
     return chosen
 
 
 def _tasks(params: Params, suite: str, dataset: Path) -> list[KernelTask]:
+    path = Path(suite)
     if suite == HELD_OUT:
         path = dataset / "tasks.parquet" if dataset.is_dir() else dataset
         tasks = [task for task in read_tasks(path) if task.split == "held_out"]
-        if not tasks:
-            raise UserError(
-                f"{path}: the data set has no held-out tasks; build it with data.held_out of at least 1."
-            )
-        return tasks
-    if suite == SHIPPED:
-        return [_sized(task, params.evaluation.numel) for task in _from_folder(SHIPPED_FOLDER)]
-    path = Path(suite)
-    if path.is_file() and path.suffix == ".parquet":
+    elif suite == SHIPPED:
+        tasks = [_sized(task, params.evaluation.numel) for task in _from_folder(SHIPPED_FOLDER)]
+    elif path.is_file() and path.suffix == ".parquet":
         tasks = _from_parquet(path)
     elif path.is_file() and path.suffix == ".py":
         tasks = [load_task(path)]
@@ -78,11 +71,17 @@ def _tasks(params: Params, suite: str, dataset: Path) -> list[KernelTask]:
             "give one of these"
         )
         raise UserError(f"evaluation.suite: {fault}.")
-    if not tasks:
-        raise UserError(
+    refuse(
+        (
+            not tasks and suite == HELD_OUT,
+            f"{path}: the data set has no held-out tasks; build it with data.held_out of at least 1.",
+        ),
+        (
+            not tasks,
             f"evaluation.suite: {suite} holds no task; give a folder of .py task files, a KernelBench "
-            f"checkout or a parquet file."
-        )
+            "checkout or a parquet file.",
+        ),
+    )
     return tasks
 
 
@@ -98,8 +97,7 @@ def _sized(task: KernelTask, numel: int) -> KernelTask:
 
 
 def _from_folder(folder: Path) -> list[KernelTask]:
-    nested = folder / "KernelBench"
-    root = nested if nested.is_dir() else folder
+    root = folder / "KernelBench" if (folder / "KernelBench").is_dir() else folder
     levels = {path: LEVEL_FOLDER.fullmatch(path.name) for path in sorted(root.iterdir()) if path.is_dir()}
     if any(levels.values()):
         return [
@@ -119,13 +117,12 @@ def _task_files(folder: Path) -> list[KernelTask]:
 
     Files whose names begin with an underscore are left out. Raises UserError if a file is not a kernel task.
     """
-    files = [path for path in folder.glob("*.py") if not path.name.startswith("_")]
 
     def order(path: Path) -> tuple[int, str]:
         number = re.match(r"\d+", path.name)
         return (int(number[0]) if number else 0, path.name)
 
-    return [load_task(path) for path in sorted(files, key=order)]
+    return [load_task(path) for path in sorted(folder.glob("[!_]*.py"), key=order)]
 
 
 def _from_parquet(path: Path) -> list[KernelTask]:
