@@ -82,15 +82,19 @@ def evaluate(
         raise UserError(
             f"evaluation.suite: {params.evaluation.suite} holds no task; give a suite with at least one."
         )
-    plan = _plan(policy, tasks, epoch, seed)
-    claim(out, plan)
+    # The settings that affect the results.
+    suite_digest = digest_json([task.task_id for task in tasks])
+    sections = ("evaluation", "policy.prompt", "policy.context", "sandbox", "device", "precision")
+    plan = {"policy_digest": policy.digest, "suite_digest": suite_digest, "epoch": epoch, "seed": seed}
+    claim(out, plan | result_values(params, sections))
     if (out / RESULTS).is_file():
         return load_evaluation(out)
 
     suite = f"evaluation.suite: {params.evaluation.suite}"
-    file = out / "left_out.json"
     share = params.sandbox.measurable_share
-    refused = refused_tasks(tasks, pool, params, file, least_share=share, origin=suite, progress=progress)
+    refused = refused_tasks(
+        tasks, pool, params, out / "left_out.json", least_share=share, origin=suite, progress=progress
+    )
     measurable = [task for task in tasks if task.task_id not in refused]
     admissions = _admissions(measurable, admit, progress) if admit is not None else {}
     refused |= {
@@ -114,7 +118,7 @@ def evaluate(
     results = _measure(measurable, attempts, pool, out, admissions, epoch=epoch, progress=progress)
     evaluation = Evaluation(
         suite=params.evaluation.suite,
-        suite_digest=plan["suite_digest"],
+        suite_digest=suite_digest,
         policy=policy.name,
         policy_digest=policy.digest,
         device=params.device,
@@ -142,36 +146,17 @@ def evaluate(
     return evaluation
 
 
-def _plan(policy: Policy, tasks: Sequence[KernelTask], epoch: str, seed: int) -> dict[str, Any]:
-    """Return all settings of an evaluation that affect its results, which are the contents of plan.json.
-
-    They are the digests of the policy and of the tasks' ids, `epoch` (a name of the evaluation, which is part
-    of the keys of the judge's verdicts), `seed`, and the values of parameters by dotted key.
-    """
-    sections = ("evaluation", "policy.prompt", "policy.context", "sandbox", "device", "precision")
-    values = result_values(policy.params, sections)
-    return {
-        "policy_digest": policy.digest,
-        "suite_digest": digest_json([task.task_id for task in tasks]),
-        **values,
-        "epoch": epoch,
-        "seed": seed,
-    }
-
-
 def claim(out: Path, plan: dict[str, Any]) -> None:
-    """Write `plan`, the settings of an evaluation, to plan.json in `out`, or compare it with that file.
+    """Write `plan`, the settings of an evaluation, to plan.json in `out` unless it exists, and compare them.
 
-    `out` is the folder of the evaluation. If the file exists, it is not written. Raises UserError, which
-    names the settings that differ, if one of the settings in `plan` has another value in the file.
+    `out` is the folder of the evaluation. Raises UserError, which names the settings that differ, if one of
+    the settings in `plan` has another value in the file.
     """
     file = out / "plan.json"
     if not file.is_file():
         write_json(file, plan)
-        return
     begun = read_as(dict[str, Any], file, "delete its folder and evaluate again")
-    different = sorted(key for key in plan if begun.get(key) != plan[key])
-    if different:
+    if different := sorted(key for key in plan if begun.get(key) != plan[key]):
         raise UserError(
             f"{out}: holds another evaluation (its {', '.join(different)} differ); "
             "give another folder or delete this one."
@@ -225,11 +210,9 @@ def _attempts(
     settings = policy.params.evaluation
     requested = [task for task in tasks for _ in range(settings.attempts)]
     found: list[Trajectory] = []
-    for batch in itertools.count():
-        first = len(found)
-        if first == len(requested):
-            break
-        folder = out / "episodes" / f"{batch:04d}"
+    folders = (out / "episodes" / f"{batch:04d}" for batch in itertools.count())
+    while (first := len(found)) < len(requested):
+        folder = next(folders)
         if folder.is_dir():
             found += load_trajectories(folder)
             continue
@@ -257,13 +240,16 @@ def _attempts(
                 f"--policy {policy.name}: {trajectories[0].error}; "
                 "fix the server, the same command continues."
             )
-        lost = [one.final for one in trajectories if one.finish_reason == "judge"]
-        _check_lost(out, lost, len(trajectories), "attempts")
+        _check_lost(
+            out,
+            [one.final for one in trajectories if one.finish_reason == "judge"],
+            len(trajectories),
+            "attempts",
+        )
         save_trajectories(folder, trajectories)
         add_cost(out, "episodes", time.monotonic() - started)
         found += trajectories
-    count = settings.attempts
-    return [found[first : first + count] for first in range(0, len(found), count)]
+    return [found[start : start + settings.attempts] for start in range(0, first, settings.attempts)]
 
 
 def _check_lost(out: Path, lost: Sequence[Verdict], count: int, things: str) -> None:
@@ -320,12 +306,27 @@ def _measure(
         if file.is_file()
     }
     sampled = sum(map(len, attempts))
-    lost: dict[str, Verdict] = {}
 
     def keep(task_id: str, verdict: Verdict) -> None:
         task, own = first[task_id]
         reason = admissions[task_id].reason if task_id in admissions else ""
-        results[task_id] = _result(task, own, verdict, "" if reason in SOUND else reason)
+        results[task_id] = TaskResult(
+            task_id=task_id,
+            name=task.name,
+            ops=task.ops,
+            level=task.level,
+            status=verdict.status,
+            reason=verdict.reason,
+            milestone=verdict.milestone,
+            seconds=verdict.seconds,
+            speedup=verdict.speedup,
+            workloads=verdict.workloads,
+            attempts=tuple(map(Attempt.of, own)),
+            source=task.code,
+            files=own[0].files,
+            evidence=verdict.evidence,
+            degenerate="" if reason in SOUND else reason,
+        )
         write_json(files[task_id], results[task_id].model_dump(mode="json"))
         passed = sum(result.correct for result in results.values()) / len(results)
         progress.update("evaluation", sampled + len(results), sampled + len(first), pass_rate=passed)
@@ -337,15 +338,15 @@ def _measure(
             for task_id, (task, own) in first.items()
             if task_id not in results
         }
-        lost = {}
+        lost: dict[str, Verdict] = {}
         for future in as_completed(pending):
             task_id, verdict = pending[future], future.result()
             if verdict.status == "infrastructure":
                 lost[task_id] = verdict
-                continue
-            keep(task_id, verdict)
-            add_cost(out, "final measurements", time.monotonic() - started)
-            started = time.monotonic()
+            else:
+                keep(task_id, verdict)
+                add_cost(out, "final measurements", time.monotonic() - started)
+                started = time.monotonic()
         if delay is None or not any(_has_answer(first[task_id][1][0]) for task_id in lost):
             break
         progress.update(
@@ -355,8 +356,7 @@ def _measure(
             measured_again=len(first) - len(results),
         )
         time.sleep(delay)
-    by_judge = [verdict for verdict in lost.values() if verdict.reason != "server"]
-    _check_lost(out, by_judge, len(first), "tasks")
+    _check_lost(out, [each for each in lost.values() if each.reason != "server"], len(first), "tasks")
     for task_id, verdict in lost.items():
         keep(task_id, verdict)
     return [
@@ -382,23 +382,3 @@ def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -
         else attempt.final
     )
     return done
-
-
-def _result(task: KernelTask, attempts: list[Trajectory], verdict: Verdict, degenerate: str) -> TaskResult:
-    return TaskResult(
-        task_id=task.task_id,
-        name=task.name,
-        ops=task.ops,
-        level=task.level,
-        status=verdict.status,
-        reason=verdict.reason,
-        milestone=verdict.milestone,
-        seconds=verdict.seconds,
-        speedup=verdict.speedup,
-        workloads=verdict.workloads,
-        attempts=tuple(map(Attempt.of, attempts)),
-        source=task.code,
-        files=attempts[0].files,
-        evidence=verdict.evidence,
-        degenerate=degenerate,
-    )
