@@ -7,7 +7,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.files import MANIFEST, digest_file, read_json, verify_files
 from components.core.signing import Signer
 from components.registry import models
@@ -52,8 +52,7 @@ class Evidence:
         Its keys are names such as `checkpoint.digest`, `evaluation` (a path) and `evaluation.digest`. Raises
         UserError if the chain has no entry of the registration.
         """
-        registered = newest(entries, version, {"registered"})
-        if registered is None:
+        if (registered := newest(entries, version, {"registered"})) is None:
             raise UserError(
                 f"version {version}: the audit chain {self.chain} has no entry of its registration, so "
                 "nothing says what it was; decide in the home that registered it."
@@ -69,20 +68,27 @@ class Evidence:
         with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
             folder = models.checkpoint(self.client, self.model, version, Path(scratch))
             digest, manifest = verify_files(folder, RESTORE), digest_file(folder / MANIFEST)
-        if digest != evidence["checkpoint.digest"]:
-            raise UserError(
-                f"{folder}: holds another checkpoint than version {version} registered; {RESTORE}."
-            )
-        if manifest != evidence["manifest.digest"]:
-            raise UserError(
-                f"{folder / MANIFEST}: was changed since version {version} was registered; {RESTORE}."
-            )
-        for name, sealed in (("evaluation", "evaluation.digest"), ("start.evaluation", "start.digest")):
-            if not self.match(evidence[name], evidence[sealed]):
-                raise UserError(
+        refuse(
+            (
+                digest != evidence["checkpoint.digest"],
+                f"{folder}: holds another checkpoint than version {version} registered; {RESTORE}.",
+            ),
+            (
+                manifest != evidence["manifest.digest"],
+                f"{folder / MANIFEST}: was changed since version {version} was registered; {RESTORE}.",
+            ),
+            *(
+                (
+                    not self.match(evidence[name], evidence[sealed]),
                     f"{self.home / evidence[name]}: is missing or is not what version {version} was measured "
-                    "with; restore it, or evaluate the version again."
+                    "with; restore it, or evaluate the version again.",
                 )
+                for name, sealed in (
+                    ("evaluation", "evaluation.digest"),
+                    ("start.evaluation", "start.digest"),
+                )
+            ),
+        )
 
     def match(self, path: str, digest: str) -> bool:
         """Return whether the file `path`, relative to `home`, exists and has the SHA-256 `digest`."""
@@ -98,15 +104,12 @@ class Evidence:
         state = newest(entries, version, DECISIONS)
         action = state.action if state is not None else None
         names = [alias for alias, number in recorded_aliases(entries).items() if number == version]
+        read = self.verified if names or action == "waiting" else self.recorded
         try:
-            if names or action == "waiting":
-                evidence = self.verified(version, entries)
-            else:
-                evidence = self.recorded(version, entries)
+            expected = read(version, entries) | {models.DECISION: action}
         except UserError as error:
             return [f"{names[0]} (version {version}): {error}" if names else str(error)]
         tags = models.find(self.client, self.model, version).tags
-        expected = evidence | {models.DECISION: action}
         return [
             f"version {version}: its tag {name} is {tags[name]!r}, and the audit chain says "
             f"{expected[name]!r}."

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from components.agent.policies import checkpoint_policy
-from components.core.errors import UserError
+from components.core.errors import refuse
 from components.core.files import digest_file, digest_json, verify_files
 from components.core.params import GateThresholds, Params
 from components.core.progress import Progress
@@ -47,13 +47,12 @@ def run_gates(
     `epoch`, a name for one set of judgements. Raises UserError if a file of the checkpoint is damaged, and
     InfrastructureError if the judge fails on the sample.
     """
-    sample = try_exploits(params.device, pool, epoch=epoch, progress=progress)
     found = evaluate_gates(
         params.gate,
         after,
         start,
         champion,
-        sample,
+        try_exploits(params.device, pool, epoch=epoch, progress=progress),
         digests_match=verify_files(checkpoint) == registered_digest == after.policy_digest,
         report_complete=is_complete(report),
     )
@@ -126,23 +125,27 @@ def gate_again(
     home = promotion.home
     number, evidence = promotion.evidence(version)
     after = load_evaluation(home / evidence["evaluation"])
-    measured = after.device, after.precision, after.dtype
-    if measured != (params.device, params.precision, params.evaluation.dtype):
-        raise UserError(
+    settings = params.device, params.precision, params.evaluation.dtype
+    refuse(
+        (
+            (after.device, after.precision, after.dtype) != settings,
             f"version {number}: was measured on {after.device} in {after.precision}, with tasks in "
-            f"{after.dtype}; give --set device={after.device}, its precision and its evaluation.dtype."
-        )
-    if after.labels != Labels():
-        raise UserError(f"version {number}: was measured with {after.labels}; evaluate it with {Labels()}.")
+            f"{after.dtype}; give --set device={after.device}, its precision and its evaluation.dtype.",
+        ),
+        (
+            after.labels != Labels(),
+            f"version {number}: was measured with {after.labels}; evaluate it with {Labels()}.",
+        ),
+    )
     aliases = promotion.aliases()
     approval = "automatic" if aliases.get(models.CHAMPION) == number else "person"
     gated = params.model_copy(update={"gate": params.gate.model_copy(update={"approval": approval})})
     champion = models.champion_besides(aliases, number)
-    compared = None
-    if champion is not None:
-        compared = promotion.compared(number, champion) or _evaluate(
-            params, promotion, champion, after, pool, progress
-        )
+    compared = (
+        promotion.compared(number, champion) or _evaluate(params, promotion, champion, after, pool, progress)
+        if champion is not None
+        else None
+    )
     with tempfile.TemporaryDirectory(prefix="cuda-agent-") as scratch:
         decision = run_gates(
             gated,
