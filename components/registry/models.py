@@ -58,8 +58,7 @@ def register(
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    found = client.search_model_versions(f"name = '{model}' and tag.`{RUN_KEY}` = '{run_key}'")
-    if found:
+    if found := client.search_model_versions(f"name = '{model}' and tag.`{RUN_KEY}` = '{run_key}'"):
         return str(min(int(version.version) for version in found))
     logged = client.create_logged_model(
         experiment_id, name="policy", source_run_id=run_id, model_type="checkpoint", tags={RUN_KEY: run_key}

@@ -20,7 +20,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.params import Registry
 from components.core.signing import person
 from components.registry import models
@@ -176,12 +176,16 @@ class Promotion:
                 return self._expire(version, entries)
             self._same_champion(version, (waiting.evidence["champion"] or {}).get("version"), entries)
             evidence = self.files.verified(version, entries)
-            for name in ("checkpoint.digest", "evaluation.digest", "report.digest"):
-                if evidence.get(name) != waiting.evidence.get(name):
-                    raise UserError(
+            refuse(
+                *(
+                    (
+                        evidence.get(name) != waiting.evidence.get(name),
                         f"version {version}: its {name} changed since the gates passed; "
-                        f"run cuda-agent models gate {version} again."
+                        f"run cuda-agent models gate {version} again.",
                     )
+                    for name in ("checkpoint.digest", "evaluation.digest", "report.digest")
+                )
+            )
             evidence["decided"] = waiting.digest
             return self._append("approved", version, entries, who, reason=reason, evidence=evidence)
 
@@ -209,18 +213,22 @@ class Promotion:
             version = self._number(version, entries)
             state = newest(entries, version, DECISIONS)
             action = state.action if state is not None else "undecided"
-            if action == "waiting" and not override:
-                raise UserError(
+            refuse(
+                (
+                    action == "waiting" and not override,
                     f"version {version}: waits for approval; "
-                    f"use cuda-agent models approve {version} or refuse."
-                )
+                    f"use cuda-agent models approve {version} or refuse.",
+                ),
+                (
+                    override and not reason,
+                    "--override: give --reason as well; it stands in the audit chain.",
+                ),
+            )
             if action not in PASSED and not override:
                 raise NotPassed(
                     f"version {version}: its gates did not pass ({action}); "
                     f"see cuda-agent models show {version}, or give --override with a reason."
                 )
-            if override and not reason:
-                raise UserError("--override: give --reason as well; it stands in the audit chain.")
             evidence = self.files.verified(version, entries) | {
                 "override": override,
                 "decided": state.digest if state is not None else None,
@@ -234,8 +242,7 @@ class Promotion:
         previous champion, or if its checkpoint or evaluations have changed.
         """
         with self._changing() as entries:
-            back = recorded_aliases(entries).get(PREVIOUS)
-            if back is None:
+            if (back := recorded_aliases(entries).get(PREVIOUS)) is None:
                 raise UserError(
                     f"rollback: {self.model} has no previous champion yet; there is nothing to return to."
                 )
@@ -263,10 +270,14 @@ class Promotion:
         Raises UserError if a file of the version has changed.
         """
         with self._changing() as entries:
-            gates = [gate.model_dump() for gate in decision.gates]
-            evidence = self.files.verified(version, entries) | {"gates": gates}
+            gates = {"gates": [gate.model_dump() for gate in decision.gates]}
             return self._append(
-                "gated", version, entries, who, reason=" ".join(decision.reasons), evidence=evidence
+                "gated",
+                version,
+                entries,
+                who,
+                reason=" ".join(decision.reasons),
+                evidence=self.files.verified(version, entries) | gates,
             )
 
     def verify(self) -> list[str]:
@@ -280,13 +291,12 @@ class Promotion:
                 check_anchor(entries, self._anchor())
             except AuditChainError as error:
                 return [str(error)]
-            found = []
-            actual = self._actual()
-            if actual != recorded_aliases(entries):
-                found.append(
-                    f"aliases: the registry says {_listed(actual)} and the audit chain "
-                    f"{_listed(recorded_aliases(entries))}; another program moved them."
-                )
+            actual, recorded = self._actual(), recorded_aliases(entries)
+            moved = (
+                f"aliases: the registry says {_listed(actual)} and the audit chain {_listed(recorded)}; "
+                "another program moved them."
+            )
+            found = [moved] if actual != recorded else []
             for version in reversed(models.numbers(self.client, self.model)):
                 found += self.files.disagreements(version, entries)
             return found + self.files.untrusted_runs(self.chain.signer)
@@ -378,8 +388,12 @@ class Promotion:
             elif wanted is not None and actual.get(alias) != wanted:
                 self.client.set_registered_model_alias(self.model, alias, wanted)
         if entry.action in DECISIONS:
-            tags = {models.DECISION: entry.action, "decided.by": entry.who, "decided.when": entry.when}
-            models.set_tags(self.client, self.model, entry.version, tags)
+            models.set_tags(
+                self.client,
+                self.model,
+                entry.version,
+                {models.DECISION: entry.action, "decided.by": entry.who, "decided.when": entry.when},
+            )
             if (
                 entry.action != "waiting"
                 and models.aliases(self.client, self.model).get(CANDIDATE) == entry.version
@@ -402,21 +416,17 @@ class Promotion:
             self._apply_entry(entries[-1])
         actual, recorded = self._actual(), recorded_aliases(entries)
         if actual != recorded:
-            existing = {alias: number for alias, number in recorded.items() if self._exists(number)}
+            numbers = models.numbers(self.client, self.model)
+            existing = {alias: number for alias, number in recorded.items() if number in numbers}
             deleted = sorted({*recorded.values()} - {*existing.values()})
-            reason = f"another program had moved the aliases to {_listed(actual)}; they were set back"
-            if deleted:
-                reason = (
-                    f"another program had deleted version {', '.join(deleted)}; no alias names it any more"
-                )
+            reason = (
+                f"another program had deleted version {', '.join(deleted)}; no alias names it any more"
+                if deleted
+                else f"another program had moved the aliases to {_listed(actual)}; they were set back"
+            )
             found = self.chain.append("found", existing.get(CHAMPION, ""), existing, "unknown", reason=reason)
             entries.append(self._apply_entry(found))
         return entries
-
-    def _exists(self, version: str) -> bool:
-        with contextlib.suppress(UserError):
-            return bool(models.find(self.client, self.model, version))
-        return False
 
     def _anchor(self) -> str:
         return models.tags(self.client, self.model).get(ANCHOR, "")

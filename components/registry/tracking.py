@@ -246,8 +246,10 @@ class MlflowRun:
         self._log_curves(child, folder)
         run_id, time = child.info.run_id, int(folder.stat().st_mtime * 1000)
         # The prefix tells the figures of the whole stage from the curves.
-        figures = [Metric(f"stage.{figure}", value, time, 0) for figure, value in numbers(record).items()]
-        self.client.log_batch(run_id, figures)
+        self.client.log_batch(
+            run_id,
+            [Metric(f"stage.{figure}", value, time, 0) for figure, value in numbers(record).items()],
+        )
         from components.registry.traces import (
             log_traces,  # imports torch, which most commands of the registry do not need
         )
@@ -358,8 +360,7 @@ def _experiment(client: MlflowClient, params: Registry, home: Path) -> str:
             )
         except MlflowException:
             # Another run may have created the experiment in between.
-            found = client.get_experiment_by_name(params.experiment)
-            if found is None:
+            if (found := client.get_experiment_by_name(params.experiment)) is None:
                 raise
     if found.lifecycle_stage != "active":
         raise UserError(
