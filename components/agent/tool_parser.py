@@ -39,7 +39,6 @@ GLM_ARGUMENT = re.compile(
     r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL
 )
 # MiniMax-M2. A call that the end of the text cuts off has no last group, and perhaps no others.
-MINIMAX_START = "<minimax:tool_call>"
 INVOKE = re.compile(
     r'<invoke(?: name="([^"\n]+)">(.*?)(?:(</invoke>)(?=\s*(?:<invoke|</minimax:tool_call>|\Z))|\Z)|[^>]*\Z)',
     re.DOTALL,
@@ -52,7 +51,6 @@ KIMI_START = re.compile(r"<\|tool_calls?_section_begin\|>\s*(?:<\|tool_call_begi
 KIMI_NAME = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>")
 KIMI_END = re.compile(r"<\|tool_call(?:s?_section)?_end\|>")
 # Mistral: a list of calls, or a name and arguments, between which newer models write tokens.
-MISTRAL_START = "[TOOL_CALLS]"
 MISTRAL_NAME = re.compile(r"\s*([\w.-]+?)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]|(?=\{))")
 # In the harmony format (https://cookbook.openai.com/articles/openai-harmony): begin of a turn, tokens between
 # messages, token between the header and the content of a message, recipient in the header of a call.
@@ -126,19 +124,20 @@ def _calls_between_tags(text: str) -> list[Request]:
     """
     if (found := START.search(text)) is None:
         return []
-    start, requests = found.group(), list[Request]()
-    if start == MISTRAL_START:
-        requests = _mistral_calls(text[found.end() :].lstrip())
-    elif start == MINIMAX_START or start.startswith("<invoke"):
-        requests = [_invoke_call(*call.groups("")) for call in INVOKE.finditer(text)]
-    elif start == BLOCK_START:
-        requests = list(itertools.islice(_blocks(text), MAX_CALLS))
-    elif start.startswith("<function="):
-        requests = [_function_call(block) for block in FUNCTION_BLOCK.findall(text)]
-    elif start.startswith("<|"):
-        requests = [_kimi_call(part) for part in KIMI_START.split(text)[1:]]
-    else:
-        requests = [_deepseek_call(block) for block in DEEPSEEK.findall(text)]
+    match found.group():
+        case "[TOOL_CALLS]":
+            requests = _mistral_calls(text[found.end() :].lstrip())
+        case "<tool_call>":
+            requests = list(itertools.islice(_blocks(text), MAX_CALLS))
+        case start if start.startswith(("<minimax:", "<invoke")):
+            requests = [_invoke_call(*call.groups("")) for call in INVOKE.finditer(text)]
+        case start if start.startswith("<function="):
+            requests = [_function_call(block) for block in FUNCTION_BLOCK.findall(text)]
+        case start if start.startswith("<|"):
+            parts = (KIMI_END.split(part, 1)[0] for part in KIMI_START.split(text)[1:])
+            requests = [_call_after_name(part, KIMI_NAME) for part in parts]
+        case _:
+            requests = [_deepseek_call(block) for block in DEEPSEEK.findall(text)]
     return requests or [Request("", {}, f"it is not finished; {FORM}")]
 
 
@@ -148,10 +147,9 @@ def _calls_in_json(text: str) -> list[Request]:
     If there is no such block and `text` itself begins like a call in JSON, the calls in it are returned, and
     otherwise an empty list. JSON that cannot be read gives a request with an error.
     """
-    fenced = [block for block in FENCE.findall(text) if LOOKS_LIKE_A_CALL.match(block)]
-    if not fenced and LOOKS_LIKE_A_CALL.match(text):
-        fenced = [text]
-    return [request for block in fenced for request in _leading_json(block.lstrip())[0]]
+    fenced = filter(LOOKS_LIKE_A_CALL.match, FENCE.findall(text))
+    blocks = list(fenced) or list(filter(LOOKS_LIKE_A_CALL.match, [text]))
+    return [request for block in blocks for request in _leading_json(block.lstrip())[0]]
 
 
 def _blocks(text: str) -> Iterator[Request]:
@@ -163,7 +161,6 @@ def _blocks(text: str) -> Iterator[Request]:
     position = 0
     while (start := text.find(BLOCK_START, position)) >= 0:
         rest = text[start + len(BLOCK_START) :].lstrip()
-        length = 0
         if rest.startswith("<function=") and (block := FUNCTION_BLOCK.match(rest)):
             requests, length = [_function_call(block.group(1))], block.end(1)
         elif rest.startswith(("{", "[")):
@@ -172,7 +169,7 @@ def _blocks(text: str) -> Iterator[Request]:
             requests = [_call_with_parts(call.group(1), call.group(2) or "", GLM_ARGUMENT)]
             length = call.end() - len("</tool_call>")
         else:
-            requests = []
+            requests, length = [], 0
         yield from requests or [Request("", {}, FORM)]
         end = BLOCK_END.search(rest, length)
         position = len(text) - len(rest) + (end.end() if end is not None else len(rest))
@@ -217,8 +214,7 @@ def _function_call(block: str) -> Request:
 
     The request has an error if the block has no `</function>` or has text that is no whole parameter.
     """
-    function = FUNCTION.match(block)
-    if function is None:
+    if (function := FUNCTION.match(block)) is None:
         return Request("", {}, f"it has no </function>; {FORM}")
     return _call_with_parts(function.group(1).strip(), function.group(2), PARAMETER)
 
@@ -253,15 +249,15 @@ def _invoke_call(name: str, body: str, end: str) -> Request:
     return request if end or request.error else Request(name, {}, f"it has no </invoke>; {FORM}")
 
 
-def _kimi_call(part: str) -> Request:
-    """Return the call at the beginning of `part`, the text after a token that begins a call of Kimi-K2.
+def _call_after_name(part: str, name: re.Pattern[str]) -> Request:
+    """Return the call in `part`, the text after a token that begins a call: a name and then JSON.
 
-    The request has an error if `part` does not begin with a name and the token before the arguments, or if
-    the arguments are no JSON object.
+    `name` is a pattern of the name and of what stands between name and arguments. The request has an error if
+    `part` does not begin with it, or if the arguments are no JSON object.
     """
-    if (name := KIMI_NAME.match(part)) is None:
+    if (found := name.match(part)) is None:
         return Request("", {}, f"it has no name and arguments; {FORM}")
-    return _named_call(name.group(1), KIMI_END.split(part[name.end() :], 1)[0])
+    return _named_call(found.group(1), part[found.end() :])
 
 
 def _mistral_calls(text: str) -> list[Request]:
@@ -272,15 +268,7 @@ def _mistral_calls(text: str) -> list[Request]:
     """
     if text.startswith(("[", "{")):
         return _leading_json(text)[0]
-    requests = []
-    for part in text.split(MISTRAL_START):
-        name = MISTRAL_NAME.match(part)
-        requests.append(
-            _named_call(name.group(1), part[name.end() :])
-            if name is not None
-            else Request("", {}, f"it has no name and arguments; {FORM}")
-        )
-    return requests
+    return [_call_after_name(part, MISTRAL_NAME) for part in text.split("[TOOL_CALLS]")]
 
 
 def _deepseek_call(block: str) -> Request:

@@ -149,8 +149,7 @@ def validated(name: str, values: dict[str, Any]) -> Arguments | str:
 
     `values` has the arguments of a call by name. An unknown tool, too, gives such a clause.
     """
-    kind = TOOLS.get(name)
-    if kind is None:
+    if (kind := TOOLS.get(name)) is None:
         return f"no tool is called {name[:40]}; there are {', '.join(TOOLS)}"
     try:
         return kind.model_validate(values)

@@ -34,7 +34,6 @@ SEARCH_SECONDS = 20.0
 MIN_OBSERVATION, MAX_OBSERVATION = 2000, 30_000
 # Largest number of lines, and of characters in each line, that one Read call shows.
 MAX_LINES, MAX_LINE_CHARACTERS = 2000, 2000
-FAILURE = "invalid tool call"
 
 
 class JudgeFailed(Exception):
@@ -93,7 +92,7 @@ class Tools:
         """
         arguments = request.error or validated(request.name, request.arguments)
         if isinstance(arguments, str):
-            return ToolCall(request.name, request.arguments, f"{FAILURE}: {arguments}.", valid=False)
+            return ToolCall(request.name, request.arguments, f"invalid tool call: {arguments}.", valid=False)
         self._pull()
         observation = readable(self._dispatch(arguments), self.limit)
         if self._shell is not None and self._shell.socket.failure is not None:
@@ -135,13 +134,11 @@ class Tools:
     # --- files ---
 
     def write(self, path: str, content: str) -> str:
-        plain = self.workspace.writable(path)
-        if plain is None:
+        if (plain := self.workspace.writable(path)) is None:
             return f"{path[:80]}: not writable; write model_new.py or kernels/NAME."
         if plain in self.workspace.files and (problem := self._unread(plain)):
             return problem
-        problem = self._keep(plain, content if content.endswith("\n") else content + "\n")
-        return problem or f"Written {plain}."
+        return self._keep(plain, content.removesuffix("\n") + "\n") or f"Written {plain}."
 
     def edit(self, path: str, edits: Sequence[tool_schemas.OneEdit | tool_schemas.Edit]) -> str:
         """Apply all edits to the file `path` in order, or none if one fails.
@@ -218,8 +215,7 @@ class Tools:
         return "\n".join(output)
 
     def glob(self, pattern: str, path: str | None) -> str:
-        start = plain_path(path or ".")
-        if start is None:
+        if (start := plain_path(path or ".")) is None:
             return f"{(path or '')[:80]}: outside the workspace."
         written = untrusted_folder.contents(self._shell.workspace) if self._shell is not None else {}
         prefix = f"{start}/" if start else ""
@@ -236,8 +232,7 @@ class Tools:
 
         A regular expression that backtracks without end is stopped by the time limit of the shell command.
         """
-        start = plain_path(arguments.path or ".")
-        if start is None:
+        if (start := plain_path(arguments.path or ".")) is None:
             return f"{(arguments.path or '')[:80]}: outside the workspace."
         searched = [start] if start else [*TEMPLATE_FILES, "model.py", "model_new.py", "kernels", "utils"]
         command = shlex.join(
