@@ -36,7 +36,8 @@ class ChatEpisode(Episode):
     def __init__(self, request: RolloutRequest, index: int, chat: ChatClient):
         super().__init__(request, index, chat)
         self.chat = chat
-        self.native = True
+        # Descriptions of the tools for the server, which are empty if it refuses them.
+        self.described = descriptions()
         self.messages: list[dict[str, Any]] = [self.first_message()]
 
     async def take_turn(self) -> None:
@@ -74,8 +75,8 @@ class ChatEpisode(Episode):
                 for request, call in zip(requests, calls, strict=True)
             ]
         else:
-            text = "\n".join(f"<tool_response>\n{call.observation}\n</tool_response>" for call in calls)
-            observations = [{"role": "user", "content": text}]
+            texts = (f"<tool_response>\n{call.observation}\n</tool_response>" for call in calls)
+            observations = [{"role": "user", "content": "\n".join(texts)}]
         self.messages += [message, *observations]
 
     def _ask(self, history: list[dict[str, Any]]) -> ChatTurn:
@@ -86,15 +87,13 @@ class ChatEpisode(Episode):
             temperature=self.request.temperature,
             seed=self.request.turn_seed(self.index, len(self.turns)),
         )
-        if self.native:
-            try:
-                return ask(tools=descriptions())
-            except ToolsUnsupported:
-                self.native = False
-                self.messages[0]["content"] += TEXT_FORM + "\n".join(
-                    json.dumps(tool["function"]) for tool in descriptions()
-                )
-        return ask(tools=())
+        try:
+            return ask(tools=self.described)
+        except ToolsUnsupported:
+            texts = "\n".join(json.dumps(tool["function"]) for tool in self.described)
+            self.messages[0]["content"] += TEXT_FORM + texts
+            self.described = []
+            return ask(tools=())
 
     def _history(self) -> list[dict[str, Any]]:
         """Return the messages to send to the server, and set `shortened` to the number of shortened ones.
@@ -132,5 +131,4 @@ def run_chats(request: RolloutRequest, chat: ChatClient) -> list[Trajectory]:
             chat.close()  # ends the requests that threads wait for
             raise
 
-    count = len(request.tasks)
-    return run_all(count, run, lambda: count, on_progress=request.on_progress, stop=request.stop)
+    return run_all(request, run)

@@ -199,8 +199,10 @@ class Episode(abc.ABC):
 
     def first_message(self) -> dict[str, str]:
         """Return the message, with the keys `role` and `content`, in which the user states the task."""
-        content = first_prompt(self.params, self.task.code, in_turns=self.request.multi_turn)
-        return {"role": "user", "content": content}
+        return {
+            "role": "user",
+            "content": first_prompt(self.params, self.task.code, in_turns=self.request.multi_turn),
+        }
 
     def judge(self) -> Verdict:
         """Return the judge's verdict on the current files of the workspace.
@@ -233,17 +235,15 @@ class Episode(abc.ABC):
                 run.append(self.tools.run(request))
         except JudgeFailed as error:
             self.failure, self.error = error.verdict, str(error)
-        calls = tuple(run)
-        self.turns.append(Turn(text, calls, self.shortened))
-        if self.failure is not None:
-            self.finish_reason = "judge"
-        elif cut:
-            self.finish_reason = "length"
-        elif not calls:
-            self.finish_reason = "stop"
-        elif len(self.turns) == self.request.max_turns:
-            self.finish_reason = "turns"
-        return calls
+        self.turns.append(Turn(text, tuple(run), self.shortened))
+        endings = {
+            "judge": self.failure is not None,
+            "length": cut,
+            "stop": not run,
+            "turns": len(self.turns) == self.request.max_turns,
+        }
+        self.finish_reason = next((reason for reason, is_met in endings.items() if is_met), "")
+        return self.turns[-1].calls
 
     def finish(self) -> Trajectory:
         """End the episode, judge the final files unless the judge has failed, and return the trajectory.
@@ -386,10 +386,4 @@ def run_episodes(
 
     At most `sampler.capacity()` episodes run at the same time.
     """
-    return run_all(
-        len(request.tasks),
-        lambda index: run_episode(request, index, sampler, tokenizer),
-        sampler.capacity,
-        on_progress=request.on_progress,
-        stop=request.stop,
-    )
+    return run_all(request, lambda index: run_episode(request, index, sampler, tokenizer), sampler.capacity)

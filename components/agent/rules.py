@@ -22,7 +22,6 @@ from components.core.files import digest_file, digest_json
 from components.core.params import Params
 from components.core.records import Device
 
-NAME = "rules"
 # Folder of the source files on which the kernels depend.
 RULES = Path(__file__).parents[1] / "bootstrap"
 # The text of a turn without a kernel, which ends an episode.
@@ -44,7 +43,9 @@ def rules_policy(params: Params, chosen: frozenset[str]) -> Policy:
     params = with_policy_settings(params, {"prompt": "compact"}, chosen)
     digest = digest_json([digest_file(file) for file in sorted(RULES.glob("*.py"))])
     sample = functools.partial(_sample, writer=_Writer(digest[:16]))
-    return Policy(NAME, digest[:16], digest, params, sample, lambda code: _draw(code, "cpu", 0) is not None)
+    return Policy(
+        "rules", digest[:16], digest, params, sample, lambda code: _draw(code, "cpu", 0) is not None
+    )
 
 
 def _draw(code: str, device: Device, seed: int) -> str | None:
@@ -59,8 +60,7 @@ def _sample(request: RolloutRequest, writer: _Writer) -> list[Trajectory]:
     async def run(index: int) -> Trajectory:
         return await (await asyncio.to_thread(_RuleEpisode, request, index, writer)).run()
 
-    count = len(request.tasks)
-    return run_all(count, run, lambda: count, on_progress=request.on_progress, stop=request.stop)
+    return run_all(request, run)
 
 
 class _RuleEpisode(Episode):
@@ -76,16 +76,11 @@ class _RuleEpisode(Episode):
         """Write a kernel, and measure it if there are more turns."""
         device, turn = self.params.device, len(self.turns)
         is_last = turn == self.request.max_turns - 1
-        if turn and is_last:
-            kernel: str | None = self.best[2]
-        else:
-            kernel = _draw(self.task.code, device, self.request.turn_seed(self.index, turn))
-        if kernel is None:
-            await asyncio.to_thread(self.perform, NO_RULE, [], cut=False)
-            return
-        text = write_call(kernel, device) + ("" if is_last else f"\n{MEASURE_CALL}")
-        await asyncio.to_thread(self.perform, text, parse_calls(text), cut=False)
-        if not is_last and self.tools.verdicts:
+        seed = self.request.turn_seed(self.index, turn)
+        kernel = self.best[2] if turn and is_last else _draw(self.task.code, device, seed)
+        text = "" if kernel is None else write_call(kernel, device) + ("" if is_last else f"\n{MEASURE_CALL}")
+        await asyncio.to_thread(self.perform, text or NO_RULE, parse_calls(text), cut=False)
+        if kernel is not None and not is_last and self.tools.verdicts:
             verdict = self.tools.verdicts[-1]
             eager = verdict.speedup.eager
             self.best = max(self.best, (verdict.milestone, eager.estimate if eager else 0.0, kernel))
