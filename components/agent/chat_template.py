@@ -66,8 +66,7 @@ class ChatTemplate:
 
     def first_ids(self, content: str) -> list[int]:
         """Return the token ids of a user message with the text `content` and of the generation prompt."""
-        messages = [{"role": "user", "content": self._broken(content)}]
-        return self._encode(self._render(messages))
+        return self._encode(self._render([{"role": "user", "content": self._broken(content)}]))
 
     def suffix_ids(self, observations: Sequence[str], call: str = "Bash") -> list[int]:
         """Return the token ids between the last token of a sampled turn and the first of the next turn.

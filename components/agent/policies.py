@@ -88,8 +88,9 @@ def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
         if isinstance(sampler, VllmSampler):
             sampler.fleet.close()
 
-    knows = functools.partial(is_learned, params)
-    return Policy(str(folder), digest[:16], digest, params, sample, knows, close)
+    return Policy(
+        str(folder), digest[:16], digest, params, sample, functools.partial(is_learned, params), close
+    )
 
 
 def is_learned(params: Params, code: str) -> bool:
@@ -158,17 +159,15 @@ def folder_policy(folder: Path, params: Params, chosen: frozenset[str]) -> Polic
             f"--policy {folder}: no model in this folder, config.json is missing; give a checkpoint, a "
             "Hugging Face folder, or a GGUF file (for --policy also champion or an http address)."
         )
-    trained, digest = {}, ""
-    if (folder / MANIFEST).is_file():
-        manifest = verify_checkpoint(folder, params.device)
-        trained, digest = manifest.params.get("policy", {}), manifest.digest
+    manifest = verify_checkpoint(folder, params.device) if (folder / MANIFEST).is_file() else None
+    trained = manifest.params.get("policy", {}) if manifest is not None else {}
     if trained:
         settings = {key: trained[key] for key in ("prompt", "context") if key in trained}
     else:
         with explain_load_errors(folder, "config.json"):
             window = int(read_json(folder / "config.json").get("max_position_embeddings", MAX_CONTEXT))
         settings = {"prompt": "full", "context": min(window, MAX_CONTEXT)}
-    digest = digest or digest_json(digest_tree(folder))
+    digest = manifest.digest if manifest is not None else digest_json(digest_tree(folder))
     return _folder_policy(folder, with_policy_settings(params, settings, chosen), digest)
 
 

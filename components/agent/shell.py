@@ -154,14 +154,10 @@ class Shell:
         out.
         """
         untrusted_folder.open_up(self.workspace, "kernels")
-        files = {
-            f"kernels/{name}": data
-            for name, data in untrusted_folder.contents(self.workspace, "kernels").items()
-        }
-        model = untrusted_folder.read_bytes(self.workspace, "model_new.py")
-        if model is not None:
-            files["model_new.py"] = model
-        return {path: data.decode(errors="replace") for path, data in files.items()}
+        kernels = untrusted_folder.contents(self.workspace, "kernels")
+        files: dict[str, bytes | None] = {f"kernels/{name}": data for name, data in kernels.items()}
+        files["model_new.py"] = untrusted_folder.read_bytes(self.workspace, "model_new.py")
+        return {path: data.decode(errors="replace") for path, data in files.items() if data is not None}
 
     # --- commands ---
 

@@ -168,8 +168,7 @@ def save_trajectories(folder: Path, trajectories: Sequence[Trajectory]) -> None:
     offsets = list(itertools.accumulate((len(trajectory.ids) for trajectory in trajectories), initial=0))
     with atomic_folder(folder) as temporary:
         # A lone surrogate cannot be encoded as UTF-8, so it is written as an escape sequence of JSON.
-        text = "".join(lines).encode(errors="backslashreplace")
-        (temporary / "trajectories.jsonl").write_bytes(text)
+        (temporary / "trajectories.jsonl").write_bytes("".join(lines).encode(errors="backslashreplace"))
         save_file(tokens | {"offsets": np.array(offsets, dtype=np.int64)}, temporary / "tokens.safetensors")
 
 
@@ -221,28 +220,23 @@ def load_trajectories(folder: Path) -> list[Trajectory]:
     return [trajectory for place in places for trajectory in _load(place)]
 
 
-def _load(folder: Path) -> list[Trajectory]:
-    """Read the trajectories in `folder` itself. Raises UserError as `load_trajectories` does."""
+def _load(folder: Path) -> Iterator[Trajectory]:
+    """Yield the trajectories in `folder` itself. Raises UserError as `load_trajectories` does."""
     tokens = load_tokens(folder)
-    records = list(read_records(folder, tokens))
-    result = []
-    for index, record in enumerate(records):
-        span = tokens.span(index)
-        sequences = {name: getattr(tokens, name)[span] for name in SEQUENCES}
+    for index, record in enumerate(list(read_records(folder, tokens))):
+        sequences = {name: getattr(tokens, name)[tokens.span(index)] for name in SEQUENCES}
         try:
-            turns = tuple(
-                Turn(**(turn | {"calls": tuple(ToolCall(**call) for call in turn["calls"])}))
-                for turn in record["turns"]
-            )
             lists: dict[str, Any] = {
-                "turns": turns,
+                "turns": tuple(
+                    Turn(**(turn | {"calls": tuple(ToolCall(**call) for call in turn["calls"])}))
+                    for turn in record["turns"]
+                ),
                 "verdicts": tuple(Verdict.model_validate(verdict) for verdict in record["verdicts"]),
                 "versions": tuple((name, count) for name, count in record.get("versions", ())),
             }
-            result.append(Trajectory(**(record | lists | sequences)))
+            yield Trajectory(**(record | lists | sequences))
         except (TypeError, KeyError, ValueError) as error:
             raise UserError(
                 f"{folder / 'trajectories.jsonl'}: line {index + 1} is no trajectory ({error}); restore the "
                 f"file from its run."
             ) from error
-    return result

@@ -12,7 +12,7 @@ from pathlib import Path
 from jinja2 import StrictUndefined, Template
 
 from components.agent.trajectory import ToolCall, Trajectory
-from components.core.errors import UserError
+from components.core.errors import refuse
 from components.judge.verdict import Verdict
 
 # The text of a call between tags, which is shown as an action instead.
@@ -53,10 +53,13 @@ def choose(trajectories: Sequence[Trajectory], number: int, folder: Path) -> tup
     If `number` is 0, the first of the trajectories with the highest reward is selected. Raises UserError if
     there is no such trajectory. `folder`, from which the trajectories were loaded, is named in the message.
     """
-    if not trajectories:
-        raise UserError(f"{folder}: it holds no trajectory.")
-    if not 0 <= number <= len(trajectories):
-        raise UserError(f"{folder}: there is no trajectory {number}; it holds {len(trajectories)}.")
+    refuse(
+        (not trajectories, f"{folder}: it holds no trajectory."),
+        (
+            not 0 <= number <= len(trajectories),
+            f"{folder}: there is no trajectory {number}; it holds {len(trajectories)}.",
+        ),
+    )
     if number == 0:
         # A trajectory without a reward, because the judge failed on it, comes last.
         rewards = [-math.inf if one.reward is None else one.reward for one in trajectories]
@@ -74,12 +77,16 @@ def steps(trajectory: Trajectory) -> list[Step]:
     files = dict(trajectory.start)
     found = []
     for number, turn in enumerate(trajectory.turns, 1):
-        actions = []
-        for call in turn.calls:
-            diff = tuple(_change(call, files))
-            verdicts = tuple(itertools.islice(left, call.verdicts))
-            actions.append(Action(call, _title(call), diff, verdicts))
-        found.append(Step(number, re.sub(r"\n{3,}", "\n\n", CALL.sub("", turn.text)).strip(), tuple(actions)))
+        actions = tuple(
+            Action(
+                call,
+                _title(call),
+                diff=tuple(_change(call, files)),
+                verdicts=tuple(itertools.islice(left, call.verdicts)),
+            )
+            for call in turn.calls
+        )
+        found.append(Step(number, re.sub(r"\n{3,}", "\n\n", CALL.sub("", turn.text)).strip(), actions))
     return found
 
 
@@ -107,8 +114,7 @@ def _change(call: ToolCall, files: dict[str, str]) -> Iterator[str]:
         yield from _diff(before, after)
     elif call.observation == f"Edited {path}.":
         edits = call.arguments.get("edits", [call.arguments])
-        edits = json.loads(edits) if isinstance(edits, str) else edits
-        for edit in edits:
+        for edit in json.loads(edits) if isinstance(edits, str) else edits:
             old, new = str(edit["old_string"]), str(edit["new_string"])
             if path in files:
                 files[path] = files[path].replace(old, new)

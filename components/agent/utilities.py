@@ -163,11 +163,10 @@ def run_utility(utility: Utility) -> None:
             built = Builder(params.sandbox, params.device, folder / "builds").build(
                 read_workspace(Path.cwd())
             )
-            text, code = BUILD_SUCCEEDED, 0
+            text, code = f"Build failed: {built.log}", 1
             if built.library is not None:
                 atomic_write(Path("cuda_extension.so"), built.library)
-            else:
-                text, code = f"Build failed: {built.log}", 1
+                text, code = BUILD_SUCCEEDED, 0
         else:
             verdict = judge_workdir(params, Path.cwd(), None, folder)
             if verdict.status == "infrastructure":

@@ -135,11 +135,14 @@ def _starter(code: str, evidence: dict[str, Any]) -> str | None:
     forward = next(
         (node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "forward"), None
     )
-    if forward is None or forward.args.vararg or forward.args.kwarg:
+    if (
+        forward is None
+        or forward.args.vararg
+        or forward.args.kwarg
+        or len(forward.args.args[1:]) != len(evidence["inputs"])
+    ):
         return None
     inputs = [argument.arg for argument in forward.args.args[1:]]
-    if len(inputs) != len(evidence["inputs"]):
-        return None
     count = len(evidence["outputs"])
     outputs = ["out"] if count == 1 else [f"out{index}" for index in range(count)]
     parameters = [f"self.{name}" for name in evidence["parameters"]]

@@ -21,7 +21,7 @@ from jinja2 import Template
 
 from components.agent.optimize.search import Outcome
 from components.agent.trajectory import save_trajectories
-from components.core.config import PROJECT
+from components.agent.workspace import TEMPLATE
 from components.core.files import atomic_folder, write_json
 from components.core.params import Params
 from components.core.text import parse_python
@@ -79,9 +79,8 @@ def write_workspace(folder: Path, code: str, files: dict[str, str], library: byt
     The candidate is an implementation of the task. `files` has its texts by workspace path. `library` is its
     built library, which is written to cuda_extension.so, or None if there is none.
     """
-    template = PROJECT / "agent_workdir"
     shutil.copytree(
-        template, folder, ignore=shutil.ignore_patterns("kernels", "model.py", "model_new.py", "__pycache__")
+        TEMPLATE, folder, ignore=shutil.ignore_patterns("kernels", "model.py", "model_new.py", "__pycache__")
     )
     (folder / "kernels").mkdir()
     (folder / "model.py").write_text(code)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from components.agent.episode import RolloutRequest
 from components.agent.policies import Policy
 from components.agent.trajectory import Trajectory
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.files import digest_json
 from components.core.progress import Progress
 from components.core.task import KernelTask
@@ -87,32 +87,35 @@ def admitted_task(task: KernelTask, origin: str, pool: LocalPool) -> tuple[Kerne
         admission = pool.admit(task.code).result()
     evidence = admission.evidence
     detail = " ".join(str(evidence.get("detail", "")).split())
-    if admission.reason == "infrastructure":
-        raise UserError(f"{origin}: the judge failed ({detail}); run cuda-agent doctor.")
-    if admission.reason == "does_not_run":
-        raise UserError(
+    is_unsure = admission.reason.endswith(UNSURE)
+    refuse(
+        (
+            admission.reason == "infrastructure",
+            f"{origin}: the judge failed ({detail}); run cuda-agent doctor.",
+        ),
+        (
+            admission.reason == "does_not_run",
             f"{origin}: the module does not run by itself ({detail}); "
-            "fix it: it may import torch, and nothing of your own."
-        )
-    if admission.reason == "too_large":
-        raise UserError(
-            f"{origin}: the judge cannot measure the module here ({detail}); give smaller inputs."
-        )
+            "fix it: it may import torch, and nothing of your own.",
+        ),
+        (
+            admission.reason == "too_large",
+            f"{origin}: the judge cannot measure the module here ({detail}); give smaller inputs.",
+        ),
+        (
+            not admission.admitted and not is_unsure,
+            f"{origin}: the judge could not tell a wrong kernel from a right one: "
+            f"{UNJUDGEABLE.get(admission.reason, admission.reason)}; give other inputs or another module.",
+        ),
+    )
     notes = []
-    if admission.reason.endswith(UNSURE):
+    if is_unsure:
         name = admission.reason.removesuffix(UNSURE).replace("_", " ", 1)
         notes.append(f"{name} makes no difference to the output, so nothing about it was checked.")
-    elif not admission.admitted:
-        reason = UNJUDGEABLE.get(admission.reason, admission.reason)
-        raise UserError(
-            f"{origin}: the judge could not tell a wrong kernel from a right one: {reason}; "
-            "give other inputs or another module."
-        )
     if evidence["eager_seconds"] < SHORT_SECONDS:
         notes.append(
             f"One call takes {evidence['eager_seconds'] * 1e6:.1f} us in eager: overhead of the call "
-            f"dominates, "
-            "larger inputs would be more telling."
+            "dominates, larger inputs would be more telling."
         )
     return task.model_copy(update={"evidence": evidence}), notes
 
@@ -222,8 +225,9 @@ def _measure_again(
     """
 
     def measure(candidate: Candidate, purpose: str) -> Verdict:
-        job = Job(task, candidate, f"evaluation/{purpose}/{epoch}", compare_compile=True)
-        return pool.submit(job).result()
+        return pool.submit(
+            Job(task, candidate, f"evaluation/{purpose}/{epoch}", compare_compile=True)
+        ).result()
 
     finalists = sorted(_correct(judged).items(), key=lambda item: -_speed(item[1]))[:FINALISTS]
     again: dict[Candidate, float] = {}
