@@ -5,14 +5,12 @@ Objects belong to groups, which are kept or removed as a whole: those of a check
 and of MLflow) are managed by other programs and are never removed.
 """
 
-import json
 import re
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from components.core.files import MANIFEST
 from components.storage.store import Store, StoredObject
@@ -86,9 +84,7 @@ def plan(
         if used and group.name.startswith("runs/"):
             for entry in group.entries:
                 if entry.key.endswith(f"/{MANIFEST}"):
-                    named |= dict.fromkeys(
-                        words(json.dumps(_read(store, entry.key))), f"named by {group.name}"
-                    )
+                    named |= dict.fromkeys(words(_read(store, entry.key)), f"named by {group.name}")
     for group in found:
         if group.name not in keep and (reason := reason_to_keep(group.id, named)):
             keep[group.name] = reason
@@ -128,7 +124,7 @@ def reason_to_keep(identity: str, references: dict[str, str]) -> str:
     )
 
 
-def _read(store: Store, key: str) -> Any:
+def _read(store: Store, key: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         store.get(key, Path(folder) / "object")
-        return json.loads((Path(folder) / "object").read_text())
+        return (Path(folder) / "object").read_text()

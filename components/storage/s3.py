@@ -92,8 +92,7 @@ class S3Store:
 
     def get(self, key: str, target: Path) -> None:
         with self._faults(self._name(key), "read") as name:
-            head = self._head(name)
-            if head is None:
+            if (head := self._head(name)) is None:
                 raise KeyError(key)
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
@@ -156,8 +155,7 @@ class S3Store:
         except self.client.exceptions.ClientError as error:
             if error.response["Error"]["Code"] not in REFUSED:
                 raise
-        found = self._recorded(name)
-        if found is None:
+        if (found := self._recorded(name)) is None:
             raise StoreUnavailable(f"{self._address(name)}: was written and is not there; try again.")
         return found
 
