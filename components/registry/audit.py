@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import digest_json, locked, read_json, write_json
@@ -177,7 +177,7 @@ class AuditChain:
             try:
                 content = read_json(path)
                 entry = AuditEntry.model_validate(content)
-            except (OSError, ValueError, ValidationError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 raise AuditChainError(
                     f"{path}: this audit entry cannot be read ({str(error).splitlines()[0]}); "
                     "restore it from its backup."

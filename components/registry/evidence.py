@@ -129,6 +129,6 @@ class Evidence:
                 record = read_json(file)
                 signature = record.pop("signature", "") if isinstance(record, dict) else ""
                 signer.check(record, str(signature))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 found.append(f"{file}: this record of a run is not to be trusted, because {error}.")
         return found

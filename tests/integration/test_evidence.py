@@ -160,6 +160,8 @@ def test_an_edited_record_of_a_run_is_found(home: Path) -> None:
         assert promotion.verify() == [
             f"{path}: this record of a run is not to be trusted, because it is not signed."
         ]
+    path.write_text("[" * 100_000)
+    assert "run.json: this record of a run is not to be trusted" in promotion.verify()[0]
 
 
 def test_a_colleague_decides_with_a_key_of_ones_own(home: Path, tmp_path: Path) -> None:

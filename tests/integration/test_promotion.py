@@ -166,9 +166,12 @@ def changed(path: Path) -> None:
         (lambda folder: changed(folder / "000001.json"), "000001.json: this audit entry was changed"),
         (lambda folder: (folder / "000001.json").unlink(), "000001.json: this audit entry is missing"),
         (lambda folder: (folder / "000006.json").unlink(), "names entry 6, which the chain does not hold"),
-        (
-            lambda folder: (folder / "000002.json").write_text("{"),
-            "000002.json: this audit entry cannot be read",
+        *(
+            (
+                lambda folder, text=text: (folder / "000002.json").write_text(text),
+                "000002.json: this audit entry cannot be read",
+            )
+            for text in ("{", "[" * 100_000)
         ),
     ],
 )
