@@ -89,6 +89,11 @@ class AuditEntry(FrozenModel):
     def anchor(self) -> str:
         return f"{self.number}:{self.digest}"
 
+    @property
+    def is_late(self) -> bool:
+        """Return whether the deadline of a version that waits, in the evidence, has passed."""
+        return datetime.now(UTC) > datetime.fromisoformat(self.evidence["deadline"])
+
 
 class AuditChainError(UserError):
     """Error raised if an entry of an audit chain was changed, removed or inserted, or cannot be trusted.

@@ -22,13 +22,15 @@ from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.uri import is_local_uri
 
 from components.core.errors import UserError
-from components.registry.audit import AuditChain
+from components.registry.audit import DECISIONS, AuditChain, AuditEntry
 from components.registry.gates import Decision, Gate
 from components.registry.tracking import KIND, RUN_KEY
 from components.storage.gc import words
 
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
 DECISION = "gate.verdict"
+# Tag of the registered model that names the newest entry of the audit chain.
+ANCHOR = "audit.anchor"
 # Folder of a version with the files of its checkpoint.
 CHECKPOINT = "checkpoint"
 # Number of runs that are read from MLflow at once.
@@ -121,13 +123,44 @@ def champion_besides(aliases: Mapping[str, str], version: str) -> str | None:
     return aliases.get(PREVIOUS) if champion == version else champion
 
 
-def tags(client: MlflowClient, model: str) -> dict[str, str]:
-    """Return the tags of the registered model itself, not of its versions; {} if there is no such model.
+def decided_aliases(client: MlflowClient, model: str) -> dict[str, str]:
+    """Return the version number of each of the aliases `champion` and `previous` in the registry.
+
+    An alias that no version of the registered model `model` has is not a key.
+    """
+    found = aliases(client, model)
+    return {alias: found[alias] for alias in (CHAMPION, PREVIOUS) if alias in found}
+
+
+def anchor(client: MlflowClient, model: str) -> str:
+    """Return the number and the digest of the newest audit entry that the registry names, or "" without one.
 
     `model` is the name of the registered model.
     """
     found = _registered(client, model)
-    return dict(found.tags) if found is not None else {}
+    return str(found.tags.get(ANCHOR, "")) if found is not None else ""
+
+
+def apply_entry(client: MlflowClient, model: str, entry: AuditEntry) -> AuditEntry:
+    """Set the aliases and tags of the registered model `model` as an audit entry says, and return the entry.
+
+    The tags are those with the decision on the version, and the anchor, which names the entry as the newest
+    one. A version that was decided on loses the alias candidate. Repeating the call changes nothing.
+    """
+    actual = aliases(client, model)
+    for alias in (PREVIOUS, CHAMPION):
+        wanted = entry.aliases.get(alias)
+        if wanted is None and alias in actual:
+            client.delete_registered_model_alias(model, alias)
+        elif wanted is not None and actual.get(alias) != wanted:
+            client.set_registered_model_alias(model, alias, wanted)
+    if entry.action in DECISIONS:
+        decision = {DECISION: entry.action, "decided.by": entry.who, "decided.when": entry.when}
+        set_tags(client, model, entry.version, decision)
+        if entry.action != "waiting" and actual.get(CANDIDATE) == entry.version:
+            client.delete_registered_model_alias(model, CANDIDATE)
+    client.set_registered_model_tag(model, ANCHOR, entry.anchor)
+    return entry
 
 
 def _registered(client: MlflowClient, model: str) -> Any:

@@ -36,10 +36,8 @@ from components.registry.audit import (
 )
 from components.registry.evidence import Evidence
 from components.registry.gates import Compared, Decision
-from components.registry.models import CANDIDATE, CHAMPION, PREVIOUS
+from components.registry.models import CHAMPION, PREVIOUS
 
-# Tag of the registered model that names the newest entry of the audit chain.
-ANCHOR = "audit.anchor"
 PASSED = ("promoted", "approved")
 # Actions by which a version becomes the champion and the champion becomes the previous one.
 CHAMPION_ACTIONS = (*PASSED, "rolled_back")
@@ -172,7 +170,7 @@ class Promotion:
         """
         with self._changing() as entries:
             version, waiting = self._waiting(version, entries)
-            if _is_late(waiting):
+            if waiting.is_late:
                 return self._expire(version, entries)
             self._same_champion(version, (waiting.evidence["champion"] or {}).get("version"), entries)
             evidence = self.files.verified(version, entries)
@@ -260,7 +258,7 @@ class Promotion:
             return [
                 self._expire(entry.version, entries)
                 for entry in state.values()
-                if entry.action == "waiting" and _is_late(entry)
+                if entry.action == "waiting" and entry.is_late
             ]
 
     def note(self, version: str, decision: Decision, *, who: str = "") -> AuditEntry:
@@ -270,14 +268,10 @@ class Promotion:
         Raises UserError if a file of the version has changed.
         """
         with self._changing() as entries:
-            gates = {"gates": [gate.model_dump() for gate in decision.gates]}
+            gates = [gate.model_dump() for gate in decision.gates]
+            evidence = self.files.verified(version, entries) | {"gates": gates}
             return self._append(
-                "gated",
-                version,
-                entries,
-                who,
-                reason=" ".join(decision.reasons),
-                evidence=self.files.verified(version, entries) | gates,
+                "gated", version, entries, who, reason=" ".join(decision.reasons), evidence=evidence
             )
 
     def verify(self) -> list[str]:
@@ -288,10 +282,10 @@ class Promotion:
         with self.chain.locked():
             try:
                 entries = self.chain.entries()
-                check_anchor(entries, self._anchor())
+                check_anchor(entries, models.anchor(self.client, self.model))
             except AuditChainError as error:
                 return [str(error)]
-            actual, recorded = self._actual(), recorded_aliases(entries)
+            actual, recorded = models.decided_aliases(self.client, self.model), recorded_aliases(entries)
             moved = (
                 f"aliases: the registry says {_listed(actual)} and the audit chain {_listed(recorded)}; "
                 "another program moved them."
@@ -361,46 +355,17 @@ class Promotion:
     ) -> AuditEntry:
         """Append an audit entry to the chain, change the registry as the entry says, and return the entry.
 
-        The registry's aliases and tags are changed (`_apply_entry`). `entries` are the entries of the chain
-        so far. If `who` is empty, the present user is recorded. `rest` may contain the fields `reason`,
-        `evidence` and `key` of the entry. If the action is in CHAMPION_ACTIONS, the version becomes the
-        champion (the promoted version), and the champion before, unless it is the same version, gets the
-        alias previous.
+        `entries` are the entries of the chain so far. If `who` is empty, the present user is recorded. `rest`
+        may contain the fields `reason`, `evidence` and `key` of the entry. If the action is in
+        CHAMPION_ACTIONS, the version becomes the champion (the promoted version), and the champion before,
+        unless it is the same version, gets the alias previous.
         """
         aliases = recorded_aliases(entries)
         if action in CHAMPION_ACTIONS and aliases.get(CHAMPION) != version:
             previous = {PREVIOUS: aliases[CHAMPION]} if CHAMPION in aliases else {}
             aliases = aliases | previous | {CHAMPION: version}
-        return self._apply_entry(self.chain.append(action, version, aliases, who or person(), **rest))
-
-    def _apply_entry(self, entry: AuditEntry) -> AuditEntry:
-        """Set the aliases and tags in the registry as an audit entry says, and return the entry.
-
-        The tags are those with the decision on the version, and the anchor, which names the entry as the
-        newest one. A version that was decided on loses the alias candidate. Repeating the call changes
-        nothing.
-        """
-        actual = self._actual()
-        for alias in (PREVIOUS, CHAMPION):
-            wanted = entry.aliases.get(alias)
-            if wanted is None and alias in actual:
-                self.client.delete_registered_model_alias(self.model, alias)
-            elif wanted is not None and actual.get(alias) != wanted:
-                self.client.set_registered_model_alias(self.model, alias, wanted)
-        if entry.action in DECISIONS:
-            models.set_tags(
-                self.client,
-                self.model,
-                entry.version,
-                {models.DECISION: entry.action, "decided.by": entry.who, "decided.when": entry.when},
-            )
-            if (
-                entry.action != "waiting"
-                and models.aliases(self.client, self.model).get(CANDIDATE) == entry.version
-            ):
-                self.client.delete_registered_model_alias(self.model, CANDIDATE)
-        self.client.set_registered_model_tag(self.model, ANCHOR, entry.anchor)
-        return entry
+        entry = self.chain.append(action, version, aliases, who or person(), **rest)
+        return models.apply_entry(self.client, self.model, entry)
 
     def _recover(self) -> list[AuditEntry]:
         """Apply the newest entry if a killed process wrote it without applying it, and return all entries.
@@ -410,11 +375,11 @@ class Promotion:
         AuditChainError if the chain was changed.
         """
         entries = self.chain.entries()
-        anchor = self._anchor()
+        anchor = models.anchor(self.client, self.model)
         check_anchor(entries, anchor)
         if entries and anchor != entries[-1].anchor:
-            self._apply_entry(entries[-1])
-        actual, recorded = self._actual(), recorded_aliases(entries)
+            models.apply_entry(self.client, self.model, entries[-1])
+        actual, recorded = models.decided_aliases(self.client, self.model), recorded_aliases(entries)
         if actual != recorded:
             numbers = models.numbers(self.client, self.model)
             existing = {alias: number for alias, number in recorded.items() if number in numbers}
@@ -425,22 +390,8 @@ class Promotion:
                 else f"another program had moved the aliases to {_listed(actual)}; they were set back"
             )
             found = self.chain.append("found", existing.get(CHAMPION, ""), existing, "unknown", reason=reason)
-            entries.append(self._apply_entry(found))
+            entries.append(models.apply_entry(self.client, self.model, found))
         return entries
-
-    def _anchor(self) -> str:
-        return models.tags(self.client, self.model).get(ANCHOR, "")
-
-    def _actual(self) -> dict[str, str]:
-        return {
-            alias: version
-            for alias, version in models.aliases(self.client, self.model).items()
-            if alias in (CHAMPION, PREVIOUS)
-        }
-
-
-def _is_late(waiting: AuditEntry) -> bool:
-    return datetime.now(UTC) > datetime.fromisoformat(waiting.evidence["deadline"])
 
 
 def _listed(aliases: dict[str, str]) -> str:
