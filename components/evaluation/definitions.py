@@ -155,22 +155,14 @@ def task_source(definition: Definition, workloads: list[Workload]) -> str:
     Raises Unfit if the definition does not fit a task, and UserError if its source is not valid Python.
     """
     tensors = [*definition.inputs.values(), *definition.outputs.values()]
-    faults = [
-        *(
-            f"{name!r} is no name in Python"
-            for name in (*definition.axes, *definition.inputs)
-            if not name.isidentifier()
-        ),
-        *(
-            []
-            if re.fullmatch(r"[A-Za-z0-9][\w.+-]*", definition.name)
-            else [f"{definition.name!r} is no name of a file"]
-        ),
-        *(f"dtype {dtype}" for dtype in sorted({tensor.dtype for tensor in tensors} - RANDOM.keys())),
-        *("an output is a number" for tensor in definition.outputs.values() if tensor.shape is None),
-    ]
-    if faults:
-        raise Unfit(faults[0])
+    if bad := [name for name in (*definition.axes, *definition.inputs) if not name.isidentifier()]:
+        raise Unfit(f"{bad[0]!r} is no name in Python")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", definition.name):
+        raise Unfit(f"{definition.name!r} is no name of a file")
+    if missing := sorted({tensor.dtype for tensor in tensors} - RANDOM.keys()):
+        raise Unfit(f"dtype {missing[0]}")
+    if any(tensor.shape is None for tensor in definition.outputs.values()):
+        raise Unfit("an output is a number")
     arguments = [name for name, axis in definition.axes.items() if axis.type == "var"]
     if not definition.custom_inputs_entrypoint:
         arguments += [name for name, tensor in definition.inputs.items() if tensor.shape is None]
