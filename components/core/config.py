@@ -6,10 +6,9 @@ computes, measures or publishes, and `throughput` if it does not (`records.py`).
 """
 
 import difflib
-import functools
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_origin
@@ -76,30 +75,21 @@ KINDS = {
 }
 
 
-@functools.cache
-def _result_keys(names: tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the dotted keys of the parameters that change results and are in or below `names`.
+def result_values(params: JudgeParams, names: Collection[str] | None = None) -> dict[str, Any]:
+    """Return the values of the parameters that change results, by dotted key, in the order of declaration.
 
-    They are those of the kind `result`, which core/records.py defines, in the order of their declaration.
-    `names` are dotted keys of parameters or of sections; None means all parameters.
-    """
-    return tuple(
-        key
-        for key, kind in KINDS.items()
-        if kind == "result"
-        and (names is None or any(key == name or key.startswith(f"{name}.") for name in names))
-    )
-
-
-def result_values(params: JudgeParams, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return the values of the parameters that change results (the kind `result`), by dotted key.
-
-    `names` are the dotted keys of parameters or of sections to which the result is limited; by default, it is
-    not limited. The value of a mapping, such as data.operator_mix, is one value.
+    They are those of the kind `result`, which core/records.py defines. `names` are the dotted keys of
+    parameters or of sections to which the result is limited; by default, it is not limited. The value of a
+    mapping, such as data.operator_mix, is one value.
     """
     values = flatten_values(params.model_dump(mode="json"))
-    keys = _result_keys(None if names is None else tuple(names))
-    return {key: values[key] for key in keys if key in values}
+    return {
+        key: values[key]
+        for key, kind in KINDS.items()
+        if kind == "result"
+        and key in values
+        and (names is None or any(key == name or key.startswith(f"{name}.") for name in names))
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -367,9 +357,9 @@ def check_policy_source(params: Params) -> None:
         return
     if is_gguf(source) and Path(source).is_file():
         with Path(source).open("rb") as file:
-            if file.read(4) == b"GGUF":
-                return
-        raise UserError(f"policy.{key}: {source} is no GGUF file, or is damaged; fetch it again.")
+            is_damaged = file.read(4) != b"GGUF"
+        refuse((is_damaged, f"policy.{key}: {source} is no GGUF file, or is damaged; fetch it again."))
+        return
     lacks = "is neither a folder nor a GGUF file" if Path(source).exists() else "does not exist"
     lacks = "has no config.json" if Path(source).is_dir() else lacks
     raise UserError(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from components.core.errors import InfrastructureError, UserError, error_chain
+from components.core.errors import InfrastructureError, UserError, error_chain, refuse
 
 # Name of the file of a checkpoint that lists the digest of each other file, and the digest of that list.
 MANIFEST = "manifest.json"
@@ -106,12 +106,14 @@ def user_cache(name: str) -> Path:
         raise UserError(
             f"{error.filename or folder}: cannot be made ({error.strerror}); {remedy}."
         ) from error
-    if (owner := folder.stat().st_uid) != os.geteuid():
-        raise UserError(
-            f"{folder}: belongs to another user (uid {owner}), and programs are kept there; {remedy}."
-        )
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{folder}: cannot be written; {remedy}.")
+    owner = folder.stat().st_uid
+    refuse(
+        (
+            owner != os.geteuid(),
+            f"{folder}: belongs to another user (uid {owner}), and programs are kept there; {remedy}.",
+        ),
+        (not os.access(folder, os.W_OK | os.X_OK), f"{folder}: cannot be written; {remedy}."),
+    )
     check_executable(folder, remedy)
     return folder
 
@@ -121,11 +123,13 @@ def check_executable(folder: Path, remedy: str) -> None:
 
     `remedy` is the end of the message and says what the user can do.
     """
-    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        raise UserError(
+    refuse(
+        (
+            os.statvfs(folder).f_flag & os.ST_NOEXEC,
             f"{folder}: its file system is mounted noexec, and what is compiled there must be loaded; "
-            f"{remedy}."
+            f"{remedy}.",
         )
+    )
 
 
 def scratch_folder() -> Path:
@@ -213,11 +217,13 @@ def check_replaceable(folder: Path, what: str, names: Sequence[str]) -> None:
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     others = sorted(found - set(names))
     is_other = os.path.lexists(folder) if not folder.is_dir() else found and names[0] not in found
-    if others or is_other:
-        raise UserError(
+    refuse(
+        (
+            others or is_other,
             f"{folder}: holds something else than {what}{f' ({others[0]})' if others else ''}; "
-            "give a new or empty folder."
+            "give a new or empty folder.",
         )
+    )
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -252,18 +258,22 @@ def verify_files(checkpoint: Path, remedy: str = "delete the folder and run agai
         raise UserError(
             f"{checkpoint / MANIFEST}: is missing or damaged, so this is not a checkpoint; {remedy}."
         ) from error
-    if digest_json(expected) != digest:
-        raise UserError(
-            f"{checkpoint / MANIFEST}: its digest does not match the files that it lists, the checkpoint "
-            f"is corrupt; {remedy}."
-        )
     found = digest_tree(checkpoint, exclude=(MANIFEST,))
-    for name in sorted(set(expected) | set(found)):
-        if expected.get(name) != found.get(name):
-            raise UserError(
+    refuse(
+        (
+            digest_json(expected) != digest,
+            f"{checkpoint / MANIFEST}: its digest does not match the files that it lists, the checkpoint "
+            f"is corrupt; {remedy}.",
+        ),
+        *(
+            (
+                expected.get(name) != found.get(name),
                 f"{checkpoint / name}: its digest does not match {MANIFEST}, the checkpoint is corrupt; "
-                f"{remedy}."
+                f"{remedy}.",
             )
+            for name in sorted(set(expected) | set(found))
+        ),
+    )
     return digest
 
 

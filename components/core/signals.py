@@ -60,10 +60,8 @@ def _send_ignored_again(unraisable: "sys.UnraisableHookArgs") -> None:
     by another thread after AGAIN_SECONDS, when such code has usually ended. Nothing is sent while the
     interpreter ends.
     """
-    if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        number: int | None = signal.SIGINT
-    else:
-        number = getattr(unraisable.exc_value, "signal", None)
+    is_interrupt = issubclass(unraisable.exc_type, KeyboardInterrupt)
+    number = signal.SIGINT if is_interrupt else getattr(unraisable.exc_value, "signal", None)
     if number is None:
         sys.__unraisablehook__(unraisable)
     elif not sys.is_finalizing():  # while the interpreter ends, no thread can start

@@ -8,7 +8,6 @@ there is none.
 
 import base64
 import getpass
-import hashlib
 import os
 import socket
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from components.core.errors import UserError
@@ -69,8 +68,8 @@ class Signer:
                 f"{self.key}: {self.trusted} does not list this key, so its signatures would not be "
                 f"accepted; append the line: {_line(public)}"
             )
-        signature = private.sign(digest_json(dict(record)).encode())
-        return f"{_fingerprint(public)}:{base64.b64encode(signature).decode()}"
+        signature = base64.b64encode(private.sign(digest_json(dict(record)).encode())).decode()
+        return f"{_fingerprint(public)}:{signature}"
 
     def check(self, record: Mapping[str, Any], signature: str) -> str:
         """Return the name of the trusted key with which a JSON record was signed.
@@ -175,6 +174,5 @@ def _line(public: Ed25519PublicKey) -> str:
 
 def _fingerprint(public: Ed25519PublicKey) -> str:
     """Return the fingerprint of a key as `ssh-keygen -l` prints it, without the prefix SHA256."""
-    text = public.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    digest = hashlib.sha256(base64.b64decode(text.split()[1])).digest()
+    digest = serialization.ssh_key_fingerprint(public, hashes.SHA256())
     return base64.b64encode(digest).decode().rstrip("=")

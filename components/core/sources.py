@@ -89,8 +89,7 @@ def import_closure(*modules: str) -> frozenset[Path]:
     }
     for used_by, folders in USED_WITHOUT_IMPORT.items():
         if any(f"{name}.".startswith(f"{used_by}.") for name in reached):
-            for folder in folders:
-                files |= _files_below(PROJECT / folder)
+            files |= {path for folder in folders for path in _files_below(PROJECT / folder)}
     return frozenset(files)
 
 

@@ -19,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 from pydantic import Field
 
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.files import atomic_write, digest_bytes, digest_json
 from components.core.records import FrozenModel, TaskDtype, reason
 from components.core.text import parse_python, parse_without_docstrings
@@ -103,11 +103,13 @@ def check_contract(code: str, origin: str) -> None:
     parts = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     parts |= {f"{node.name}()" for node in tree.body if isinstance(node, ast.FunctionDef)}
     missing = [part for part in REQUIRED_PARTS if part not in parts]
-    if missing:
-        raise UserError(
+    refuse(
+        (
+            missing,
             f"{origin}: a task needs class Model(nn.Module), get_inputs() and get_init_inputs(); "
-            f"add {', '.join(missing)}."
+            f"add {', '.join(missing)}.",
         )
+    )
     workloads_of(code, origin)
 
 
@@ -166,15 +168,17 @@ def _returns(function: ast.FunctionDef) -> list[ast.Return]:
 
 
 def _cast_inputs(code: str, cast: str) -> str:
-    functions = [node for node in parse_python(code).body if isinstance(node, ast.FunctionDef)]
-    inputs = [node for node in functions if node.name == "get_inputs"][-1]
     texts = []
+    tree = parse_python(code)
+    inputs = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "get_inputs"][-1]
     for node in _returns(inputs):
         if (value := node.value) is not None:
             left, right = ("", "") if isinstance(value, ast.List) else ("(", ")")
             condition = "if isinstance(t, torch.Tensor) and t.is_floating_point() else t"
-            texts.append((value.lineno, value.col_offset, f"[t.{cast}() {condition} for t in {left}"))
-            texts.append((value.end_lineno or 0, value.end_col_offset or 0, f"{right}]"))
+            texts += [
+                (value.lineno, value.col_offset, f"[t.{cast}() {condition} for t in {left}"),
+                (value.end_lineno or 0, value.end_col_offset or 0, f"{right}]"),
+            ]
     return _insert(code, texts)
 
 
@@ -266,8 +270,7 @@ def read_tasks(path: Path) -> list[KernelTask]:
     column `code`, or has a row with values of wrong types.
     """
     rows = read_rows(path, "code")
-    if not rows:
-        raise UserError(f"{path}: holds no task; build it with cuda-agent data build.")
+    refuse((not rows, f"{path}: holds no task; build it with cuda-agent data build."))
     return [_task(path, number, row) for number, row in enumerate(rows)]
 
 
@@ -285,11 +288,16 @@ def read_rows(path: Path, *columns: str, field: str = "") -> list[dict[str, Any]
             f"({reason(error) if path.exists() else 'there is no such file'}); give one of tasks, such as "
             "cuda-agent data build writes."
         ) from error
-    if missing := [name for name in columns if name not in table.column_names]:
-        raise UserError(
-            f"{field}{path}: column {missing[0]} is missing; a parquet file of tasks has the columns ops, "
-            "data_source and code."
+    refuse(
+        *(
+            (
+                name not in table.column_names,
+                f"{field}{path}: column {name} is missing; a parquet file of tasks has the columns ops, "
+                "data_source and code.",
+            )
+            for name in columns
         )
+    )
     return rows
 
 

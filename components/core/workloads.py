@@ -64,19 +64,23 @@ def workloads_of(code: str, origin: str) -> list[Workload]:
     if not any(isinstance(node.ctx, ast.Store) for node in uses):
         return whole
     assignments = [node for node in tree.body if assigns_workloads(node)]
-    if len(assignments) != 1 or len(uses) > 1:
-        raise UserError(
+    refuse(
+        (
+            len(assignments) != 1 or len(uses) > 1,
             f"{origin}: {WORKLOADS} is not assigned once at the top level, or used elsewhere; assign a list "
-            "once, and do not use its name otherwise."
+            "once, and do not use its name otherwise.",
         )
+    )
     value = assignments[0].value
     items = value.elts if isinstance(value, ast.List | ast.Tuple) else []
     tuples = [item for item in items if isinstance(item, ast.Tuple | ast.List)]
-    if not 1 <= len(items) <= MAX_WORKLOADS or len(tuples) < len(items):
-        raise UserError(
+    refuse(
+        (
+            not 1 <= len(items) <= MAX_WORKLOADS or len(tuples) < len(items),
             f"{origin}: {WORKLOADS} is not a list of 1 to {MAX_WORKLOADS} tuples; write the arguments of "
-            f"each call of get_inputs as a tuple, such as {WORKLOADS} = [(32, 128), (64, 512)]."
+            f"each call of get_inputs as a tuple, such as {WORKLOADS} = [(32, 128), (64, 512)].",
         )
+    )
     least, most = _argument_counts(tree, origin)
     try:
         rest = ast.unparse(ast.Module([node for node in tree.body if node is not assignments[0]], []))
