@@ -117,11 +117,13 @@ def data_check(options: CommonOptions, dataset: Dataset) -> Output:
     version = dataset_version(path)
     refused = check_rows(tasks, data)
     if refused:
-        rows = [
-            (str(row), " ".join(finding.task.ops), finding.reason, finding.detail[:100])
-            for row, finding in refused.items()
-        ]
-        print_table(("row", "operators", "reason", "detail"), rows)
+        print_table(
+            ("row", "operators", "reason", "detail"),
+            [
+                (str(row), " ".join(finding.task.ops), finding.reason, finding.detail[:100])
+                for row, finding in refused.items()
+            ],
+        )
     print_line(f"{path}: {len(tasks)} tasks, {len(refused)} refused, version {version}")
     return Output(
         {
@@ -161,13 +163,15 @@ def data_stats(dataset: Dataset) -> Output:
         "most_frequent": dict(operators.most_common(12)),
         "eager_seconds": dict(zip(("p10", "median", "p90"), deciles, strict=False)),
     }
-
-    def text(value: Any) -> str:
-        if isinstance(value, dict):
-            return ", ".join(f"{key}: {number:.4g}" for key, number in value.items())
-        return str(value)
-
-    rows = [(name.replace("_", " "), text(value)) for name, value in record.items()]
+    rows = [
+        (
+            name.replace("_", " "),
+            ", ".join(f"{key}: {number:.4g}" for key, number in value.items())
+            if isinstance(value, dict)
+            else str(value),
+        )
+        for name, value in record.items()
+    ]
     print_table(("figure", "value"), rows, show_header=False)
     return Output(record)
 
@@ -187,9 +191,8 @@ def data_show(
     from components.core.task import read_tasks
 
     path = _parquet(dataset or newest_dataset(home_of(options.resolve())))
-    tasks = read_tasks(path)
     matches = []
-    for task in tasks:
+    for task in read_tasks(path):
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # of a faulty source
             matches += [task] if task.task_id.startswith(task_id) else []
     if len(matches) != 1:

@@ -26,7 +26,7 @@ from components.cli.common import (
     print_table,
     with_common_options,
 )
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -88,9 +88,8 @@ def doctor(options: CommonOptions) -> Output:
 def _mark(finding: Finding) -> Text:
     from rich.text import Text
 
-    if finding.here:
-        return Text("ok", "green")
-    return Text("missing", "red") if finding.needed else Text("absent", "yellow")
+    absent = ("missing", "red") if finding.needed else ("absent", "yellow")
+    return Text(*(("ok", "green") if finding.here else absent))
 
 
 def examine(resolved: Resolved) -> list[Finding]:
@@ -106,14 +105,12 @@ def examine(resolved: Resolved) -> list[Finding]:
     files = any(Path("/").glob("usr/lib/*/libseccomp.so.2*"))
     library = find_library("seccomp") or ("libseccomp.so.2" if files else "")
     is_isolated = params.sandbox.isolation == "bubblewrap"
-    switched_off = f"switched off by sandbox.isolation: {params.sandbox.isolation}"
-    no_nvcc = "no CUDA kernel can be built" if cuda else "no CUDA kernel can be built (device cpu needs none)"
     return [
         Finding(
             "python", sys.version_info >= NEEDED_PYTHON, sys.version.split()[0], "3.11 or newer is needed"
         ),
         _program("g++", True, "no C++ kernel can be built, and torch.compile cannot be measured"),
-        _program("nvcc", cuda, no_nvcc),
+        _program("nvcc", cuda, f"no CUDA kernel can be built{'' if cuda else ' (device cpu needs none)'}"),
         _program("ccache", False, "repeated builds of bindings take longer"),
         _program(
             "bwrap",
@@ -123,7 +120,10 @@ def examine(resolved: Resolved) -> list[Finding]:
         Finding("libseccomp", bool(library), library, "system calls of candidates are not filtered"),
         _readable(ISOLATION, lambda: _isolation(params))
         if is_isolated
-        else Finding(ISOLATION, False, "", switched_off, needed=False),
+        else Finding(
+            *(ISOLATION, False, "", f"switched off by sandbox.isolation: {params.sandbox.isolation}"),
+            needed=False,
+        ),
         Finding("gpu", bool(gpu), gpu, "kernels are C++ on the CPU (device cpu)", needed=False),
         Finding(
             "cores", cores >= 2, str(cores), "building and measuring share one core: slower", needed=False
@@ -164,9 +164,8 @@ def _first_line(*command: str) -> str:
 
 
 def _program(name: str, needed: bool, cost: str) -> Finding:
-    path = shutil.which(name)
-    found = (_first_line(name, "--version") or path) if path else ""
-    return Finding(name, path is not None, found, cost, needed=needed)
+    path = shutil.which(name) or ""
+    return Finding(name, bool(path), _first_line(name, "--version") or path, cost, needed=needed)
 
 
 def _package(name: str, cost: str) -> Finding:
@@ -212,8 +211,9 @@ def pool(params: Params) -> str:
         check_fits(params)
     if not trainers and not judges:
         return "the process of the run trains and judges"
-    if importlib.util.find_spec("ray") is None:
-        raise UserError("pool: trainers and judges need Ray; install the extra ray.")
+    refuse(
+        (not importlib.util.find_spec("ray"), "pool: trainers and judges need Ray; install the extra ray.")
+    )
     from components.planning.ray_cluster import check_capacity
 
     check_capacity(params)
@@ -243,10 +243,12 @@ def samplers(params: Params) -> str:
             if httpx.get(f"{url.rstrip('/')}/health", timeout=2).is_success:
                 silent.remove(url)
     count = f"{len(urls) - len(silent)} of {len(urls)} vLLM servers answer"
-    if silent:
-        raise UserError(
-            f"{count}; nothing can be sampled from {', '.join(silent)}; start them as docs/training.md says"
+    refuse(
+        (
+            silent,
+            f"{count}; nothing can be sampled from {', '.join(silent)}; start them as docs/training.md says",
         )
+    )
     return count
 
 

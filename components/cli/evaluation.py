@@ -72,11 +72,15 @@ def evaluate(
     In an episode the policy writes a kernel for a task, and the final kernels are measured again. The same
     command continues an interrupted evaluation.
     """
-    overrides = [f"evaluation.suite={json.dumps(suite)}"] if suite else []
-    overrides += [f"evaluation.levels=[{levels}]"] if levels else []
-    overrides += [f"evaluation.dtype={dtype}"] if dtype else []
-    overrides += [f"evaluation.attempts={attempts}"] if attempts else []
-    resolved = options.resolve_for_judging(*overrides)
+    chosen = {
+        "suite": json.dumps(suite) if suite else "",
+        "levels": f"[{levels}]" if levels else "",
+        "dtype": dtype,
+        "attempts": attempts,
+    }
+    resolved = options.resolve_for_judging(
+        *(f"evaluation.{name}={value}" for name, value in chosen.items() if value)
+    )
     home, console = home_of(resolved), stderr_console()
     from components.cli.models import find_policy
     from components.cli.progress_view import evaluation_table
@@ -97,8 +101,7 @@ def evaluate(
     report = write_evaluation_report(folder, results)
     evaluation_table(results.overall, console)
     for level, summary in results.levels.items():
-        console.print(f"level {level}")
-        evaluation_table(summary, console)
+        evaluation_table(summary, console, f"level {level}")
     for task in results.not_measurable:
         console.print(f"not measurable: {task.name or task.task_id}, {task.reason}")
     if results.errors:

@@ -17,7 +17,7 @@ from components.cli.common import (
     print_line,
     with_common_options,
 )
-from components.core.errors import UserError
+from components.core.errors import refuse
 
 # Parameters that are set unless `--precise` is given. Intervals are about twice as wide with them as with the
 # numbers of rounds in the base section of params.yaml.
@@ -73,15 +73,23 @@ def judge(
     overrides = [f"{name}={value}" for name, value in chosen.items() if value]
     # A service judges with its own number of rounds.
     is_remote = bool(options.resolve(*overrides, device=device).params.pool.service)
-    if counters and is_remote:
-        raise UserError(
-            "--counters: pool.service judges with its own parameters; set sandbox.counters there."
+    refuse(
+        (
+            counters and is_remote,
+            "--counters: pool.service judges with its own parameters; set sandbox.counters there.",
         )
+    )
     defaults = () if precise or is_remote else QUICK
     resolved = options.resolve_for_judging(*overrides, defaults=defaults, device=device)
-    for option, is_chosen in (("--cold-cache", cold_cache), ("--counters", counters)):
-        if is_chosen and resolved.params.device == "cpu":
-            raise UserError(f"{option}: the device is cpu, and the option is for a GPU; add --device cuda.")
+    refuse(
+        *(
+            (
+                is_chosen and resolved.params.device == "cpu",
+                f"{option}: the device is cpu, and the option is for a GPU; add --device cuda.",
+            )
+            for option, is_chosen in (("--cold-cache", cold_cache), ("--counters", counters))
+        )
+    )
     from components.judge.pool.open_pool import judge_workdir
     from components.judge.verdict import Labels, counter_lines, rates_line
 
@@ -93,18 +101,16 @@ def judge(
     if (labels := Labels.of(resolved.params.sandbox)) != Labels():
         print_line(f"  judged with {labels}")
     names = {"eager": "eager", "compile": "torch.compile", "against": str(against)}
-    for baseline, ratio in ((names[name], ratio) for name, ratio in verdict.speedup):
+    for name, ratio in verdict.speedup:
         if ratio is not None:
             interval = f"(95 % interval {ratio.low:.3f} to {ratio.high:.3f})"
-            print_line(f"  {ratio.estimate:.3f}x {baseline} {interval}")
+            print_line(f"  {ratio.estimate:.3f}x {names[name]} {interval}")
     limit, seconds = verdict.seconds.limit, verdict.seconds.candidate
     if limit and seconds:
         allowed = f"{limit / seconds:.0%} of what the device allows, {limit * 1e6:.1f} us a call"
         print_line(f"  {allowed}. {rates_line(verdict)}".rstrip())
-    for line in counter_lines(verdict):
-        print_line(f"  {line}")
-    if verdict.log:
-        print_line(verdict.log)
+    for line in (*(f"  {line}" for line in counter_lines(verdict)), *filter(None, [verdict.log])):
+        print_line(line)
     failed = verdict.status == "infrastructure"
     return Output(verdict.model_dump(mode="json"), ExitCode.FAILED if failed else ExitCode.DONE)
 

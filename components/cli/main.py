@@ -80,11 +80,9 @@ def _reopen_standard_streams() -> None:
 
 def show_logs() -> None:
     """Print what this project's modules log, from the level INFO on, as plain lines on standard error."""
-    log, handler = logging.getLogger("components"), logging.lastResort
-    assert handler is not None
+    log = logging.getLogger("components")
     log.setLevel(logging.INFO)
-    handler.setLevel(logging.INFO)
-    log.addHandler(handler)
+    log.addHandler(logging.StreamHandler())
 
 
 def main() -> None:
@@ -98,19 +96,15 @@ def main() -> None:
     handle_signals()
     faulthandler.register(signal.SIGUSR1)  # prints what each thread does, of a command that seems to hang
     # No command downloads from Hugging Face, and progress bars for loading weights are switched off.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    for name in ("HF_HUB_OFFLINE", "HF_HUB_DISABLE_PROGRESS_BARS", "TQDM_DISABLE"):
+        os.environ.setdefault(name, "1")
     # A configured proxy must not be used for connections to servers on this machine.
     for name in ("NO_PROXY", "no_proxy"):
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
     try:
         app()
-    except UserError as error:
+    except (UserError, StageFailed) as error:
         print(f"cuda-agent: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except StageFailed as error:
-        print(f"cuda-agent: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except Terminated:
         print("cuda-agent: ended by SIGTERM; the same command continues where it stopped.", file=sys.stderr)

@@ -23,7 +23,7 @@ from components.cli.common import (
     print_table,
     with_common_options,
 )
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.text import format_number
 
 if TYPE_CHECKING:
@@ -53,20 +53,19 @@ def models_list(options: CommonOptions) -> Output:
         models.describe(promotion.client, promotion.model, number)
         for number in models.numbers(promotion.client, promotion.model)
     ]
-    rows = [
-        (
-            version["version"],
-            ", ".join(version["aliases"]),
-            version["decision"],
-            version["tags"].get("figure.pass_rate", ""),
-            version["tags"].get("figure.faster_rate.compile", ""),
-            version["tags"].get("dataset.version", "")[:12],
-        )
-        for version in versions
-    ]
     print_table(
         ("version", "aliases", "decision", "pass rate", "faster than compile", "data set"),
-        rows,
+        [
+            (
+                version["version"],
+                ", ".join(version["aliases"]),
+                version["decision"],
+                version["tags"].get("figure.pass_rate", ""),
+                version["tags"].get("figure.faster_rate.compile", ""),
+                version["tags"].get("dataset.version", "")[:12],
+            )
+            for version in versions
+        ],
         empty=f"{promotion.model} has no version yet.",
     )
     return Output(
@@ -112,12 +111,14 @@ def models_gate(options: CommonOptions, version: Version) -> Output:
 
     promotion, resolved = open_promotion(options)
     profile = promotion.evidence(version, verify=False)[1]["profile"]
-    if profile != resolved.profile:
-        name = profile or "''"
-        raise UserError(
+    name = profile or "''"
+    refuse(
+        (
+            profile != resolved.profile,
             f"--profile {resolved.profile}: version {version} comes from a run of profile {name}, whose "
-            f"thresholds apply; give --profile {name}."
+            f"thresholds apply; give --profile {name}.",
         )
+    )
     with judge_session(resolved.params, promotion.home) as (pool, view):
         number, decision, champion = gate_again(resolved.params, promotion, version, pool, view)
     if promotion.aliases().get(CHAMPION) == number:
@@ -198,16 +199,15 @@ def models_audit(options: CommonOptions) -> Output:
     entries = promotion.chain.entries()
     names = promotion.chain.signer.names()
     signers = {entry.number: names[entry.signature.partition(":")[0]][0] for entry in entries}
-    rows = [
-        (
-            *(str(entry.number), entry.when, entry.who, entry.action, entry.version),
-            *(entry.aliases.get("champion", "–"), entry.reason, signers[entry.number], entry.digest[:12]),
-        )
-        for entry in entries
-    ]
     print_table(
         ("", "when", "who", "act", "version", "champion", "reason", "signed by", "entry"),
-        rows,
+        [
+            (
+                *(str(entry.number), entry.when, entry.who, entry.action, entry.version),
+                *(entry.aliases.get("champion", "–"), entry.reason, signers[entry.number], entry.digest[:12]),
+            )
+            for entry in entries
+        ],
         empty="The audit chain has no entry yet.",
     )
     records = [entry.model_dump(mode="json") | {"signer": signers[entry.number]} for entry in entries]
@@ -225,10 +225,8 @@ def models_verify(options: CommonOptions) -> Output:
 
     promotion, _ = open_promotion(options)
     problems = promotion.verify()
-    agreement = (
-        f"{promotion.model}: the audit chain is whole; registry, checkpoints and evidence agree with it."
-    )
-    for line in problems or [agreement]:
+    agreement = "the audit chain is whole; registry, checkpoints and evidence agree with it."
+    for line in problems or [f"{promotion.model}: {agreement}"]:
         print_line(line)
     return Output(
         {
@@ -251,11 +249,13 @@ def registry_client(resolved: Resolved) -> Any:
     from components.registry.tracking import connect
 
     home = home_of(resolved)
-    if not resolved.params.registry.tracking_uri and not (home / DATABASE).exists():
-        raise UserError(
+    refuse(
+        (
+            not resolved.params.registry.tracking_uri and not (home / DATABASE).exists(),
             f"{home}: no run was registered here yet; run cuda-agent run first, or give its folder with "
-            "--home."
+            "--home.",
         )
+    )
     return connect(resolved.params.registry, home)
 
 
@@ -296,19 +296,19 @@ def _entry_output(promotion: Promotion, entry: AuditEntry, *, refused: bool = Fa
 
 
 def _print_gates(gates: list[dict[str, Any]]) -> None:
-    rows = [
-        (
-            gate["name"],
-            format_number(gate["value"]),
-            f"{format_number(gate['low'])} to {format_number(gate['high'])}"
-            if gate["low"] is not None
-            else "",
-            format_number(gate["threshold"]),
-            "yes" if gate["passed"] else "no",
-        )
-        for gate in gates
-    ]
-    print_table(("gate", "value", "95 % interval", "at least", "passed"), rows)
+    print_table(
+        ("gate", "value", "95 % interval", "at least", "passed"),
+        [
+            (
+                gate["name"],
+                format_number(gate["value"]),
+                "" if gate["low"] is None else f"{gate['low']:.3g} to {gate['high']:.3g}",
+                format_number(gate["threshold"]),
+                "yes" if gate["passed"] else "no",
+            )
+            for gate in gates
+        ],
+    )
 
 
 def find_policy(name: str, server_model: str, resolved: Resolved) -> Policy:
@@ -361,10 +361,12 @@ def _registered_checkpoint(name: str, resolved: Resolved) -> Path:
 
     client, model = registry_client(resolved), resolved.params.registry.model
     number = models.aliases(client, model).get(name, name)
-    if not number.isdigit():
-        raise UserError(
-            f"--policy {name}: {model} has no {name} yet; cuda-agent models list shows all versions."
+    refuse(
+        (
+            not number.isdigit(),
+            f"--policy {name}: {model} has no {name} yet; cuda-agent models list shows all versions.",
         )
+    )
     run = models.describe(client, model, number)["run_id"]
     folder = home_of(resolved) / "policies" / f"{model}-{number}-{run[:8]}"
     if not (folder / "manifest.json").is_file():

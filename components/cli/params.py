@@ -16,7 +16,7 @@ from components.cli.common import (
     print_table,
     with_common_options,
 )
-from components.core.errors import UserError
+from components.core.errors import refuse
 
 
 @with_common_options("")
@@ -69,11 +69,13 @@ def plan(options: CommonOptions) -> Output:
     from components.planning.role_memory import GPU_BYTES, memory_of_roles, refusal
 
     params = options.resolve().params
-    if params.device != "cuda":
-        raise UserError(
+    refuse(
+        (
+            params.device != "cuda",
             "plan: the profile runs on the cpu, where there is nothing to plan; "
-            "give one with device=cuda, for instance --profile h20-pool."
+            "give one with device=cuda, for instance --profile h20-pool.",
         )
+    )
     shapes = policy_shapes(params)
     roles, size = memory_of_roles(params, shapes), GPU_BYTES[params.pool.gpu]
     adapters, refused = shapes.adapter_parameters(params.policy.adapter), refusal(params, shapes)

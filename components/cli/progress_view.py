@@ -76,14 +76,13 @@ def plain_table(
     return table
 
 
-def evaluation_table(overall: Any, console: Console) -> None:
-    """Print the figures of one evaluation as a table.
+def evaluation_table(summary: Any, console: Console, title: str = "") -> None:
+    """Print the figures of one evaluation as a table, below `title` if it is given.
 
-    `overall` is a components.evaluation.results.Summary.
+    `summary` is a components.evaluation.results.Summary.
     """
-    console.print(
-        plain_table(("tasks", *FIGURES[1:]), [figures_row(str(overall.tasks), overall.model_dump())])
-    )
+    table = plain_table(("tasks", *FIGURES[1:]), [figures_row(str(summary.tasks), summary.model_dump())])
+    console.print(*filter(None, (title, table)), sep="\n")
 
 
 def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console: Console) -> None:
@@ -95,16 +94,6 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
     the end.
     """
     data = record["dataset"]
-    console.print(
-        f"run {record['run_id']}  profile {record['profile']}  {record['device']}  "
-        f"{duration(record['seconds'])}",
-        highlight=False,
-    )
-    console.print(
-        f"data set {data['version'][:12]}  {data['tasks']} tasks, {data['held_out']} held out",
-        highlight=False,
-    )
-
     stages = [
         (
             stage["name"],
@@ -115,25 +104,22 @@ def final_table(record: Mapping[str, Any], commands: Mapping[str, str], console:
         )
         for stage in record["stages"]
     ]
-    console.print(
-        plain_table(("stage", "reward before", "reward after", "seconds", "checkpoint"), stages),
-        soft_wrap=True,
-    )
     evaluations = ((before_name(record), record.get("cold_start")), ("after", record["evaluation"]))
     figures = [figures_row(name, found) for name, found in evaluations if found is not None]
-    console.print(plain_table(FIGURES, figures))
-
     gate, model = record["gate"], record["model"]
-    console.print(
-        f"\n{model['name']} version {model['version']}: {gate['verdict'].replace('_', ' ')}",
-        style="bold green" if gate["verdict"] == "promoted" else "bold",
-        highlight=False,
-    )
-    for reason in gate["reasons"]:
-        console.print(f"  {reason}", highlight=False, soft_wrap=True)
-    console.print(f"\nreport   {record['report']}", highlight=False, soft_wrap=True)
-    for name, command in commands.items():
-        console.print(f"{name:<8} {command}", highlight=False, soft_wrap=True)
+    verdict = f"{model['name']} version {model['version']}: {gate['verdict'].replace('_', ' ')}"
+    for part in (
+        f"run {record['run_id']}  profile {record['profile']}  {record['device']}  "
+        f"{duration(record['seconds'])}",
+        f"data set {data['version'][:12]}  {data['tasks']} tasks, {data['held_out']} held out",
+        plain_table(("stage", "reward before", "reward after", "seconds", "checkpoint"), stages),
+        plain_table(FIGURES, figures),
+        Text(f"\n{verdict}", "bold green" if gate["verdict"] == "promoted" else "bold"),
+        *(f"  {reason}" for reason in gate["reasons"]),
+        f"\nreport   {record['report']}",
+        *(f"{name:<8} {command}" for name, command in commands.items()),
+    ):
+        console.print(part, highlight=False, soft_wrap=True)
 
 
 def comparison_tables(found: Any, console: Console) -> None:
@@ -152,7 +138,6 @@ def comparison_tables(found: Any, console: Console) -> None:
     ]
     for difference in differences or ["the same data, code and parameters"]:
         console.print(f"  {difference}", highlight=False, soft_wrap=True)
-
     changes = []
     for name in ("pass_rate", "faster_rate.eager", "faster_rate.compile", "geomean.eager", "geomean.compile"):
         change, pattern = found.changes[name], "x{:.3f}" if name.startswith("geomean") else "{:+.1%}"
