@@ -60,7 +60,7 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
         version=VERSION,
         description="Judges CUDA and C++ kernels: secret inputs, a clock outside, an interval.",
     )
-    app.add_middleware(BodyLimit)
+    app.add_middleware(with_body_limit)
     if isinstance(callers, Token):
         app.add_middleware(for_own_hosts)
     _add_error_handlers(app)
@@ -138,16 +138,14 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
         404 if there is no such task.
         """
         found = service.listed_task(task_id)
-        summary = TaskSummary.model_validate(found, from_attributes=True)
-        prompt = task_message(found.code, service.params.device)
-        return TaskView(**summary.model_dump(), code=found.code, prompt=prompt)
+        listed = found.model_dump(include={"name", "level", "ops", "code"}) | {"task_id": found.task_id}
+        return TaskView(**listed, prompt=task_message(found.code, service.params.device))
 
     @app.get("/v1/settings")
     def settings(token: Caller) -> dict[str, Any]:
         """Return the settings that verdicts depend on, their digest (`protocol`), and the judge's version."""
-        params = service.params
-        values = result_values(params, ("device", "precision", "sandbox"))
-        return {"protocol": protocol_digest(params), "version": VERSION, "settings": values}
+        values = result_values(service.params, ("device", "precision", "sandbox"))
+        return {"protocol": protocol_digest(service.params), "version": VERSION, "settings": values}
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -220,13 +218,13 @@ def for_own_hosts(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-class BodyLimit:
-    """ASGI middleware that answers 413 to a request body of more than BODY_BYTES, which it does not keep."""
+def with_body_limit(app: ASGIApp) -> ASGIApp:
+    """Return ASGI middleware around `app` that answers 413 to a request body of more than BODY_BYTES.
 
-    def __init__(self, app: ASGIApp):
-        self.app = app
+    A larger body is not kept.
+    """
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         received = 0
 
         async def limited() -> Message:
@@ -242,7 +240,9 @@ class BodyLimit:
                 )
             return message
 
-        await self.app(scope, limited, send)
+        await app(scope, limited, send)
+
+    return answer
 
 
 async def ended(service: JobService, token: Token, job_id: str, seconds: float) -> JobView:

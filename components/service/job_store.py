@@ -129,27 +129,20 @@ class JobStore:
         If `state` is running, one more attempt is counted. If it is cancelled, the request's text is deleted.
         """
         marks = ", ".join("?" * len(before))
-        rows = self._rows(
-            "UPDATE jobs SET state = ?1, attempts = attempts + (?1 = 'running'), changed = ?2, "
-            "body = CASE ?1 WHEN 'cancelled' THEN '' ELSE body END "
-            f"WHERE id = ?3 AND state IN ({marks}) RETURNING seq",
-            state,
-            time.time(),
-            job_id,
-            *before,
+        return bool(
+            self._rows(
+                "UPDATE jobs SET state = ?1, attempts = attempts + (?1 = 'running'), changed = ?2, "
+                "body = CASE ?1 WHEN 'cancelled' THEN '' ELSE body END "
+                f"WHERE id = ?3 AND state IN ({marks}) RETURNING seq",
+                *(state, time.time(), job_id, *before),
+            )
         )
-        return bool(rows)
 
     def finish(self, job_id: str, state: State, error: str, status: int, reason: str) -> None:
         self._rows(
             "UPDATE jobs SET state = ?, error = ?, status = ?, reason = ?, changed = ?, body = '' "
             "WHERE id = ?",
-            state,
-            error,
-            status,
-            reason,
-            time.time(),
-            job_id,
+            *(state, error, status, reason, time.time(), job_id),
         )
 
     def delete_ended(self, moment: float) -> list[str]:
@@ -191,8 +184,7 @@ class JobStore:
         judged), its task and the settings. The result is the number of measurements that this token has
         requested of this candidate.
         """
-        statement = "SELECT count(*) FROM jobs WHERE subject = ? AND state != 'cancelled'"
-        return int(self._rows(statement, subject)[0][0])
+        return len(self._rows("SELECT seq FROM jobs WHERE subject = ? AND state != 'cancelled'", subject))
 
     def close(self) -> None:
         with self.lock:

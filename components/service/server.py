@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import uvicorn
 
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.files import user_cache
 from components.core.params import Params
 from components.core.task import KernelTask
@@ -40,8 +40,12 @@ def parse_address(text: str) -> tuple[str, int]:
     Raises UserError, which names the option --http, if the text has another form.
     """
     host, _, port = text.rpartition(":")
-    if not port.isdecimal() or not 0 <= int(port) < 1 << 16:
-        raise UserError(f"--http {text}: give a port, or an address and a port such as 127.0.0.1:8470.")
+    refuse(
+        (
+            not port.isdecimal() or int(port) >= 1 << 16,
+            f"--http {text}: give a port, or an address and a port such as 127.0.0.1:8470.",
+        )
+    )
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
@@ -56,11 +60,13 @@ def bind(address: str, *, has_tokens: bool) -> socket.socket:
         family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise UserError(f"--http {address}: no such address ({error.strerror}).") from error
-    if not has_tokens and not ipaddress.ip_address(place[0]).is_loopback:
-        raise UserError(
+    refuse(
+        (
+            not has_tokens and not ipaddress.ip_address(place[0]).is_loopback,
             f"--http {address}: other machines could connect; give a token file with --tokens (cuda-agent "
-            "token create makes one), or listen on 127.0.0.1."
+            "token create makes one), or listen on 127.0.0.1.",
         )
+    )
     # asyncio sets TCP_NODELAY only if the protocol is named; without it each answer waits 40 ms for an ACK.
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, Field, TypeAdapter, ValidationError
 
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.files import digest_bytes, locked, write_json
 from components.core.records import Count, FrozenModel
 from components.judge.pool.service_client import MOST_MEASUREMENTS
@@ -58,10 +58,14 @@ def read_tokens(path: Path) -> list[Token]:
         raise UserError(
             f"{path}: not a readable token file ({reason}); make one with cuda-agent token create."
         ) from error
-    if RESERVED & {token.name for token in tokens}:
-        raise UserError(f"{path}: {' and '.join(sorted(RESERVED))} name callers without a token; rename it.")
-    if len({token.name for token in tokens}) < len(tokens):
-        raise UserError(f"{path}: two tokens have the same name; remove one of them.")
+    names = {token.name for token in tokens}
+    refuse(
+        (
+            RESERVED & names,
+            f"{path}: {' and '.join(sorted(RESERVED))} name callers without a token; rename it.",
+        ),
+        (len(names) < len(tokens), f"{path}: two tokens have the same name; remove one of them."),
+    )
     return tokens
 
 
@@ -77,15 +81,23 @@ def create_token(path: Path, token: Token, days: float | None) -> str:
     if the file has a token of this name, cannot be read or is damaged, or if the name is one of those of
     callers without a token (RESERVED).
     """
-    if token.name in RESERVED:
-        raise UserError(f"{path}: {token.name} names callers without a token; choose another name.")
+    refuse(
+        (
+            token.name in RESERVED,
+            f"{path}: {token.name} names callers without a token; choose another name.",
+        )
+    )
     secret = secrets.token_urlsafe(32)
     expires = datetime.now(UTC) + timedelta(days=days) if days is not None else None
     added = token.model_copy(update={"digest": digest_bytes(secret.encode()), "expires": expires})
     with locked(path.with_suffix(".lock")):
         tokens = read_tokens(path) if path.exists() else []
-        if token.name in {other.name for other in tokens}:
-            raise UserError(f"{path}: a token named {token.name} exists; revoke it or choose another name.")
+        refuse(
+            (
+                token.name in {other.name for other in tokens},
+                f"{path}: a token named {token.name} exists; revoke it or choose another name.",
+            )
+        )
         write_tokens(path, [*tokens, added])
     return secret
 
@@ -99,8 +111,12 @@ def revoke_token(path: Path, name: str) -> None:
     with locked(path.with_suffix(".lock")):
         tokens = read_tokens(path)
         kept = [token for token in tokens if token.name != name]
-        if len(kept) == len(tokens):
-            raise UserError(f"{path}: no token named {name}; cuda-agent token list shows all.")
+        refuse(
+            (
+                len(kept) == len(tokens),
+                f"{path}: no token named {name}; cuda-agent token list shows all.",
+            )
+        )
         write_tokens(path, kept)
 
 

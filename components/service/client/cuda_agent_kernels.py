@@ -73,11 +73,13 @@ class KernelToolset(vf.Toolset[vf.SharedToolsetConfig, KernelState]):
     async def judge(self) -> str:
         """Build, check and measure the files that were written; equal files are measured once."""
         verdict = await asyncio.to_thread(verdict_on, self.state.task_id, self.state.files)
-        lines = [f"{verdict['status']} {verdict['reason']}".strip(), verdict["log"]]
-        for baseline, ratio in verdict["speedup"].items():
-            if ratio is not None:
-                lines.append(f"{ratio['estimate']:.3f} times as fast as {baseline}")
-        return "\n".join(filter(None, lines))
+        speedups = [
+            f"{ratio['estimate']:.3f} times as fast as {baseline}"
+            for baseline, ratio in verdict["speedup"].items()
+            if ratio is not None
+        ]
+        head = f"{verdict['status']} {verdict['reason']}".strip()
+        return "\n".join(filter(None, [head, verdict["log"], *speedups]))
 
 
 class KernelTask(vf.Task[vf.TaskData, KernelState]):

@@ -59,9 +59,10 @@ def ask(path: str, request: dict[str, Any] | None = None) -> Any:
     the service refuses the request, if its judge fails, or if no service answers for RESTART_SECONDS.
     """
     address = os.environ.get("CUDA_AGENT_JUDGE", DEFAULT_ADDRESS).rstrip("/")
-    headers = {"Authorization": f"Bearer {os.environ.get('CUDA_AGENT_TOKEN', '')}"}
-    if request is not None:
-        headers["Content-Type"] = "application/json"
+    headers = {
+        "Authorization": f"Bearer {os.environ.get('CUDA_AGENT_TOKEN', '')}",
+        "Content-Type": "application/json",  # of the body, if there is one
+    }
     body = None if request is None else json.dumps(request).encode()
     silent_since = time.monotonic()
     while True:
