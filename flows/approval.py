@@ -68,8 +68,7 @@ def approval(
     """
     params = settings(profile, sets, home).params
     folder = Path(params.home).expanduser().resolve()
-    client = connect(params.registry, folder)
-    promotion = Promotion(client, params.registry, folder)
+    promotion = Promotion(connect(params.registry, folder), params.registry, folder)
     number, waiting = promotion.waiting(version)
     left = (datetime.fromisoformat(waiting.evidence["deadline"]) - datetime.now(UTC)).total_seconds()
     try:

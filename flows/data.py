@@ -7,7 +7,6 @@ is held, so this module tries a command four times before the run fails.
 
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +21,6 @@ from components.core.config import PROJECT
 from components.core.errors import IsolationUnavailable, StageFailed, UserError
 from components.core.files import (
     DISK_FULL,
-    atomic_folder,
     atomic_write,
     digest_bytes,
     digest_json,
@@ -31,9 +29,8 @@ from components.core.files import (
 )
 from components.core.progress import Progress
 from components.core.sources import project_digests
-from components.core.task import dataset_version
 from components.synthesis.operator_table import library_versions
-from flows.dataset_dvc import OUTPUT, has_version, initialise_workspace, keep_lock, run_dvc
+from flows.dataset_dvc import initialise_workspace, keep_lock, keep_version, run_dvc
 from flows.run_context import Busy, PipelineRun
 from flows.steps import DatasetRecord, counted
 
@@ -83,7 +80,7 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
     if _text(workspace / ".dvc" / "pushed") != pushed:
         dvc(workspace, ["push"], run, progress)
         atomic_write(workspace / ".dvc" / "pushed", pushed)
-    folder = keep_version(run, workspace)
+    folder = keep_version(run.home, workspace)
     keep_lock(run.params, run.home, folder.name, workspace / "dvc.lock")
     cached = after == before and not force
     get_run_logger().info(f"version {folder.name[:12]}, {'up to date' if cached else 'built'}")
@@ -106,21 +103,6 @@ def prepare_workspace(run: PipelineRun) -> Path:
     write_changed(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
     write_changed(workspace / "params.yaml", yaml.safe_dump(absolute_values(run), sort_keys=False))
     return workspace
-
-
-def keep_version(run: PipelineRun, workspace: Path) -> Path:
-    """Return the folder `datasets/<version>` in the home with a copy of the built data set.
-
-    The home is the folder of all runs. The copy is made unless the folder has this version and a dvc.lock
-    already. `workspace` is the folder in which DVC built the data set.
-    """
-    version = dataset_version(workspace / OUTPUT / "tasks.parquet")
-    folder = run.home / "datasets" / version
-    if not has_version(folder, version) or not (folder / "dvc.lock").is_file():
-        with atomic_folder(folder) as temporary:
-            shutil.copytree(workspace / OUTPUT, temporary, dirs_exist_ok=True)
-            shutil.copyfile(workspace / "dvc.lock", temporary / "dvc.lock")
-    return folder
 
 
 def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: Progress | None) -> None:

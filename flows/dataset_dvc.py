@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.files import atomic_folder, write_changed
 from components.core.params import Params
 from components.core.task import dataset_version
@@ -95,8 +95,7 @@ def push(params: Params, home: Path, folder: Path) -> str:
     if `folder` has no tasks.parquet, or if DVC fails, for instance because the remote cannot be reached.
     """
     tasks = folder / "tasks.parquet"
-    if not tasks.is_file():
-        raise UserError(f"{folder}: holds no tasks.parquet; give the folder of a data set.")
+    refuse((not tasks.is_file(), f"{folder}: holds no tasks.parquet; give the folder of a data set."))
     version = dataset_version(tasks)
     if not open_store(params.store, home).exists(_lock_key(version)):
         home.mkdir(parents=True, exist_ok=True)
@@ -132,11 +131,13 @@ def pull(params: Params, home: Path, version: str) -> Path:
     store = open_store(params.store, home)
     keys = [entry.key for entry in store.entries(f"datasets/{version}")]
     found = {key.split("/")[1] for key in keys if key.endswith("/dvc.lock")}
-    if len(found) != 1 or len(version) < 8:
-        raise UserError(
+    refuse(
+        (
+            len(found) != 1 or len(version) < 8,
             f"{remote_url(params, home)}: holds no version {version}; "
-            "give one that a run or cuda-agent data push has kept."
+            "give one that a run or cuda-agent data push has kept.",
         )
+    )
     version = found.pop()
     folder = home / "datasets" / version
     if has_version(folder, version):
@@ -147,11 +148,25 @@ def pull(params: Params, home: Path, version: str) -> Path:
         (workspace / "dvc.yaml").write_text(STAGE)
         store.get(_lock_key(version), workspace / "dvc.lock")
         _dvc(workspace, ["pull", "--quiet", "tasks"])
-        if not has_version(workspace / OUTPUT, version):
-            raise UserError(
+        refuse(
+            (
+                not has_version(workspace / OUTPUT, version),
                 f"{remote_url(params, home)}: what is kept as {version} is something else; "
-                "push it again from a good copy."
+                "push it again from a good copy.",
             )
+        )
+        return keep_version(home, workspace)
+
+
+def keep_version(home: Path, workspace: Path) -> Path:
+    """Return the folder `datasets/<version>` in `home` with a copy of the data set in a DVC workspace.
+
+    `home` is the folder of all runs. The copy is made unless the folder has this version and a dvc.lock
+    already. `workspace` is the folder in which DVC built or restored the data set.
+    """
+    version = dataset_version(workspace / OUTPUT / "tasks.parquet")
+    folder = home / "datasets" / version
+    if not has_version(folder, version) or not (folder / "dvc.lock").is_file():
         with atomic_folder(folder) as temporary:
             shutil.copytree(workspace / OUTPUT, temporary, dirs_exist_ok=True)
             shutil.copyfile(workspace / "dvc.lock", temporary / "dvc.lock")
@@ -172,9 +187,10 @@ def _lock_key(version: str) -> str:
 
 def _dvc(workspace: Path, arguments: Sequence[str]) -> None:
     status, lines = run_dvc(workspace, arguments)
-    if status != 0:
-        output = " ".join(" ".join(lines).split())[-300:]
-        raise UserError(
-            f"dvc {arguments[0]} failed ({output}); "
-            "see that the remote of store.url can be reached, then run the same command again."
+    refuse(
+        (
+            status != 0,
+            f"dvc {arguments[0]} failed ({' '.join(' '.join(lines).split())[-300:]}); "
+            "see that the remote of store.url can be reached, then run the same command again.",
         )
+    )

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
+import requests
 from mlflow.exceptions import MlflowException
 from prefect import flow, get_run_logger
 from prefect.concurrency.sync import concurrency
 from prefect.runtime import flow_run
-from requests.exceptions import ConnectionError as RequestsConnectionError
-from requests.exceptions import Timeout as RequestsTimeout
 from sqlalchemy.exc import OperationalError
 
-from components.core.errors import InfrastructureError, UserError, error_chain
+from components.core.errors import InfrastructureError, error_chain, refuse
 from components.core.progress import LineProgress, Progress
 from components.core.reaper import start_reaper
 from flows import run_context, run_page
@@ -51,8 +50,6 @@ DELAYS = {
     # The judge itself failed in all of its own attempts to judge a candidate.
     "judge": (30.0, 300.0),
 }
-# MLflow's error codes of temporary faults.
-UNAVAILABLE = ("TEMPORARILY_UNAVAILABLE", "REQUEST_LIMIT_EXCEEDED", "ABORTED")
 
 T = TypeVar("T")
 FlowResult = dict[str, Any]
@@ -67,11 +64,13 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
     that the run needs is missing on this machine. An error of `work` is raised if it is permanent, or if it
     still occurs after all pauses.
     """
-    if (flow_run.run_count or 1) > LAST_ATTEMPT:
-        raise UserError(
+    refuse(
+        (
+            (flow_run.run_count or 1) > LAST_ATTEMPT,
             f"{run.folder}: this flow run crashed {LAST_ATTEMPT} times; see why, "
-            "then start the deployment again: it continues where it was."
+            "then start the deployment again: it continues where it was.",
         )
+    )
     run_context.check_environment(run)
     run_page.show_logs()
     # If this process is killed, the reaper kills DVC, the judge and their children, which would otherwise
@@ -79,14 +78,13 @@ def work_in_home(run: PipelineRun, work: Callable[[Progress], FlowResult]) -> Fl
     start_reaper()
 
     lines = LineProgress(lambda line: print(line, file=sys.stderr, flush=True))
-    progress = EventProgress(lines, str(flow_run.id))
 
     def attempt() -> FlowResult:
         with (
             concurrency(run_context.HOME_SLOT, occupy=1, lease_duration=LEASE_SECONDS),
             run_context.home_lock(run.home),
         ):
-            return work(progress)
+            return work(EventProgress(lines, str(flow_run.id)))
 
     return retry_by_kind(attempt, get_run_logger().warning)
 
@@ -169,12 +167,11 @@ def retry_kind(error: BaseException) -> str | None:
                 ConnectionError()
                 | TimeoutError()
                 | httpx.TransportError()
-                | RequestsConnectionError()
-                | RequestsTimeout()
+                | requests.ConnectionError()
+                | requests.Timeout()
                 | OperationalError()
+                | MlflowException(error_code="TEMPORARILY_UNAVAILABLE" | "REQUEST_LIMIT_EXCEEDED" | "ABORTED")
             ):
-                return "service"
-            case MlflowException(error_code=code) if code in UNAVAILABLE:
                 return "service"
     return None
 

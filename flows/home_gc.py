@@ -102,12 +102,10 @@ def _used_stages(home: Path, references: Mapping[str, str], younger_than: float)
     nights = {run.name: record_of(run).get("night", {}) for run in newest_runs(home)}
     continued = {(night.get("continues") or {}).get("run_id") for night in nights.values()}
     left = {run for run, night in nights.items() if night.get("unfinished")} - continued
-    ages: dict[Path, float] = {}
-    for run in (home / "runs").glob("*"):
-        files = (*run.glob("[!.]*.json"), *run.glob(USED))
-        ages[run] = max((file.stat().st_mtime for file in files), default=0.0)
+    files = {run: (*run.glob("[!.]*.json"), *run.glob(USED)) for run in (home / "runs").glob("*")}
+    ages = {run: max((file.stat().st_mtime for file in files[run]), default=0.0) for run in files}
     for run, newest in ages.items():
         is_young = newest >= min(younger_than, max(ages.values()))
         if is_young or run.name in left or reason_to_keep(run.name, dict(references)):
-            for file in (*run.glob("[!.]*.json"), *run.glob(USED)):
+            for file in files[run]:
                 yield from STAGE.findall(file.read_text(errors="replace"))

@@ -15,7 +15,7 @@ from typing import Any
 from mlflow import MlflowClient
 
 from components.core.config import flatten_values, result_values
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.files import MANIFEST, atomic_folder, digest_json, read_json, verify_files, write_json
 from components.core.params import Params
 from components.core.records import FrozenModel, read_as
@@ -117,11 +117,13 @@ def keep_checkpoint(promotion: Promotion, version: str) -> Path:
             downloaded = models.checkpoint(promotion.client, promotion.model, number, temporary / "download")
             shutil.copytree(downloaded, temporary / "checkpoint")
             shutil.rmtree(temporary / "download", ignore_errors=True)
-    if verify_files(folder / "checkpoint") != digest:
-        raise UserError(
+    refuse(
+        (
+            verify_files(folder / "checkpoint") != digest,
             f"{folder}: holds another checkpoint than version {version} registered; "
-            "delete the folder and restore the artifact store."
+            "delete the folder and restore the artifact store.",
         )
+    )
     return folder / "checkpoint"
 
 
@@ -151,10 +153,9 @@ def training_deadline(run: PipelineRun, night: Night, before: EvaluationRecord) 
     hours = run.params.night.hours
     if not hours:
         return None
-    measured = map(record_of, newest_runs(run.home))
     earlier = [
         record["tail_seconds"]
-        for record in measured
+        for record in map(record_of, newest_runs(run.home))
         if record.get("profile") == run.profile and "tail_seconds" in record
     ]
     budget = hours * 3600

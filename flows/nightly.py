@@ -153,10 +153,11 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
         champion = evaluate_champion(context, version)
         decision = decide(context, version, stages, policy, before, after, champion)
         promote(context, version, decision, champion)
-        record = run_record(context, stages, before, after, version, decision)
-        record["night"] = lineage
-        record["seconds"] = round(time.monotonic() - started, 3)
-        record["tail_seconds"] = round(time.monotonic() - trained, 3)
+        record = run_record(context, stages, before, after, version, decision) | {
+            "night": lineage,
+            "seconds": round(time.monotonic() - started, 3),
+            "tail_seconds": round(time.monotonic() - trained, 3),
+        }
         publish(context, record, stages, policy, {"cold_start": before, "evaluation": after})
     except BaseException:
         context.tracking.end("FAILED")
@@ -205,8 +206,8 @@ def train_stages(
         )
         if record is not None:
             stages[name] = record
-        if record is None or record.progress is not None:
-            progress = record.progress if record is not None else None
+        progress = record.progress if record is not None else None
+        if record is None or progress is not None:
             return {"run_id": run.run_id, "seed": run.params.seed, "stage": name, "progress": progress}
     return None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from components.core.errors import UserError, error_chain
+from components.core.errors import UserError, error_chain, refuse
 
 # Longest wait for the server's first answer, which includes the creation of a new database.
 START_SECONDS = 180.0
@@ -86,11 +86,13 @@ class Server:
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"{self.url}/health", timeout=5).is_success:
                     return
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise UserError(
+            refuse(
+                (
+                    self.process.poll() is not None or time.monotonic() > deadline,
                     f"{self.log}: Prefect's server did not start, its last messages are there; "
-                    "run the same command again."
+                    "run the same command again.",
                 )
+            )
             time.sleep(0.05)
 
     def wait_for_task_runs(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from prefect.events import emit_event
 
 from components.core import telemetry
-from components.core.errors import UserError
+from components.core.errors import refuse
 from components.core.files import DISK_FULL
 from components.core.progress import Progress
 from components.training.metrics import newest_figures
@@ -45,8 +45,7 @@ class DiskGuard:
 
     def update(self, stage: str, step: int, total: int, **figures: float) -> None:
         self.progress.update(stage, step, total, **figures)
-        if shutil.disk_usage(self.home).free < FULL_BYTES:
-            raise UserError(f"{self.home}: {DISK_FULL}")
+        refuse((shutil.disk_usage(self.home).free < FULL_BYTES, f"{self.home}: {DISK_FULL}"))
 
 
 @dataclass

@@ -21,7 +21,6 @@ from components.evaluation.report import load_report_data, write_report
 from components.evaluation.results import load_evaluation
 from components.registry import gate_runner, models
 from components.registry.gates import REFUSALS, Compared, Decision
-from components.registry.promotion import Promotion
 from components.registry.tracking import numbers
 from flows.night import descent, keep_checkpoint
 from flows.stages import evaluate_checkpoint, load
@@ -69,14 +68,10 @@ def register(
         tags=evidence | {"suite.digest": load(context, evaluation).suite_digest} | lineage,
         figures=numbers(evaluation.figures),
     )
-    open_promotion(context).register(version, evidence)
+    context.promotion.register(version, evidence)
     tracking.client.set_registered_model_alias(run.params.registry.model, models.CANDIDATE, version)
     get_run_logger().info(f"{run.params.registry.model} version {version}, checkpoint {policy.digest[:12]}")
     return version
-
-
-def open_promotion(context: Context) -> Promotion:
-    return Promotion(context.tracking.client, context.run.params.registry, context.run.home)
 
 
 @task(name="gate", task_run_name="gate", persist_result=False, cache_policy=NO_CACHE)
@@ -130,9 +125,9 @@ def promote(context: Context, version: str, decision: Decision, champion: Compar
     written to refusal.json in the run's folder. Raises UserError if the champion or a file of the version has
     changed since the gates.
     """
-    run, promotion = context.run, open_promotion(context)
-    promotion.expire()
-    promotion.apply_decision(
+    run = context.run
+    context.promotion.expire()
+    context.promotion.apply_decision(
         version,
         decision,
         champion=champion,
@@ -152,11 +147,10 @@ def evaluate_champion(context: Context, version: str) -> Compared | None:
     data set or machine. Raises UserError if the copy of the champion's checkpoint in the home (the folder of
     all runs) does not match the registered one.
     """
-    promotion = open_promotion(context)
-    champion = models.champion_besides(promotion.aliases(), version)
+    champion = models.champion_besides(context.promotion.aliases(), version)
     if champion is None:
         return None
-    folder = keep_checkpoint(promotion, champion)
+    folder = keep_checkpoint(context.promotion, champion)
     digest = read_json(folder / MANIFEST)["digest"]
     checkpoint = folder.relative_to(context.run.home).as_posix()
     record = evaluate_checkpoint(context, "evaluation (champion)", checkpoint, digest)

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from components.core.config import PROJECT, Resolved, check_policy_source, result_values
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.files import (
     DISK_FULL,
     digest_json,
@@ -70,10 +70,9 @@ def source_commit() -> str:
     """
     command = ["git", "-C", str(PROJECT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:
         return ""
-    return done.stdout.strip()
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,10 @@ class PipelineRun:
         sets = dict.fromkeys(option.removeprefix("--set ") for option in options)
         self.sets = tuple(item for item in sets if not item.startswith("home="))
         self.rerun = rerun
-        self.base_key = digest_json({"params": result_values(self.params), "code": self.code})
-        redo = None if rerun is None else [rerun.stage, rerun.number]
         self.continues = continues
-        earlier = {"continues": continues} if continues else {}
-        self.key = digest_json({"base": self.base_key, "redo": redo} | earlier)
+        self.base_key = digest_json({"params": result_values(self.params), "code": self.code})
+        parts = {"base": self.base_key, "redo": [rerun.stage, rerun.number] if rerun else None}
+        self.key = digest_json(parts | ({"continues": continues} if continues else {}))
         self.run_id = self.key[:12]
         self.folder = self.home / "runs" / self.run_id
 
@@ -151,22 +149,28 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
         while left_unfinished(run.folder):
             run = PipelineRun(resolved, run.rerun, run.run_id)
         return run
-    if rerun_from not in STAGES:
-        raise UserError(f"--from {rerun_from}: no such stage; give one of {', '.join(STAGES)}.")
-    if rerun_from in get_args(TrainingStage) and rerun_from not in run.params.night.stages:
-        raise UserError(f"--from {rerun_from}: night.stages leaves this stage out; give one that runs.")
-    if rerun_from == "critic" and run.params.agentic.advantages != "critic":
-        raise UserError(
-            f"--from critic: agentic.advantages is {run.params.agentic.advantages}, so this run trains no "
-            "critic; give agentic."
-        )
     is_finished = (run.folder / RUN_FILE).is_file()
+    advantages = run.params.agentic.advantages
+    refuse(
+        (
+            rerun_from not in STAGES,
+            f"--from {rerun_from}: no such stage; give one of {', '.join(STAGES)}.",
+        ),
+        (
+            rerun_from in get_args(TrainingStage) and rerun_from not in run.params.night.stages,
+            f"--from {rerun_from}: night.stages leaves this stage out; give one that runs.",
+        ),
+        (
+            rerun_from == "critic" and advantages != "critic",
+            f"--from critic: agentic.advantages is {advantages}, so this run trains no critic; give agentic.",
+        ),
+        (
+            run.rerun is None and not is_finished and not any(first.home.glob("stages/*")),
+            f"--from {rerun_from}: nothing was run in {first.home} yet; run without --from first.",
+        ),
+    )
     if run.rerun is not None and run.rerun.stage == rerun_from and not is_finished:
         return run
-    if run.rerun is None and not is_finished and not any(first.home.glob("stages/*")):
-        raise UserError(
-            f"--from {rerun_from}: nothing was run in {first.home} yet; run without --from first."
-        )
     rerun = Rerun(rerun_from, run.rerun.number + 1 if run.rerun else 1)
     prepare_home(first.home)
     write_json(file, {key: asdict(item) for key, item in (requests | {first.base_key: rerun}).items()})
@@ -232,11 +236,14 @@ def prepare_home(home: Path) -> None:
         reason = f"the home folder cannot be written ({error.strerror}); give another one with --home."
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         raise UserError(f"{home}: {DISK_FULL if is_full else reason}") from error
-    if shutil.disk_usage(home).free < LEAST_FREE_BYTES:
-        raise UserError(
-            f"{home}: the disk has {shutil.disk_usage(home).free / 2**20:.0f} MiB left and a run needs "
-            f"{LEAST_FREE_BYTES / 2**20:.0f} MiB; free some space or give another folder with --home."
+    free = shutil.disk_usage(home).free
+    refuse(
+        (
+            free < LEAST_FREE_BYTES,
+            f"{home}: the disk has {free / 2**20:.0f} MiB left and a run needs "
+            f"{LEAST_FREE_BYTES / 2**20:.0f} MiB; free some space or give another folder with --home.",
         )
+    )
 
 
 @contextlib.contextmanager
@@ -311,12 +318,16 @@ def check_environment(run: PipelineRun) -> None:
 
     params = run.params
     needed = {"g++": "g++"} | ({"nvcc": "the CUDA toolkit (nvcc)"} if params.device == "cuda" else {})
-    for program, package in needed.items():
-        if shutil.which(program) is None:
-            raise UserError(
+    refuse(
+        *(
+            (
+                shutil.which(program) is None,
                 f"device {params.device}: {program} is not installed, so no kernel can be built; "
-                f"install {package}, for instance with apt-get."
+                f"install {package}, for instance with apt-get.",
             )
+            for program, package in needed.items()
+        )
+    )
     check_isolation(params.sandbox, params.device)
     open_store(params.store, run.home)
     chain = AuditChain.of(params.registry, run.home)
@@ -352,11 +363,10 @@ def interface_commands(run: PipelineRun, record: Mapping[str, Any]) -> dict[str,
     home = f"PREFECT_HOME={shlex.quote(str(run.home / 'prefect'))}"
     if "?" in home:
         home += f" PREFECT_SERVER_DATABASE_CONNECTION_URL={shlex.quote(prefect_database(run.home))}"
-    tracking = shlex.quote(run.params.registry.uri(run.home))
-    page = f"#/experiments/{record['experiment']}/runs?workflowType=machine_learning&compareRunsMode=CHART"
     return {
-        "mlflow": f"{programs / 'mlflow'} ui --backend-store-uri {tracking}   "
-        f"then http://127.0.0.1:5000/{page}",
+        "mlflow": f"{programs / 'mlflow'} ui --backend-store-uri "
+        f"{shlex.quote(run.params.registry.uri(run.home))}   then http://127.0.0.1:5000/#/experiments/"
+        f"{record['experiment']}/runs?workflowType=machine_learning&compareRunsMode=CHART",
         "prefect": f"{home} {programs / 'prefect'} server start   then http://127.0.0.1:4200",
     }
 

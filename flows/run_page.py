@@ -9,7 +9,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,10 +80,11 @@ def show_run(run: PipelineRun) -> None:
     The parameters are shown as an artifact and a log line of the flow run.
     """
     shown = parameters(run) | {"code": run.code[:12], "commit": source_commit()}
-    tags = {*runtime.flow_run.tags, run.run_id}
     with get_client(sync_client=True) as client:
         client.update_flow_run(
-            UUID(runtime.flow_run.id), name=f"{shown['profile']}-{run.run_id}", tags=sorted(tags)
+            UUID(runtime.flow_run.id),
+            name=f"{shown['profile']}-{run.run_id}",
+            tags=sorted({*runtime.flow_run.tags, run.run_id}),
         )
     rows = [(name, f"`{value}`") for name, value in shown.items()]
     create_markdown_artifact(markdown_table(("parameter", "value"), rows), "parameters", run.run_id)
@@ -131,8 +132,7 @@ class PageProgress:
         `task_run` is the task run to which a new artifact belongs.
         """
         if stage in self.artifacts:
-            update = ArtifactUpdate(data=percent, description=text)
-            self.request(lambda client: client.update_artifact(self.artifacts[stage], update))
+            self.change(stage, ArtifactUpdate(data=percent, description=text))
             return
         new = ArtifactCreate(
             type="progress",
@@ -147,8 +147,10 @@ class PageProgress:
     def finish(self, stage: str) -> None:
         """Set the progress artifact of a finished stage to 100 %, even if it ended before its last step."""
         if stage in self.artifacts:
-            update = ArtifactUpdate(data=100.0)
-            self.request(lambda client: client.update_artifact(self.artifacts[stage], update))
+            self.change(stage, ArtifactUpdate(data=100.0))
+
+    def change(self, stage: str, update: ArtifactUpdate) -> None:
+        self.request(lambda client: client.update_artifact(self.artifacts[stage], update))
 
     def request(self, send: Callable[[SyncPrefectClient], object]) -> None:
         """Call `send` with a client of Prefect's server, without retries.
@@ -186,20 +188,22 @@ def stages_table(record: Mapping[str, Any]) -> str:
     `record` is the content of the run's run.json.
     """
     data = record["dataset"]
-    rows = [("dataset", _yes(data["cached"]), duration(data["seconds"]), "", "", data["version"][:12])]
-    rows += [
-        (
-            stage["name"],
-            _yes(stage["cached"]),
-            duration(stage["seconds"]),
-            format_number(stage["reward_before"]),
-            format_number(stage["reward_after"]),
-            f"`{stage['digest'][:12]}` in {Path(stage['checkpoint']).parent.name}",
-        )
-        for stage in record["stages"]
-    ]
     return markdown_table(
-        ("stage", "cached", "duration", "reward before", "reward after", "checkpoint"), rows
+        ("stage", "cached", "duration", "reward before", "reward after", "checkpoint"),
+        [
+            ("dataset", _yes(data["cached"]), duration(data["seconds"]), "", "", data["version"][:12]),
+            *(
+                (
+                    stage["name"],
+                    _yes(stage["cached"]),
+                    duration(stage["seconds"]),
+                    format_number(stage["reward_before"]),
+                    format_number(stage["reward_after"]),
+                    f"`{stage['digest'][:12]}` in {Path(stage['checkpoint']).parent.name}",
+                )
+                for stage in record["stages"]
+            ),
+        ],
     )
 
 
@@ -227,22 +231,23 @@ def gates_table(record: Mapping[str, Any]) -> str:
 
     A gate is a condition of promotion. `record` is the content of the run's run.json.
     """
-    rows = [
+    return markdown_table(
+        ("gate", "", "figure", "95 % interval", "threshold"),
         (
-            gate["name"],
-            "passed" if gate["passed"] else "**failed**",
-            format_number(gate["value"]),
-            "" if gate["low"] is None else f"{gate['low']:.3g} to {gate['high']:.3g}",
-            format_number(gate["threshold"]),
-        )
-        for gate in record["gate"]["gates"]
-    ]
-    return markdown_table(("gate", "", "figure", "95 % interval", "threshold"), rows)
+            (
+                gate["name"],
+                "passed" if gate["passed"] else "**failed**",
+                format_number(gate["value"]),
+                "" if gate["low"] is None else f"{gate['low']:.3g} to {gate['high']:.3g}",
+                format_number(gate["threshold"]),
+            )
+            for gate in record["gate"]["gates"]
+        ),
+    )
 
 
-def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(columns)
-    lines = [head, ["---"] * len(head), *rows]
+def markdown_table(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 

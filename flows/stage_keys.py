@@ -179,9 +179,6 @@ def changes_since_last(parts: KeyParts, home: Path) -> list[str]:
     `home` is the folder of all runs, whose folder `stages` is searched. The phrases are such as "seed 1 -> 2"
     (`KeyParts.changes`). The list is empty if there is no such stage.
     """
-    files = (home / "stages").glob(f"{parts.name}-*/{KEY_FILE}")
-    others = [file for file in files if file.parent != parts.folder(home)]
-    if not others:
-        return []
-    newest = max(others, key=lambda file: file.stat().st_mtime)
-    return parts.changes(read_as(KeyParts, newest, "delete its folder"))
+    files = set((home / "stages").glob(f"{parts.name}-*/{KEY_FILE}")) - {parts.folder(home) / KEY_FILE}
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    return parts.changes(read_as(KeyParts, newest, "delete its folder")) if newest else []

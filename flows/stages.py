@@ -16,7 +16,6 @@ from components.evaluation.suites import load_suite
 from components.judge.verdict import workload_line
 from components.policy import first_policy
 from components.policy.checkpoint import verify_checkpoint
-from components.registry.promotion import Promotion
 from components.training.run_stage import run_stage
 from components.training.stage import RESULT, UNFINISHED, Stage, StageName, StageResult
 from flows.night import StartPolicy, keep_checkpoint
@@ -34,14 +33,11 @@ def start_policy(context: Context, champion: StartPolicy | None) -> CheckpointRe
     """
     if champion is None:
         return cold_start(context)
-    run = context.run
 
     def work(folder: Path) -> CheckpointRecord:
         started = time.monotonic()
-        promotion = Promotion(context.tracking.client, run.params.registry, run.home)
-        checkpoint = keep_checkpoint(promotion, champion.version)
-        record = checkpoint_record(context, folder, champion.digest, time.monotonic() - started)
-        return record.model_copy(update={"checkpoint": checkpoint.relative_to(run.home).as_posix()})
+        checkpoint = keep_checkpoint(context.promotion, champion.version)
+        return checkpoint_record(context, checkpoint, champion.digest, time.monotonic() - started)
 
     return context.stage(
         "coldstart",
@@ -79,17 +75,17 @@ def cold_start(context: Context) -> CheckpointRecord:
         context.pool.prepare()  # training leaves one processor core free for the judge
         out = folder / CHECKPOINT
         if (out / MANIFEST).is_file():
-            digest = verify_checkpoint(out).digest
+            manifest = verify_checkpoint(out)
         else:
-            digest = coldstart(
+            manifest = coldstart(
                 params,
                 compose_training_tasks(params.coldstart.seed, params.data, params.device),
                 out,
                 dataset=context.dataset.version,
                 code=context.run.code,
                 progress=context.progress,
-            ).digest
-        return checkpoint_record(context, folder, digest, time.monotonic() - started)
+            )
+        return checkpoint_record(context, out, manifest.digest, time.monotonic() - started)
 
     return context.stage("coldstart", {}, work, CheckpointRecord)
 
@@ -106,7 +102,7 @@ def adopt(context: Context, source: Path) -> CheckpointRecord:
         manifest = first_policy.adopt(
             source, folder / CHECKPOINT, dataset=context.dataset.version, code=context.run.code
         )
-        return checkpoint_record(context, folder, manifest.digest, time.monotonic() - started)
+        return checkpoint_record(context, folder / CHECKPOINT, manifest.digest, time.monotonic() - started)
 
     upstream = {"source": first_policy.source_digest(source)}
     return context.stage("coldstart", upstream, work, CheckpointRecord, name="adopted")
@@ -169,23 +165,22 @@ def train(
             result = run_on_ray(stage, home / "verdicts")
         else:
             result = run_stage(stage)
-        return checkpoint_record(context, folder, result.digest, result.seconds, result)
+        checkpoint = folder / result.checkpoint
+        return checkpoint_record(context, checkpoint, result.digest, result.seconds, result)
 
     return context.stage(name, upstream, work, CheckpointRecord, name=form, title=name)
 
 
 def checkpoint_record(
-    context: Context, folder: Path, digest: str, seconds: float, result: StageResult | None = None
+    context: Context, checkpoint: Path, digest: str, seconds: float, result: StageResult | None = None
 ) -> CheckpointRecord:
-    """Return the record of the checkpoint in `folder`, the folder of the stage that made it.
+    """Return the record of the checkpoint in the folder `checkpoint`.
 
-    `digest` is that of the checkpoint, and `seconds` is how long the stage took. `result` has the rewards and
+    `digest` is that of the checkpoint, and `seconds` is how long its stage took. `result` has the rewards and
     figures of a training stage, and is None for a first policy.
     """
     return CheckpointRecord(
-        checkpoint=(folder / (result.checkpoint if result else CHECKPOINT))
-        .relative_to(context.run.home)
-        .as_posix(),
+        checkpoint=checkpoint.relative_to(context.run.home).as_posix(),
         digest=digest,
         reward_before=result.reward_before if result else None,
         reward_after=result.reward_after if result else None,
@@ -246,17 +241,12 @@ def load(context: Context, record: EvaluationRecord) -> Evaluation:
 
 def figures(summary: Summary) -> dict[str, Any]:
     """Return those figures of an evaluation that `cuda-agent run --json` prints, such as "pass_rate"."""
-    names = {
-        "pass_rate",
-        "faster_rate",
-        "geomean",
-        "mean_reward",
-        "limit_score",
-        "attempts_mean_reward",
-        "tasks",
-        "errors",
-    }
-    return summary.model_dump(include=names)
+    return summary.model_dump(
+        include={
+            *("pass_rate", "faster_rate", "geomean", "mean_reward", "limit_score", "attempts_mean_reward"),
+            *("tasks", "errors"),
+        }
+    )
 
 
 def table(results: tuple[TaskResult, ...]) -> list[dict[str, Any]]:

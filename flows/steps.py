@@ -14,23 +14,15 @@ from uuid import UUID
 
 from prefect import get_run_logger, runtime, task
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterId,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    FlowRunFilterTags,
-    TaskRunFilter,
-    TaskRunFilterState,
-    TaskRunFilterStateType,
-)
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, TaskRunFilter
 from prefect.client.schemas.objects import State, StateType
 from prefect.states import Crashed
 
-from components.core.errors import UserError
+from components.core.errors import refuse
 from components.core.files import digest_file, verify_files, write_json
 from components.core.records import FrozenModel, read_as
 from components.judge.pool.local_pool import LocalPool
+from components.registry.promotion import Promotion
 from components.registry.tracking import MlflowRun
 from flows.home_gc import note_use
 from flows.run_context import PipelineRun
@@ -95,11 +87,13 @@ class CheckpointRecord(StageRecord):
 
     def verify(self, home: Path) -> None:
         """Raise UserError unless the files of the checkpoint match the recorded digest."""
-        if verify_files(self.output(home)) != self.digest:
-            raise UserError(
+        refuse(
+            (
+                verify_files(self.output(home)) != self.digest,
                 f"{self.output(home)}: holds another checkpoint than the one this run made; "
-                "delete the folder and run again."
+                "delete the folder and run again.",
             )
+        )
 
 
 class EvaluationRecord(StageRecord):
@@ -117,10 +111,12 @@ class EvaluationRecord(StageRecord):
 
     def verify(self, home: Path) -> None:
         """Raise UserError unless the results file matches the recorded digest."""
-        if digest_file(self.output(home)) != self.digest:
-            raise UserError(
-                f"{self.output(home)}: is not what this run measured; delete its folder and run again."
+        refuse(
+            (
+                digest_file(self.output(home)) != self.digest,
+                f"{self.output(home)}: is not what this run measured; delete its folder and run again.",
             )
+        )
 
 
 R = TypeVar("R", CheckpointRecord, EvaluationRecord)
@@ -184,6 +180,7 @@ class Context:
         self.tracking = tracking
         self.dataset = dataset
         self.dataset_folder = run.home / dataset.folder
+        self.promotion = Promotion(tracking.client, run.params.registry, run.home)
 
     def parts(self, stage: str, name: str, upstream: dict[str, str]) -> KeyParts:
         """Return everything that enters the key of a stage, a step of the pipeline with its own folder.
@@ -272,18 +269,15 @@ def mark_crashed_runs(tag: str) -> None:
     started a task yet.
     """
     crashed: State[None] = Crashed(message="killed; continued by a later attempt")
-    unfinished = [StateType.RUNNING, StateType.PENDING]
-    is_unfinished = FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished))
-    tags = FlowRunFilterTags(all_=[tag]) if tag else None
+    unfinished = {"state": {"type": {"any_": [StateType.RUNNING, StateType.PENDING]}}}
+    tagged = {"tags": {"all_": [tag]}} if tag else {}
     present = UUID(runtime.flow_run.id)
     with get_client(sync_client=True) as client:
-        found = client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=tags, state=is_unfinished))
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(unfinished | tagged))
         for number in {present, *(flow_run.id for flow_run in found)}:
             for task_run in client.read_task_runs(
                 flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[number])),
-                task_run_filter=TaskRunFilter(
-                    state=TaskRunFilterState(type=TaskRunFilterStateType(any_=unfinished))
-                ),
+                task_run_filter=TaskRunFilter.model_validate(unfinished),
             ):
                 client.set_task_run_state(task_run.id, crashed, force=True)
             if number != present:

@@ -286,7 +286,7 @@ def test_a_runs_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     build_dataset(parameters(), workspace / data.OUTPUT, InProcess(), Quiet())
     data.dvc(workspace, ["commit", "--force"], night, None)
     data.dvc(workspace, ["push"], night, None)
-    kept = data.keep_version(night, workspace)
+    kept = data.keep_version(night.home, workspace)
     version = kept.name
     dataset_dvc.keep_lock(night.params, night.home, version, workspace / "dvc.lock")
     before = (kept / "tasks.parquet").read_bytes()
