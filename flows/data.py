@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 from prefect import get_run_logger, task
@@ -73,12 +72,12 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
     # DVC detects changes of parameters and outputs. The sources that build the data set lie outside of its
     # workspace, so a change of them is detected here and forces DVC to run every stage.
     force = before != "" and _text(workspace / ".dvc" / "made_by") != maker
-    dvc(workspace, ["repro", *(["--force"] if force else [])], run, progress)
+    dvc(workspace, ["repro", *(["--force"] if force else [])], progress)
     atomic_write(workspace / ".dvc" / "made_by", maker)
     after = _text(workspace / "dvc.lock")
     pushed = digest_bytes(after.encode())
     if _text(workspace / ".dvc" / "pushed") != pushed:
-        dvc(workspace, ["push"], run, progress)
+        dvc(workspace, ["push"], progress)
         atomic_write(workspace / ".dvc" / "pushed", pushed)
     folder = keep_version(run.home, workspace)
     keep_lock(run.params, run.home, folder.name, workspace / "dvc.lock")
@@ -97,27 +96,29 @@ def prepare_workspace(run: PipelineRun) -> Path:
     """Create or update the folder in which DVC works, and return its path.
 
     It is the folder `dvc` in the home, the folder of all runs. It contains the project's dvc.yaml, a
-    params.yaml with the run's parameters, and the address of the DVC remote.
+    params.yaml with the run's parameters, in which all paths are absolute, and the address of the DVC remote.
     """
     workspace = initialise_workspace(run.home / "dvc", run.params, run.home)
     write_changed(workspace / "dvc.yaml", (PROJECT / "dvc.yaml").read_text())
-    write_changed(workspace / "params.yaml", yaml.safe_dump(absolute_values(run), sort_keys=False))
+    # DVC runs in the folder of its workspace, where relative paths would name other files.
+    values = run.params.model_dump(mode="json") | {"home": str(run.home)}
+    values["data"]["against"] = [str(Path(path).resolve()) for path in run.params.data.against]
+    write_changed(workspace / "params.yaml", yaml.safe_dump(values, sort_keys=False))
     return workspace
 
 
-def dvc(workspace: Path, arguments: Sequence[str], run: PipelineRun, progress: Progress | None) -> None:
+def dvc(workspace: Path, arguments: Sequence[str], progress: Progress) -> None:
     """Run a DVC command in the folder `workspace`, and try it again while another process holds DVC's lock.
 
     `arguments` are the words after `dvc`. Steps of the data set that the command prints are reported to
-    `progress`, unless it is None. Raises Busy if another process still holds the lock after the last try. If
-    the command that builds the data set fails because of bad input or without a sandbox, raises UserError or
+    `progress`. Raises Busy if another process still holds the lock after the last try. If the command that
+    builds the data set fails because of bad input or without a sandbox, raises UserError or
     IsolationUnavailable with that command's message. Raises UserError if the disk is full, and StageFailed,
     which names a log file, after any other failure.
     """
 
     def report(line: str) -> None:
-        step = PROGRESS_LINE.match(line)
-        if step and progress is not None:
+        if step := PROGRESS_LINE.match(line):
             figures = {name: float(value) for name, value in FIGURE.findall(step[3])}
             progress.update("dataset", int(step[1]), int(step[2]), **figures)
 
@@ -185,14 +186,3 @@ def maker_digest(run: PipelineRun) -> str:
     """
     files = {name: digest for name, digest in project_digests().items() if name.startswith(MAKERS)}
     return digest_json([files, library_versions(), run.rerun_number("dataset")])
-
-
-def absolute_values(run: PipelineRun) -> dict[str, Any]:
-    """Return all parameters as nested dictionaries, with home and the paths in data.against made absolute.
-
-    DVC runs in the folder of its workspace, where relative paths would name other files.
-    """
-    values: dict[str, Any] = run.params.model_dump(mode="json")
-    values["home"] = str(run.home)
-    values["data"]["against"] = [str(Path(path).resolve()) for path in run.params.data.against]
-    return values

@@ -53,8 +53,10 @@ def params(
     if write is not None:
         atomic_write(write, yaml.safe_dump(plain, sort_keys=False))
     if not options.as_json:
-        table = [(key, json.dumps(row["value"]), row["meaning"], row["source"]) for key, row in rows.items()]
-        print_table(("parameter", "value", "meaning", "source"), table)
+        print_table(
+            ("parameter", "value", "meaning", "source"),
+            [(key, json.dumps(row["value"]), row["meaning"], row["source"]) for key, row in rows.items()],
+        )
     return Output({"profile": resolved.profile, "params": rows})
 
 
@@ -83,12 +85,20 @@ def plan(options: CommonOptions) -> Output:
         f"{shapes.name}: {shapes.parameters:,} parameters"
         f"{f', adapters of {adapters:,}' if adapters else ''}; {params.pool.gpu} of {size / 1e9:,.0f} GB"
     )
-    rows = []
-    for name, role in roles.items():
-        parts = ", ".join(f"{part} {value / 1e9:,.1f}" for part, value in role.parts.items() if value)
-        cells = (str(role.gpus), f"{role.total / 1e9:,.1f}", f"{role.host / 1e9:,.1f}", parts, role.holds)
-        rows.append((name, *cells))
-    print_table(("role", "GPUs", "GB of a GPU", "host", "parts", "holds"), rows)
+    print_table(
+        ("role", "GPUs", "GB of a GPU", "host", "parts", "holds"),
+        [
+            (
+                name,
+                str(role.gpus),
+                f"{role.total / 1e9:,.1f}",
+                f"{role.host / 1e9:,.1f}",
+                ", ".join(f"{part} {value / 1e9:,.1f}" for part, value in role.parts.items() if value),
+                role.holds,
+            )
+            for name, role in roles.items()
+        ],
+    )
     if refused:
         print_line(f"refused: {refused}")
     record = {

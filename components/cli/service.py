@@ -17,7 +17,7 @@ from components.cli.common import (
     print_table,
     with_common_options,
 )
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 
 token_app = typer.Typer(help="Tokens of callers of cuda-agent serve --http.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="name of the caller")]
@@ -47,21 +47,16 @@ def serve(
     `cuda-agent judge`, `cuda-agent optimize` and the utilities of a workspace then answer in seconds, if they
     have the same home folder and device. With `--http` other machines and programs are served too.
     """
-    if tokens is not None and not http:
-        raise UserError("--tokens: they are for HTTP; give an address with --http as well.")
-    suite = f"evaluation.suite={json.dumps(tasks)}"
-    resolved = options.resolve_for_judging(suite, device=device)
+    refuse((tokens and not http, "--tokens: they are for HTTP; give an address with --http as well."))
+    resolved = options.resolve_for_judging(f"evaluation.suite={json.dumps(tasks)}", device=device)
     params, home = resolved.params, home_of(resolved)
     from components.evaluation.suites import load_suite
     from components.service.server import bind
     from components.service.server import serve as serve_judges
-    from components.service.tokens import TokenFile, read_tokens
+    from components.service.tokens import TokenFile
 
     listed = load_suite(params, newest_dataset(home))
-    file = None
-    if tokens is not None:
-        read_tokens(tokens)
-        file = TokenFile(tokens)
+    file = TokenFile(tokens) if tokens is not None else None
     with contextlib.ExitStack() as resources:
         listener = resources.enter_context(bind(http, has_tokens=file is not None)) if http else None
 
@@ -90,8 +85,7 @@ def mcp(
     from components.service.mcp_server import make_mcp_server
 
     headers = {} if token is None else token_headers(str(token), "--token")
-    client = httpx.AsyncClient(base_url=service, headers=headers)
-    make_mcp_server(client).run("stdio")
+    make_mcp_server(httpx.AsyncClient(base_url=service, headers=headers)).run("stdio")
 
 
 @token_app.command()

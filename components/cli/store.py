@@ -20,7 +20,7 @@ from components.cli.common import (
     stderr_console,
     with_common_options,
 )
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 
 if TYPE_CHECKING:
     from components.core.config import Resolved
@@ -73,8 +73,7 @@ def store_get(
     paths = {key: out_path}
     if key.endswith("/"):
         paths = {entry.key: out_path / entry.key.removeprefix(key) for entry in store.entries(key)}
-    if not paths:
-        raise UserError(f"store: no object lies below {key}; cuda-agent store list shows all keys.")
+    refuse((not paths, f"store: no object lies below {key}; cuda-agent store list shows all keys."))
     with ProgressView(stderr_console()) as view:
         for number, (name, path) in enumerate(paths.items(), 1):
             try:
@@ -136,18 +135,19 @@ def store_gc(
         if delete:
             store.abandon(key, upload)
         print_line(f"{verb}  unfinished upload  {key}")
+    left_over = list[dict[str, Any]]()
     with home_lock(home) if delete else contextlib.nullcontext():
-        found = removable(home, referenced(), age.total_seconds())
-        left_over = [{"path": str(item.path), "bytes": item.bytes, "reason": item.reason} for item in found]
-        for item, entry in zip(found, left_over, strict=True):
-            print_line(f"{verb}  {entry['bytes']:>14,}  {item.path.relative_to(home)}  {item.reason}")
+        for item in removable(home, referenced(), age.total_seconds()):
+            left_over.append({"path": str(item.path), "bytes": item.bytes, "reason": item.reason})
+            print_line(f"{verb}  {item.bytes:>14,}  {item.path.relative_to(home)}  {item.reason}")
             if delete:
                 item.remove()
     size = sum(group["bytes"] for group in (*removed, *left_over))
     is_plan = not delete and (removed or uploads or left_over)
-    hint = "; nothing was removed, --delete removes them" if is_plan else ""
-    count = f"{len(removed)} groups and {len(left_over)} of the home"
-    print_line(f"{count}, {size:,} bytes; {len(planned.keep)} kept{hint}")
+    print_line(
+        f"{len(removed)} groups and {len(left_over)} of the home, {size:,} bytes; {len(planned.keep)} kept"
+        f"{'; nothing was removed, --delete removes them' if is_plan else ''}"
+    )
     return Output(
         {
             "deleted": delete,

@@ -26,7 +26,8 @@ from components.cli.common import (
     stderr_console,
     with_common_options,
 )
-from components.core.errors import StageFailed, UserError
+from components.core.errors import StageFailed, refuse
+from components.core.files import MANIFEST, digest_json
 
 
 @with_common_options(prints_output=False)
@@ -74,17 +75,16 @@ def train(
     check_policy_source(resolved.params)
     check_stages(resolved.params, (stage,))
     start = _checkpoint(start, output)
-    if ranks > 1:
-        _launch(ranks, output)
-        return
     from components.training.launcher import LAUNCHED, end_with_launcher
 
+    if ranks > 1 and LAUNCHED not in os.environ:
+        _launch(ranks, output)
+        return
     distributed, rank = "WORLD_SIZE" in os.environ, int(os.environ.get("RANK", "0"))
     if LAUNCHED in os.environ:
         end_with_launcher()
 
     from components.cli.progress_view import ProgressView
-    from components.core.files import digest_json
     from components.core.progress import Quiet
     from components.core.sources import project_digests
     from components.judge.pool.open_pool import open_pool
@@ -140,7 +140,6 @@ def _checkpoint(given: Path, output: Path) -> Path:
     not exist.
     """
     from components.core.config import is_gguf
-    from components.core.files import MANIFEST
     from components.policy.first_policy import adopted
     from components.training.stage import CHECKPOINT
 
@@ -151,7 +150,7 @@ def _checkpoint(given: Path, output: Path) -> Path:
 
 
 def _launch(ranks: int, output: Path) -> None:
-    """Start this command once for each rank, without its option `--ranks`, and exit when all have ended.
+    """Start this command once for each rank, and exit when all have ended.
 
     The exit code is 0, or 143 if the ranks ended because of SIGTERM. Rank 0 prints to the outputs of this
     process, and each other rank to a folder of its own below `output`/logs, where `output` is the stage's
@@ -163,12 +162,8 @@ def _launch(ranks: int, output: Path) -> None:
 
     # torchrun's agent would print its own report of a failed rank beside the sentence of this command.
     logging.disable(logging.ERROR)
-    arguments = [word for word in sys.argv[1:] if not word.startswith("--ranks=")]
-    if "--ranks" in arguments:
-        index = arguments.index("--ranks")
-        del arguments[index : index + 2]
     try:
-        code = launch([sys.executable, "-m", "components.cli", *arguments], ranks, output / "logs")
+        code = launch([sys.executable, "-m", "components.cli", *sys.argv[1:]], ranks, output / "logs")
     except StageFailed as error:
         raise StageFailed(f"train: {error}") from error
     raise typer.Exit(code)
@@ -206,23 +201,28 @@ def fleet(
     from components.policy.vllm.start import find_vllm, launches, running
 
     resolved = options.resolve()
-    if not (model / "config.json").is_file():
-        raise UserError(f"{model}: no model in this folder, config.json is missing; give another folder.")
+    refuse(
+        (
+            not (model / "config.json").is_file(),
+            f"{model}: no model in this folder, config.json is missing; give another folder.",
+        ),
+        (
+            announced and find_spec("ray") is None,
+            "--announce: needs Ray; install the extra ray, or leave the option out.",
+        ),
+    )
     logs = home_of(resolved) / "vllm"
-    names = [name.strip() for name in gpus.split(",") if name.strip()]
     started = launches(
         resolved.params,
         model.resolve(),
         vllm=find_vllm(vllm or resolved.params.policy.vllm),
-        gpus=names,
+        gpus=[name.strip() for name in gpus.split(",") if name.strip()],
         tensor_parallel=tensor_parallel,
         host=host,
         ports=range(port, port + replicas),
         logs=logs,
     )
     if announced:
-        if find_spec("ray") is None:
-            raise UserError("--announce: needs Ray; install the extra ray, or leave the option out.")
         from components.planning.ray_cluster import announcing, connect
 
         connect()

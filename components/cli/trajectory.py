@@ -51,18 +51,21 @@ def trajectory_show(
         for text, style in trajectory_viewer.lines(trajectory):
             print_line(text, style)
         return Output({"trajectories": [_record(trajectory)]})
-    rows = []
-    for index, one in enumerate(trajectories, 1):
-        calls = sum(len(turn.calls) for turn in one.turns)
-        counts = (
-            str(index),
-            one.task_id,
-            str(len(one.turns)),
-            str(calls),
-            trajectory_viewer.reward_text(one),
-        )
-        rows.append((*counts, one.finish_reason, trajectory_viewer.words(one.final)))
-    print_table(("", "task", "turns", "calls", "reward", "ended by", "final answer"), rows)
+    print_table(
+        ("", "task", "turns", "calls", "reward", "ended by", "final answer"),
+        [
+            (
+                str(index),
+                one.task_id,
+                str(len(one.turns)),
+                str(sum(len(turn.calls) for turn in one.turns)),
+                trajectory_viewer.reward_text(one),
+                one.finish_reason,
+                trajectory_viewer.words(one.final),
+            )
+            for index, one in enumerate(trajectories, 1)
+        ],
+    )
     return Output({"trajectories": [_record(one) for one in trajectories]})
 
 

@@ -80,9 +80,8 @@ def make_mcp_server(client: httpx.AsyncClient) -> MCPServer[Any]:
             if elapsed > CALL_SECONDS - PROGRESS_SECONDS:
                 break
             await context.report_progress(elapsed, CALL_SECONDS, job["progress"] or job["state"])
-            path = f"/v1/jobs/{job['id']}"
             asked = time.monotonic()
-            job = await ask("GET", path, params={"wait": PROGRESS_SECONDS})
+            job = await ask("GET", f"/v1/jobs/{job['id']}", params={"wait": PROGRESS_SECONDS})
             if time.monotonic() - asked < PROGRESS_SECONDS / 2:  # it has ended, or the service is ending
                 break
         return _short(job)
@@ -159,26 +158,24 @@ def _plain(identifier: str) -> str:
 
 
 def _short(job: dict[str, Any]) -> Answer:
-    verdict = job["verdict"]
-    if verdict is None:
+    if job["verdict"] is None:
         following = f"wait(job={job['id']})" if job["state"] in ("queued", "running") else ""
         return Answer(job=job["id"], state=job["state"], next=following)
+    verdict = Verdict.model_validate(job["verdict"])
     return Answer(
         job=job["id"],
         state=job["state"],
-        status=verdict["status"],
-        reason=verdict["reason"],
-        milestone=verdict["milestone"],
+        status=verdict.status,
+        reason=verdict.reason,
+        milestone=verdict.milestone,
         speedup={
-            name: f"{ratio['estimate']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
-            for name, ratio in verdict["speedup"].items()
+            name: f"{ratio.estimate:.3f} ({ratio.low:.3f} to {ratio.high:.3f})"
+            for name, ratio in verdict.speedup
             if ratio is not None
         },
-        rates=rates_line(Verdict.model_validate(verdict)),
-        counters=counter_lines(Verdict.model_validate(verdict)),
-        log=verdict["log"],
+        rates=rates_line(verdict),
+        counters=counter_lines(verdict),
+        log=verdict.log,
         measurements=job["measurements"],
-        next=""
-        if verdict["status"] == "correct"
-        else "explain(reason), then change the files and judge again",
+        next="" if verdict.status == "correct" else "explain(reason), then change the files and judge again",
     )

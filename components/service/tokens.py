@@ -122,9 +122,15 @@ def revoke_token(path: Path, name: str) -> None:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """The tokens of the token file `path`, which `find` reads each time, so that changes apply at once."""
+    """The tokens of the token file `path`, which `find` reads each time, so that changes apply at once.
+
+    Raises UserError if the file cannot be read or is damaged when the object is made.
+    """
 
     path: Path
+
+    def __post_init__(self) -> None:
+        read_tokens(self.path)
 
     def find(self, secret: str) -> Token:
         """Return the token with this secret.

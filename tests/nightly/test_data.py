@@ -283,9 +283,9 @@ def test_a_runs_version_comes_back_by_its_digest(tmp_path: Path) -> None:
     """What the flow does after DVC has made the data set, without the judge."""
     night = run_context.open_run(resolve("ci", (f"home={tmp_path}",)))
     workspace = data.prepare_workspace(night)
-    build_dataset(parameters(), workspace / data.OUTPUT, InProcess(), Quiet())
-    data.dvc(workspace, ["commit", "--force"], night, None)
-    data.dvc(workspace, ["push"], night, None)
+    build_dataset(parameters(), workspace / dataset_dvc.OUTPUT, InProcess(), Quiet())
+    data.dvc(workspace, ["commit", "--force"], Quiet())
+    data.dvc(workspace, ["push"], Quiet())
     kept = data.keep_version(night.home, workspace)
     version = kept.name
     dataset_dvc.keep_lock(night.params, night.home, version, workspace / "dvc.lock")
@@ -350,7 +350,7 @@ def test_what_fails_below_dvc_is_one_sentence_and_its_traceback_is_in_the_log(
     (workspace / "failing.py").write_text(FAILING.format(error=error))
     (workspace / "dvc.yaml").write_text("stages: {tasks: {cmd: python failing.py}}\n")
     with pytest.raises(kind, match=said) as caught:
-        data.dvc(workspace, ["repro"], night, None)
+        data.dvc(workspace, ["repro"], Quiet())
     assert "\n" not in str(caught.value)
     if kind is StageFailed:
         log = (workspace / ".dvc" / "failed.log").read_text()

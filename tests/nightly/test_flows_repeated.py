@@ -16,6 +16,7 @@ from run_fixtures import REDUCED, TASKS, Done, Survivor, manifest, run, run_and_
 
 from components.core.config import resolve
 from components.core.errors import UserError
+from components.core.progress import Quiet
 from components.registry.tracking import connect
 from flows import data, run_context
 
@@ -151,12 +152,11 @@ def test_a_busy_dvc_lock_is_one_sentence(first: Done, home: Path, monkeypatch: p
     from zc.lockfile import LockFile
 
     monkeypatch.setattr(data, "RETRY_SECONDS", (0.1,))
-    night = run_context.PipelineRun(resolve("ci", (f"home={home}",)))
     before = (home / "dvc" / "dvc.lock").read_bytes()
     held = LockFile(str(home / "dvc" / ".dvc" / "tmp" / "lock"))
     try:
         with pytest.raises(UserError, match="another DVC command holds the lock"):
-            data.dvc(home / "dvc", ["repro"], night, None)
+            data.dvc(home / "dvc", ["repro"], Quiet())
     finally:
         held.close()
     assert (home / "dvc" / "dvc.lock").read_bytes() == before
@@ -168,7 +168,7 @@ def test_what_a_dvc_command_left_that_was_killed_as_it_noted_its_lock_is_no_hind
     monkeypatch.setattr(data, "RETRY_SECONDS", (0.0,))
     torn = home / "dvc" / ".dvc" / "tmp" / "rwlock"
     torn.write_text("")
-    data.dvc(home / "dvc", ["repro"], run_context.PipelineRun(resolve("ci", (f"home={home}",))), None)
+    data.dvc(home / "dvc", ["repro"], Quiet())
     assert json.loads(torn.read_text()) == {}
 
 
@@ -190,7 +190,7 @@ def test_the_data_set_goes_to_s3_where_the_store_is_there(
         night = run_context.PipelineRun(
             resolve("ci", (f"home={home}", "store.url=s3://nights/team", f"store.endpoint={endpoint}"))
         )
-        data.dvc(data.prepare_workspace(night), ["push"], night, None)
+        data.dvc(data.prepare_workspace(night), ["push"], Quiet())
         stored = [
             client.get_object(Bucket="nights", Key=item["Key"])["Body"].read()
             for item in client.list_objects_v2(Bucket="nights")["Contents"]
