@@ -43,9 +43,8 @@ def initialise_workspace(workspace: Path, params: Params, home: Path) -> Path:
         "    remote = store",
         "['remote \"store\"']",
         f"    url = {remote_url(params, home)}",
+        *([f"    endpointurl = {params.store.endpoint}"] if params.store.endpoint else []),
     ]
-    if params.store.endpoint:
-        lines.append(f"    endpointurl = {params.store.endpoint}")
     write_changed(workspace / ".dvc" / "config", "\n".join(lines) + "\n")
     return workspace
 

@@ -97,8 +97,7 @@ def find_champion(run: PipelineRun, promotion: Promotion) -> StartPolicy | None:
     version = promotion.aliases().get(models.CHAMPION) if policy.source == "champion" else None
     if version is None:
         return None
-    checkpoint = keep_checkpoint(promotion, version)
-    manifest = read_json(checkpoint / MANIFEST)
+    manifest = read_json(keep_checkpoint(promotion, version) / MANIFEST)
     source = manifest["params"].get("policy", {}).get("source", policy.base)
     return StartPolicy(version=version, digest=manifest["digest"], source=source)
 
@@ -114,8 +113,10 @@ def keep_checkpoint(promotion: Promotion, version: str) -> Path:
     folder: Path = promotion.home / "champions" / digest[:12]
     if not (folder / "checkpoint" / MANIFEST).is_file():
         with atomic_folder(folder) as temporary:
-            downloaded = models.checkpoint(promotion.client, promotion.model, number, temporary / "download")
-            shutil.copytree(downloaded, temporary / "checkpoint")
+            shutil.copytree(
+                models.checkpoint(promotion.client, promotion.model, number, temporary / "download"),
+                temporary / "checkpoint",
+            )
             shutil.rmtree(temporary / "download", ignore_errors=True)
     refuse(
         (

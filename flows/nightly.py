@@ -137,8 +137,7 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
         start = stages["coldstart"]
         begins = "start policy" if start.folder.startswith("stages/champion-") else "cold start"
         before = evaluate_checkpoint(context, f"evaluation ({begins})", start.checkpoint, start.digest)
-        deadline = training_deadline(run, night, before)
-        unfinished = train_stages(context, stages, deadline)
+        unfinished = train_stages(context, stages, training_deadline(run, night, before))
         policy = [record for name, record in stages.items() if name != "critic"][-1]
         if night.champion is not None and not has_updates(stages):
             raise StageFailed(
@@ -231,11 +230,13 @@ def open_context(run: PipelineRun, progress: PageProgress, data: DatasetRecord) 
     `data` is the record of the data set. Writes the parameters and the digests of the sources to
     settings.json in the run's folder.
     """
-    sources = project_digests() | reward_digests(run.params.reward)
     # `cuda-agent runs compare` reads the full parameters and the digest of every source.
     write_json(
         run.folder / SETTINGS,
-        {"params": run.params.model_dump(mode="json", exclude={"home"}), "sources": sources},
+        {
+            "params": run.params.model_dump(mode="json", exclude={"home"}),
+            "sources": project_digests() | reward_digests(run.params.reward),
+        },
     )
     registry = run.params.registry
     tracking = MlflowRun(

@@ -118,10 +118,9 @@ class Server:
         """Return the number of task runs of the newest flow run that are recorded in a final state."""
         with httpx.Client(base_url=self.url, timeout=5) as client:
             newest = client.post("/flow_runs/filter", json={"sort": "START_TIME_DESC", "limit": 1})
-            final = {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}
             ended = {
                 "flow_runs": {"id": {"any_": [newest.raise_for_status().json()[0]["id"]]}},
-                "task_runs": {"state": {"type": final}},
+                "task_runs": {"state": {"type": {"any_": ["COMPLETED", "FAILED", "CRASHED", "CANCELLED"]}}},
             }
             return int(client.post("/task_runs/count", json=ended).raise_for_status().json())
 

@@ -272,10 +272,7 @@ def home_lock(home: Path) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
-        try:
-            yield
-        finally:
-            file.truncate(0)
+        yield
 
 
 def check_training(params: Params) -> None:

@@ -145,12 +145,12 @@ def key_parts(params: Params, name: str, upstream: dict[str, str], redo: int) ->
     `--from` request to run stages again, or 0 if that request does not include the stage.
     """
     reads = READS[name]
-    rewards = reward_digests(params.reward) if "reward" in reads.params else {}
     return KeyParts(
         name=name,
         params=result_values(params, reads.params),
         upstream=upstream,
-        sources=closure_digests(*reads.modules) | rewards,
+        sources=closure_digests(*reads.modules)
+        | (reward_digests(params.reward) if "reward" in reads.params else {}),
         redo=redo,
     )
 

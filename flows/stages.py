@@ -104,8 +104,9 @@ def adopt(context: Context, source: Path) -> CheckpointRecord:
         )
         return checkpoint_record(context, folder / CHECKPOINT, manifest.digest, time.monotonic() - started)
 
-    upstream = {"source": first_policy.source_digest(source)}
-    return context.stage("coldstart", upstream, work, CheckpointRecord, name="adopted")
+    return context.stage(
+        "coldstart", {"source": first_policy.source_digest(source)}, work, CheckpointRecord, name="adopted"
+    )
 
 
 def train(
@@ -165,8 +166,7 @@ def train(
             result = run_on_ray(stage, home / "verdicts")
         else:
             result = run_stage(stage)
-        checkpoint = folder / result.checkpoint
-        return checkpoint_record(context, checkpoint, result.digest, result.seconds, result)
+        return checkpoint_record(context, folder / result.checkpoint, result.digest, result.seconds, result)
 
     return context.stage(name, upstream, work, CheckpointRecord, name=form, title=name)
 

@@ -191,8 +191,9 @@ class Context:
         `upstream` maps the names of the stage's inputs to their digests. The data set is an input of every
         stage and need not be given.
         """
-        inputs = upstream | {"dataset": self.dataset.version}
-        return key_parts(self.params, name, inputs, self.run.rerun_number(stage))
+        return key_parts(
+            self.params, name, upstream | {"dataset": self.dataset.version}, self.run.rerun_number(stage)
+        )
 
     def stage(
         self,
@@ -223,8 +224,10 @@ class Context:
         # in the stage, the folder is incomplete. So the cached record is used only if the output and RECORD,
         # the last file that a stage writes, exist.
         file = folder / RECORD
-        remedy = "delete it, and the step runs again"
-        is_kept = file.is_file() and read_as(record_type, file, remedy).output(home).exists()
+        is_kept = (
+            file.is_file()
+            and read_as(record_type, file, "delete it, and the step runs again").output(home).exists()
+        )
         if not (folder / KEY_FILE).is_file():
             if changed := changes_since_last(parts, home):
                 get_run_logger().info(f"{title} runs again, because these changed: {'; '.join(changed)}")

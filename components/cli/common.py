@@ -211,8 +211,8 @@ def newest_dataset(home: Path) -> Path:
 
     If there is no data set, the folder `datasets` in `home` is returned, which may not exist.
     """
-    versions = sorted(home.glob("datasets/*"), key=lambda folder: folder.stat().st_mtime)
-    return versions[-1] if versions else home / "datasets"
+    folders = home.glob("datasets/*")
+    return max(folders, key=lambda folder: folder.stat().st_mtime, default=home / "datasets")
 
 
 @contextlib.contextmanager

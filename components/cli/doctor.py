@@ -75,8 +75,10 @@ def doctor(options: CommonOptions) -> Output:
     The exit code is 0 if no needed part is missing, 3 if only isolation is missing, and 2 otherwise.
     """
     findings = [replace(one, cost="") if one.here else one for one in examine(options.resolve())]
-    rows = [(_mark(finding), finding.name, finding.found, finding.cost) for finding in findings]
-    print_table(("", "what", "found", "what its absence costs"), rows)
+    print_table(
+        ("", "what", "found", "what its absence costs"),
+        [(_mark(finding), finding.name, finding.found, finding.cost) for finding in findings],
+    )
     missing = [finding.name for finding in findings if finding.needed and not finding.here]
     code = ExitCode.NO_ISOLATION if missing == [ISOLATION] else ExitCode.BAD_INPUT
     return Output(
@@ -170,8 +172,13 @@ def _program(name: str, needed: bool, cost: str) -> Finding:
 
 def _package(name: str, cost: str) -> Finding:
     here = importlib.util.find_spec(name) is not None
-    version = importlib.metadata.version(name) if here else ""
-    return Finding(name, here, version, cost, needed=name not in OPTIONAL_PACKAGES)
+    return Finding(
+        name,
+        here,
+        importlib.metadata.version(name) if here else "",
+        cost,
+        needed=name not in OPTIONAL_PACKAGES,
+    )
 
 
 def _readable(name: str, read: Callable[[], str]) -> Finding:

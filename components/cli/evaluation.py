@@ -125,8 +125,9 @@ def evaluation_epoch(policy: str, tasks: list[KernelTask], params: Params) -> st
     from components.judge.verdict import VERSION
     from flows.stage_keys import READS
 
-    settings = result_values(params, READS["evaluation"].params)
-    return digest_json([policy, [task.task_id for task in tasks], settings, VERSION])[:12]
+    return digest_json(
+        [policy, [task.task_id for task in tasks], result_values(params, READS["evaluation"].params), VERSION]
+    )[:12]
 
 
 @runs_app.command("compare")

@@ -79,8 +79,9 @@ def judge(
             "--counters: pool.service judges with its own parameters; set sandbox.counters there.",
         )
     )
-    defaults = () if precise or is_remote else QUICK
-    resolved = options.resolve_for_judging(*overrides, defaults=defaults, device=device)
+    resolved = options.resolve_for_judging(
+        *overrides, defaults=() if precise or is_remote else QUICK, device=device
+    )
     refuse(
         *(
             (
@@ -111,8 +112,10 @@ def judge(
         print_line(f"  {allowed}. {rates_line(verdict)}".rstrip())
     for line in (*(f"  {line}" for line in counter_lines(verdict)), *filter(None, [verdict.log])):
         print_line(line)
-    failed = verdict.status == "infrastructure"
-    return Output(verdict.model_dump(mode="json"), ExitCode.FAILED if failed else ExitCode.DONE)
+    return Output(
+        verdict.model_dump(mode="json"),
+        ExitCode.FAILED if verdict.status == "infrastructure" else ExitCode.DONE,
+    )
 
 
 @with_common_options()

@@ -210,8 +210,15 @@ def models_audit(options: CommonOptions) -> Output:
         ],
         empty="The audit chain has no entry yet.",
     )
-    records = [entry.model_dump(mode="json") | {"signer": signers[entry.number]} for entry in entries]
-    return Output({"name": promotion.model, "folder": str(promotion.chain.folder), "entries": records})
+    return Output(
+        {
+            "name": promotion.model,
+            "folder": str(promotion.chain.folder),
+            "entries": [
+                entry.model_dump(mode="json") | {"signer": signers[entry.number]} for entry in entries
+            ],
+        }
+    )
 
 
 @models_app.command("verify")

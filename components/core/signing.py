@@ -174,5 +174,4 @@ def _line(public: Ed25519PublicKey) -> str:
 
 def _fingerprint(public: Ed25519PublicKey) -> str:
     """Return the fingerprint of a key as `ssh-keygen -l` prints it, without the prefix SHA256."""
-    digest = serialization.ssh_key_fingerprint(public, hashes.SHA256())
-    return base64.b64encode(digest).decode().rstrip("=")
+    return base64.b64encode(serialization.ssh_key_fingerprint(public, hashes.SHA256())).decode().rstrip("=")

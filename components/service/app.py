@@ -144,8 +144,11 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
     @app.get("/v1/settings")
     def settings(token: Caller) -> dict[str, Any]:
         """Return the settings that verdicts depend on, their digest (`protocol`), and the judge's version."""
-        values = result_values(service.params, ("device", "precision", "sandbox"))
-        return {"protocol": protocol_digest(service.params), "version": VERSION, "settings": values}
+        return {
+            "protocol": protocol_digest(service.params),
+            "version": VERSION,
+            "settings": result_values(service.params, ("device", "precision", "sandbox")),
+        }
 
     @app.get("/health")
     async def health() -> dict[str, str]:

@@ -143,9 +143,12 @@ class JobService:
         )
 
     def _admission(self, token: Token, body: AdmissionBody) -> StoredJob:
-        protocol = protocol_digest(body.settings(self.params))
         key = admission_key(
-            protocol, body.eager_seconds, body.code, headroom=body.headroom, memory_only=body.memory_only
+            protocol_digest(body.settings(self.params)),
+            body.eager_seconds,
+            body.code,
+            headroom=body.headroom,
+            memory_only=body.memory_only,
         )
         key = digest_json([token.name, key])
         return StoredJob(
@@ -279,9 +282,10 @@ class JobService:
             with self.condition:
                 self.watchers.remove(watcher)
 
-    def _notify(self, job_id: str) -> None:
+    def _notify(self, job_id: str = "") -> None:
+        """Call the functions that watch a job, or those that watch any job if no id is given."""
         with self.condition:
-            watching = [changed for watched, changed in self.watchers if watched == job_id]
+            watching = [changed for watched, changed in self.watchers if job_id in ("", watched)]
         for changed in watching:
             changed()
 
@@ -418,9 +422,7 @@ class JobService:
         with self.condition:
             self.closing = True
             self.condition.notify_all()
-            watched = {job_id for job_id, _ in self.watchers}
-        for job_id in watched:
-            self._notify(job_id)
+        self._notify()
 
     def close(self) -> None:
         """Wait for the end of the running jobs, and close the queue.

@@ -126,8 +126,9 @@ class JudgementBody(Body):
         params = super().settings(params)
         if self.labels is None:
             return params
-        sandbox = params.sandbox.model_copy(update=self.labels.model_dump())
-        return params.model_copy(update={"sandbox": sandbox})
+        return params.model_copy(
+            update={"sandbox": params.sandbox.model_copy(update=self.labels.model_dump())}
+        )
 
 
 class AdmissionBody(Body):

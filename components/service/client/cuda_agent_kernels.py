@@ -132,8 +132,9 @@ class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
         for listed in ask("/v1/tasks"):
             task = ask(f"/v1/tasks/{listed['task_id']}")
             prompt = task["code"] if self.config.message == "code" else task["prompt"] + TOOLS
-            data = vf.TaskData(id=task["task_id"], name=task["name"], prompt=prompt)
-            yield KernelTask(data, self.config.task)
+            yield KernelTask(
+                vf.TaskData(id=task["task_id"], name=task["name"], prompt=prompt), self.config.task
+            )
 
 
 __all__ = ["KernelTaskset"]
