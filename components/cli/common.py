@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from components.core.params import Params
     from components.judge.pool.local_pool import LocalPool
 
-Profile = Annotated[
-    str, typer.Option("--profile", help="overlay of params.yaml, for instance smoke or h20-pool")
-]
-Sets = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="change one parameter; may be repeated")
-]
-Home = Annotated[str, typer.Option("--home", help="folder for everything that a run writes")]
-ParamsFile = Annotated[
-    Path | None, typer.Option("--params", help="parameter file to read instead of the project's params.yaml")
-]
-Json = Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda; by default cuda where there is a GPU")]
 Policy = Annotated[
     str,
@@ -87,11 +76,19 @@ class CommonOptions:
     command prints its result as JSON.
     """
 
-    profile: Profile = "smoke"
-    sets: Sets = None
-    home: Home = ""
-    params_file: ParamsFile = None
-    as_json: Json = False
+    profile: Annotated[
+        str, typer.Option("--profile", help="overlay of params.yaml, for instance smoke or h20-pool")
+    ] = "smoke"
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="change one parameter; may be repeated"),
+    ] = None
+    home: Annotated[str, typer.Option("--home", help="folder for everything that a run writes")] = ""
+    params_file: Annotated[
+        Path | None,
+        typer.Option("--params", help="parameter file to read instead of the project's params.yaml"),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object on standard output")] = False
 
     def resolve(self, *overrides: str, defaults: tuple[str, ...] = (), device: str | None = None) -> Resolved:
         """Return the parameters that result from the parameter file and the options.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from components.core.config import Resolved
     from components.core.params import Params
 
-NEEDED_PYTHON = (3, 11)
+
 # What does not work without a Python package, by the package's name.
 PACKAGES = {
     "torch": "nothing can be judged or trained",
@@ -45,7 +45,7 @@ PACKAGES = {
     "dvc": "no data set can be built or restored",
     "boto3": "no artefact store in S3; a local folder works",
 }
-OPTIONAL_PACKAGES = ("boto3",)
+
 # Name of the finding on isolation.
 ISOLATION = "isolation"
 MIN_DISK_BYTES = 2**30
@@ -108,9 +108,7 @@ def examine(resolved: Resolved) -> list[Finding]:
     library = find_library("seccomp") or ("libseccomp.so.2" if files else "")
     is_isolated = params.sandbox.isolation == "bubblewrap"
     return [
-        Finding(
-            "python", sys.version_info >= NEEDED_PYTHON, sys.version.split()[0], "3.11 or newer is needed"
-        ),
+        Finding("python", sys.version_info >= (3, 11), sys.version.split()[0], "3.11 or newer is needed"),
         _program("g++", True, "no C++ kernel can be built, and torch.compile cannot be measured"),
         _program("nvcc", cuda, f"no CUDA kernel can be built{'' if cuda else ' (device cpu needs none)'}"),
         _program("ccache", False, "repeated builds of bindings take longer"),
@@ -177,7 +175,7 @@ def _package(name: str, cost: str) -> Finding:
         here,
         importlib.metadata.version(name) if here else "",
         cost,
-        needed=name not in OPTIONAL_PACKAGES,
+        needed=name != "boto3",
     )
 
 

@@ -2,9 +2,8 @@
 
 import json
 from dataclasses import asdict
-from functools import reduce
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -35,21 +34,23 @@ def params(
     """
     import yaml
 
-    from components.core.config import KINDS, KNOWN
+    from components.core.config import KINDS, KNOWN, flatten_values
     from components.core.files import atomic_write
 
     resolved = options.resolve()
     plain = resolved.params.model_dump(mode="json")
-    rows: dict[str, dict[str, Any]] = {}
-    for key, field in KNOWN.items():
-        if not hasattr(reduce(getattr, key.split("."), resolved.params), "model_fields_set"):
-            below = {source for name, source in resolved.sources.items() if name.startswith(f"{key}.")}
-            rows[key] = {
-                "value": reduce(lambda section, part: section[part], key.split("."), plain),
-                "meaning": field.description,
-                "kind": KINDS[key],
-                "source": resolved.sources.get(key) or ", ".join(sorted(below)),
-            }
+    values, sources = flatten_values(plain), resolved.sources
+    rows = {
+        key: {
+            "value": values[key],
+            "meaning": KNOWN[key].description,
+            "kind": kind,
+            # The fields of a mapping can have sources of their own.
+            "source": sources.get(key)
+            or ", ".join(sorted({sources[name] for name in sources if name.startswith(f"{key}.")})),
+        }
+        for key, kind in KINDS.items()
+    }
     if write is not None:
         atomic_write(write, yaml.safe_dump(plain, sort_keys=False))
     if not options.as_json:

@@ -34,30 +34,23 @@ KEEP_DAYS, SEARCH_SECONDS = 30, 3600.0
 GRACE_SECONDS = 3
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of `[HOST:]PORT`, where the host is by default 127.0.0.1.
+def bind(address: str, *, has_tokens: bool) -> socket.socket:
+    """Return a socket that listens at `address`, which is `[HOST:]PORT` with the default host 127.0.0.1.
 
-    Raises UserError, which names the option --http, if the text has another form.
+    `has_tokens` is whether callers need tokens. Raises UserError, which names the option --http, if the text
+    has another form, if the address is not of this machine or is in use, or if other machines could connect
+    and callers need no tokens.
     """
-    host, _, port = text.rpartition(":")
+    named, _, port = address.rpartition(":")
     refuse(
         (
             not port.isdecimal() or int(port) >= 1 << 16,
-            f"--http {text}: give a port, or an address and a port such as 127.0.0.1:8470.",
+            f"--http {address}: give a port, or an address and a port such as 127.0.0.1:8470.",
         )
     )
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
-def bind(address: str, *, has_tokens: bool) -> socket.socket:
-    """Return a socket that listens at `address`, which is `[HOST:]PORT`.
-
-    `has_tokens` is whether callers need tokens. Raises UserError if the address is not of this machine or is
-    in use, or if other machines could connect and callers need no tokens.
-    """
-    host, port = parse_address(address)
+    host = named.strip("[]") or "127.0.0.1"
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, place = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise UserError(f"--http {address}: no such address ({error.strerror}).") from error
     refuse(
