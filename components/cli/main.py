@@ -80,9 +80,12 @@ def _reopen_standard_streams() -> None:
 
 def show_logs() -> None:
     """Print what this project's modules log, from the level INFO on, as plain lines on standard error."""
-    log = logging.getLogger("components")
+    # This handler finds standard error anew for each line, which a live table of rich replaces meanwhile.
+    log, handler = logging.getLogger("components"), logging.lastResort
+    assert handler is not None
     log.setLevel(logging.INFO)
-    log.addHandler(logging.StreamHandler())
+    handler.setLevel(logging.INFO)
+    log.addHandler(handler)
 
 
 def main() -> None:
