@@ -63,8 +63,7 @@ def build_dataset(
             names = sorted({template.name for template in table.templates})
             items = ModelComposer(names, data, seeds.parent / "answers")
         else:
-            drafts = TorchComposer(table, data, params.device, modules=data.operators == "all")
-            items = (draft.task for draft in drafts)
+            items = TorchComposer(table, data, params.device, modules=data.operators == "all")
         source = (
             TaskCandidate(_cast(item, dtype))
             if isinstance(item, KernelTask)

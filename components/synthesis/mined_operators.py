@@ -100,14 +100,6 @@ class OperatorTable:
     modules: tuple[TransformersModule, ...]
     left_out: dict[str, str]
 
-    @property
-    def operators(self) -> tuple[str, ...]:
-        """Return the operators' names, each once, in ascending order.
-
-        All spellings of an operator, such as nn.ReLU and F.relu, have one name (`canonical`).
-        """
-        return tuple(sorted({template.operator for template in self.templates}))
-
 
 def fill_template(
     template: OperatorTemplate, shape: Sequence[int], attribute: str = "self.op"

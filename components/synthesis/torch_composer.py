@@ -12,7 +12,6 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -22,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from components.bootstrap.loop_nest import Shape, strides_of
 from components.bootstrap.operator_chain import CORE_OPERATORS, TASK_LAYOUT, canonical
-from components.core.errors import UserError
+from components.core.errors import refuse
 from components.core.params import Data
 from components.core.records import Device
 from components.core.task import KernelTask
@@ -31,7 +31,6 @@ from components.synthesis.mined_operators import (
     SMALL,
     OperatorTable,
     OperatorTemplate,
-    TransformersModule,
     apply_template,
     fill_template,
     output_layout,
@@ -53,7 +52,7 @@ AXES: dict[int, tuple[tuple[int, ...], ...]] = {
     4: (POWERS[:8], (16, 32, 64, 128, 256), SIDES),
     5: (POWERS[:5], (8, 16, 32, 64), (8, 16, 32), (16, 28, 32, 56, 64)),
 }
-# Largest number of input shapes that are tried for one draft.
+# Largest number of input shapes that are tried for one chain.
 MAX_SIZES_TRIED = 5
 # Largest number of bytes of a tensor in a chain, including parameters. The limit is needed because, for
 # example, the parameters of nn.Bilinear grow with the product of its sizes.
@@ -61,24 +60,8 @@ MAX_TENSOR_BYTES = 1 << 30
 # Hidden sizes of the inputs of transformers modules.
 FEATURES = (256, 512, 768, 1024, 2048)
 
-Shape = tuple[int, ...]
 # Type of the layout of a tensor: its shape and its strides.
 Layout = tuple[Shape, Shape]
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A composed task (a PyTorch module to be made faster) with its parts and the shape of its first input.
-
-    `parts` are the templates of a chain of operators, each the source of one call, or a module of
-    transformers.
-    """
-
-    task: KernelTask
-    parts: tuple[OperatorTemplate, ...] | TransformersModule
-    shape: Shape
-
-
 # Names of the torch operators that only make a view.
 VIEWS = frozenset(
     (
@@ -120,15 +103,13 @@ class OperatorCost(TorchDispatchMode):
             self.calls += 1
             self.bytes += sum(sizes)
             self.largest = max(self.largest, *sizes, 0)
-            counter = flop_registry.get(func.overloadpacket)
-            self.flops += counter(*args, **(kwargs or {}), out_val=out) if counter is not None else 0
+            if counter := flop_registry.get(func.overloadpacket):
+                self.flops += counter(*args, **(kwargs or {}), out_val=out)
         return out
 
 
 @functools.lru_cache(maxsize=65536)
-def operator_cost(
-    template: OperatorTemplate, shape: tuple[int, ...], stride: tuple[int, ...]
-) -> OperatorCost | None:
+def operator_cost(template: OperatorTemplate, shape: Shape, stride: Shape) -> OperatorCost | None:
     """Return the cost of a template on a float32 input with this shape and these strides (in elements).
 
     A template is the source of one call of an operator. It is applied to meta tensors. The result is None if
@@ -161,12 +142,12 @@ def estimate_operator_seconds(
 
 
 class TorchComposer:
-    """An endless iterator over drafts of tasks, which are composed from the table of mined operators.
+    """An endless iterator over tasks, which are composed from the table of mined operators.
 
-    A draft is a task (a PyTorch module to be made faster) with the parts it is made of. The table has
-    operators of torch and modules of transformers that tasks can use. Equal arguments give equal drafts. If
-    `modules` is false, no tasks with modules of transformers are drawn. `device` is used to estimate times.
-    The constructor raises UserError if data.numel permits no input shape of one of the ranks 2 to 5.
+    A task is a PyTorch module to be made faster. The table has operators of torch and modules of transformers
+    that tasks can use. Equal arguments give equal tasks. If `modules` is false, no tasks with modules of
+    transformers are drawn. `device` is used to estimate times. The constructor raises UserError if data.numel
+    permits no input shape of one of the ranks 2 to 5.
     """
 
     def __init__(self, table: OperatorTable, data: Data, device: Device, *, modules: bool):
@@ -185,41 +166,42 @@ class TorchComposer:
         }
         self.shapes = {rank: _shapes(rank, data.numel) for rank in SMALL}
         self.block_shapes = [shape for shape in self.shapes[3] if shape[2] in FEATURES]
-        if not all(self.shapes.values()) or not self.block_shapes:
-            raise UserError(
-                f"data.numel: no shape of every rank between {data.numel[0]} and {data.numel[1]} elements; "
-                "widen it."
-            )
+        low, high = data.numel
+        fault = f"data.numel: no shape of every rank between {low} and {high} elements; widen it."
+        refuse((not all(self.shapes.values()) or not self.block_shapes, fault))
 
-    def __iter__(self) -> Iterator[Draft]:
+    def __iter__(self) -> Iterator[KernelTask]:
         while True:
             yield self.compose()
 
-    def compose(self) -> Draft:
-        """Return a draft, which is a task with its parts, of a kind that is drawn at random.
+    def compose(self) -> KernelTask:
+        """Return a task of a kind that is drawn at random.
 
         The kind is a module of transformers, or a chain with a number of operators. It is drawn according to
         data.transformers_share and data.operator_mix.
         """
         if self.modules and self.rng.random() < self.data.transformers_share:
-            return self._write_module(self.rng.choice(self.modules), self.rng.choice(self.block_shapes))
+            module = self.rng.choice(self.modules)
+            code = write_module_source(module, *self.rng.choice(self.block_shapes))
+            ops = (f"transformers.{module.name}",)
+            return composed_task(code, ops, self.data.held_out_seed, "transformers")
         count = draw_weighted(self.rng, self.data.operator_mix)
         return next(filter(None, map(self._draw_chain, itertools.repeat(count))))
 
-    def _draw_chain(self, count: int) -> Draft | None:
+    def _draw_chain(self, count: int) -> KernelTask | None:
         rank = draw_weighted(self.rng, RANKS)
         chain: tuple[OperatorTemplate, ...] = ()
-        layout: Layout = SMALL[rank], _contiguous(SMALL[rank])
+        shape = SMALL[rank]
         for _ in range(count):
-            template = self.rng.choice(self.rng.choice(self.by_rank[len(layout[0])]))
+            template = self.rng.choice(self.rng.choice(self.by_rank[len(shape)]))
             is_repeated = chain and chain[-1].operator == template.operator
             if is_repeated or (template.second and any(other.second for other in chain)):
                 return None
-            cost = operator_cost(template, *layout)
-            if cost is None or _too_large(cost.after[0], SMALL[rank]):
-                return None
             chain += (template,)
-            layout = cost.after
+            walked = _walk(chain, SMALL[rank])
+            if walked is None:
+                return None
+            shape = walked[-1][1].after[0]
         if not every_operator_matters(chain, SMALL[rank]):
             return None
         low, high = self.data.eager_seconds
@@ -259,19 +241,11 @@ class TorchComposer:
         ]
         return sum(fixed for fixed, _ in estimates), sum(growing for _, growing in estimates)
 
-    def _write_chain(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> Draft:
+    def _write_chain(self, chain: tuple[OperatorTemplate, ...], shape: Shape) -> KernelTask:
         walked = _walk(chain, shape)
         assert walked is not None
-        task = composed_task(
-            write_chain_source(chain, [before[0] for before, _ in walked]),
-            tuple(template.name for template in chain),
-            self.data.held_out_seed,
-        )
-        return Draft(task, chain, shape)
-
-    def _write_module(self, module: TransformersModule, shape: Shape) -> Draft:
-        code, ops = write_module_source(module, *shape), (f"transformers.{module.name}",)
-        return Draft(composed_task(code, ops, self.data.held_out_seed, "transformers"), module, shape)
+        code = write_chain_source(chain, [before[0] for before, _ in walked])
+        return composed_task(code, tuple(template.name for template in chain), self.data.held_out_seed)
 
 
 def write_chain_source(chain: Sequence[OperatorTemplate], shapes: Sequence[Shape]) -> str:
@@ -323,23 +297,16 @@ def _walk(chain: Sequence[OperatorTemplate], shape: Shape) -> list[tuple[Layout,
     applied to its input, if an output has more than four times as many elements as the chain's input, or if
     any tensor has more than MAX_TENSOR_BYTES.
     """
-    layout, walked = (shape, _contiguous(shape)), []
+    layout, walked = (shape, strides_of(shape)), []
     for template in chain:
         cost = operator_cost(template, *layout)
-        if cost is None or _too_large(cost.after[0], shape) or cost.largest > MAX_TENSOR_BYTES:
+        if cost is None or cost.largest > MAX_TENSOR_BYTES:
             return None
         walked.append((layout, cost))
         layout = cost.after
+        if math.prod(layout[0]) > 4 * math.prod(shape):
+            return None
     return walked
-
-
-def _too_large(shape: Shape, start: Shape) -> bool:
-    """Return whether a tensor has more than four times as many elements as the chain's input `start`."""
-    return math.prod(shape) > 4 * math.prod(start)
-
-
-def _contiguous(shape: Shape) -> Shape:
-    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def _shapes(rank: int, numel: tuple[int, int]) -> list[Shape]:

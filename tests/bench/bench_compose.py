@@ -66,7 +66,7 @@ def compose(
     spent.clear()
     started, count = time.process_time(), 0
     while time.process_time() - started < seconds:
-        look(composer.compose().task)
+        look(composer.compose())
         count += 1
     spent["else"] = time.process_time() - started - spent.total()
     if answer is not None:
@@ -79,16 +79,18 @@ def asked(params: Params, seeds: Path, count: int) -> tuple[float, float]:
     composer = torch_composer.TorchComposer(
         operator_table.load_operator_table(seeds, Quiet()), params.data, "cpu", modules=False
     )
-    drafts = [composer.compose() for _ in range(count)]
+    written: list[tuple[tuple[OperatorTemplate, ...], tuple[int, ...]]] = []
+    write = composer._write_chain
+    composer._write_chain = lambda *drawn: written.append(drawn) or write(*drawn)  # type: ignore[assignment,func-returns-value,method-assign]
+    for _ in range(count):
+        composer.compose()
     totals = []
     for device in ("meta", "cpu"):
         before = time.process_time()
-        for draft in drafts:
-            form = draft.parts[0] if isinstance(draft.parts, tuple) else None
-            assert isinstance(form, OperatorTemplate)
-            x = torch.empty(draft.shape, device="meta") if device == "meta" else torch.randn(draft.shape)
+        for chain, shape in written:
+            x = torch.empty(shape, device="meta") if device == "meta" else torch.randn(shape)
             with torch.no_grad():
-                apply_template(form, x, x)
+                apply_template(chain[0], x, x)
         totals.append((time.process_time() - before) / count * 1e3)
     return totals[0], totals[1]
 
