@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from components.core.errors import UserError
+from components.core.errors import UserError, refuse
 from components.core.files import digest_bytes
 from components.core.task import CASTS, missing_kernelbench, read_rows
 from components.core.text import parse_python
@@ -129,11 +129,8 @@ def _sources(path: Path) -> list[tuple[str, str]]:
         )
         raise UserError(f"data.against: {fault}.")
     programs = [(origin, code) for origin, code in sources if _has_model(code)]
-    if not programs:
-        raise UserError(
-            f"data.against: {path} holds no program with a class Model; "
-            "give a folder or parquet of evaluation programs."
-        )
+    remedy = "give a folder or parquet of evaluation programs"
+    refuse((not programs, f"data.against: {path} holds no program with a class Model; {remedy}."))
     return programs
 
 

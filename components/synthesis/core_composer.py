@@ -25,7 +25,7 @@ from components.bootstrap.operator_chain import (
     TASK_LAYOUT,
     CoreOperator,
 )
-from components.core.errors import UserError
+from components.core.errors import refuse
 from components.core.params import Data
 from components.core.records import Device, TaskDtype
 from components.core.task import KernelTask, cast_task
@@ -35,7 +35,6 @@ from components.synthesis.operator_ablation import (
     PROBE,
     composed_task,
     draw_weighted,
-    is_held_out,
     passes_ablation,
     probe,
 )
@@ -125,19 +124,16 @@ def _is_well_formed(operators: Sequence[CoreOperator]) -> bool:
     row operators and reductions together. Only elementwise operators follow a reduction, and no operator
     follows itself.
     """
-    names = [operator.name for operator in operators]
     kinds = [operator.kind for operator in operators]
     once = [operator.name for operator in operators if operator.kind in ("row", "parameter")]
-    if (
-        len(set(once)) != len(once)
-        or kinds.count("second_input") > 1
-        or kinds.count("reduction") > 1
-        or kinds.count("row") + kinds.count("reduction") > 2
-        or any(a == b for a, b in itertools.pairwise(names))
-    ):
-        return False
-    return "reduction" not in kinds or all(
-        kind == "elementwise" for kind in kinds[kinds.index("reduction") + 1 :]
+    after = itertools.dropwhile(lambda kind: kind != "reduction", kinds)
+    return (
+        len(set(once)) == len(once)
+        and kinds.count("second_input") <= 1
+        and kinds.count("reduction") <= 1
+        and kinds.count("row") + kinds.count("reduction") <= 2
+        and not any(one == following for one, following in itertools.pairwise(operators))
+        and set(after) <= {"reduction", "elementwise"}
     )
 
 
@@ -148,11 +144,8 @@ def _shapes(data: Data) -> list[tuple[int, int]]:
     """
     low, high = data.numel
     shapes = [(rows, cols) for cols in COLS for rows in ROWS if low <= rows * cols <= high]
-    if not shapes:
-        raise UserError(
-            f"data.numel: no shape between {low} and {high} elements "
-            f"({ROWS[0]}x{COLS[0]} to {ROWS[-1]}x{COLS[-1]} are composed); widen it."
-        )
+    composed = f"{ROWS[0]}x{COLS[0]} to {ROWS[-1]}x{COLS[-1]} are composed"
+    refuse((not shapes, f"data.numel: no shape between {low} and {high} elements ({composed}); widen it."))
     return shapes
 
 
@@ -252,6 +245,5 @@ def compose_training_tasks(seed: int, data: Data, device: Device) -> Iterator[Ke
     return (
         task
         for task in compose_tasks(seed, data, device)
-        if not is_held_out(task.ops, data.held_out_seed)
-        and programs.nearest(task.code)[0] <= data.max_similarity
+        if task.split == "train" and programs.nearest(task.code)[0] <= data.max_similarity
     )

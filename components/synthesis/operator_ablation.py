@@ -29,8 +29,8 @@ OUTPUT_RMS = (1e-4, 1e4)
 T = TypeVar("T")
 
 
-def is_held_out(ops: Sequence[str], seed: int) -> bool:
-    """Return whether the operator sequence is reserved for held-out tasks, which are for evaluation only.
+def split_of(ops: Sequence[str], seed: int) -> Literal["train", "held_out"]:
+    """Return the split of a task with the operator sequence `ops`: "held_out" (evaluation only) or "train".
 
     `ops` has the operators' names in their order, and `seed` is data.held_out_seed. A hash of the seed and
     the sequence decides, so that all parts of the pipeline agree without a common list. It reserves the share
@@ -38,15 +38,7 @@ def is_held_out(ops: Sequence[str], seed: int) -> bool:
     result.
     """
     digest = digest_bytes(f"{seed}:{'>'.join(map(canonical, ops))}".encode())
-    return int(digest[:16], 16) < HELD_OUT_SHARE * 2**64
-
-
-def split_of(ops: Sequence[str], seed: int) -> Literal["train", "held_out"]:
-    """Return the split of a task with the operator sequence `ops`: "held_out" (evaluation only) or "train".
-
-    `seed` is data.held_out_seed (`is_held_out`).
-    """
-    return "held_out" if is_held_out(ops, seed) else "train"
+    return "held_out" if int(digest[:16], 16) < HELD_OUT_SHARE * 2**64 else "train"
 
 
 def composed_task(code: str, ops: tuple[str, ...], seed: int, data_source: str = "") -> KernelTask:

@@ -56,13 +56,7 @@ def load_operator_table(folder: Path, progress: Progress) -> "OperatorTable":
         modules, others = mine_transformers.mine()
         progress.update("seeds", 2, 2, modules=len(modules), left_out=len(without) + len(others))
         with atomic_folder(table) as temporary:
-            write_table(
-                temporary,
-                OperatorTable(*library_versions(), tuple(templates), tuple(modules), without | others),
-            )
+            found = OperatorTable(*library_versions(), tuple(templates), tuple(modules), without | others)
+            text = json.dumps(asdict(found), indent=1, ensure_ascii=False)
+            atomic_write(temporary / "operators.json", f"{text}\n")
     return TypeAdapter(OperatorTable).validate_json((table / "operators.json").read_bytes())
-
-
-def write_table(folder: Path, table: "OperatorTable") -> None:
-    """Write the table of operators to operators.json in the folder; `load_operator_table` reads that file."""
-    atomic_write(folder / "operators.json", json.dumps(asdict(table), indent=1, ensure_ascii=False) + "\n")

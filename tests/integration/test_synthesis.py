@@ -30,7 +30,7 @@ from components.synthesis.core_composer import (
     write_source,
 )
 from components.synthesis.dataset import build_dataset
-from components.synthesis.operator_ablation import is_held_out
+from components.synthesis.operator_ablation import split_of
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -92,10 +92,11 @@ def test_a_window_without_shapes_is_refused() -> None:
 def test_held_out_sequences_depend_on_the_seed_and_are_about_a_fifth() -> None:
     data = parameters().data
     sequences = {task.ops for task in itertools.islice(compose_tasks(3, data), 600)}
-    assert 0.1 < sum(is_held_out(ops, 0) for ops in sequences) / len(sequences) < 0.3
-    assert {is_held_out(ops, 0) for ops in sequences if is_held_out(ops, 1)} == {True, False}
+    held_out = [split_of(ops, 0) == "held_out" for ops in sequences]
+    assert 0.1 < sum(held_out) / len(sequences) < 0.3
+    assert {split_of(ops, 0) for ops in sequences if split_of(ops, 1) == "held_out"} == {"train", "held_out"}
     for task in itertools.islice(compose_tasks(4, data), 100):
-        assert (task.split == "held_out") == is_held_out(task.ops, data.seed)
+        assert task.split == split_of(task.ops, data.seed)
 
 
 def test_every_operator_of_a_composed_chain_matters() -> None:
