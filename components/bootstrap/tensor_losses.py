@@ -3,39 +3,40 @@
 A tensor operator is a row of the table in tensor_operators.py, for which kernels can be written by rules.
 """
 
-from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
 from components.bootstrap.loop_nest import Code, Loop, Shape, over_dims
 from components.bootstrap.operator_chain import PALETTE, SLOPES
 from components.bootstrap.tensor_operator import Parts, TensorOperator, further_inputs
-from components.bootstrap.tensor_reductions import TOP, reduction_of, sum_of
+from components.bootstrap.tensor_reductions import TOP, reduction, sum_of
 
 
-def _loss(code: Code, *, elements: bool = True) -> Callable[..., Parts]:
-    """Return a function that builds the loop nests of a loss, for `TensorOperator.build`.
+def _loss(
+    shape: Shape, inputs: dict[str, Shape], name: str, *, code: Code, elements: bool, **numbers: Any
+) -> Parts:
+    """Return the loop nests of a loss, which is a `TensorOperator.build`.
 
-    The function takes the shape of x, the shapes of the further inputs by name, and the loss's constants.
-    `code` computes one value for each row, which has the elements of x with the same first index. The loss is
-    the sum of these values, divided by the number of all elements of x if `elements` is true, and otherwise
-    by the number of rows.
+    `shape` is the shape of x, `inputs` has the shapes of the further inputs by name, and `numbers` are the
+    loss's constants. `code` computes one value for each row, which has the elements of x with the same first
+    index. The loss is the sum of these values, divided by the number of all elements of x if `elements` is
+    true, and otherwise by the number of rows.
     """
-
-    def build(shape: Shape, inputs: dict[str, Shape], name: str, **numbers: Any) -> Parts:
-        rows, total = shape[0], prod(shape) if elements else shape[0]
-        (nest,) = reduction_of(code)(shape, inputs, name, dim=tuple(range(1, len(shape))), **numbers)
-        mean = Code((sum_of("total", "v"),), f"total / {total}.0f")
-        return [nest, over_dims((rows,), (0,), mean)]
-
-    return build
+    rows, total = shape[0], prod(shape) if elements else shape[0]
+    dims = tuple(range(1, len(shape)))
+    mean = Code((sum_of("total", "v"),), f"total / {total}.0f")
+    return [
+        *reduction(shape, inputs, name, dims, code=code, **numbers),
+        over_dims((rows,), (0,), mean),
+    ]
 
 
 def _cross_entropy(shape: Shape, inputs: dict[str, Shape], name: str) -> Parts:
     """Return the loop nests of the cross entropy of the rows of x, with the class of each row in y."""
     if inputs["y"] != shape[:1]:
         raise ValueError(f"classes of the shape {inputs['y']}")
-    return _loss(_CROSS_ENTROPY, elements=False)(shape, {"y": (*inputs["y"], 1)}, name)
+    return _loss(shape, {"y": (*inputs["y"], 1)}, name, code=_CROSS_ENTROPY, elements=False)
 
 
 def _elements(term: str) -> Code:
@@ -56,7 +57,10 @@ _D = "(v - y@)"
 _ANY_RANK = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "hinge_loss")
 LOSSES: dict[str, TensorOperator] = {
     name: TensorOperator(
-        line, _loss(code, elements=elements), draw, ranks=(2, 3, 4, 5) if name in _ANY_RANK else (2,)
+        line,
+        partial(_loss, code=code, elements=elements),
+        draw,
+        ranks=(2, 3, 4, 5) if name in _ANY_RANK else (2,),
     )
     for name, line, code, elements, draw in (
         ("mse_loss", "F.mse_loss(x, y)", _elements(f"{_D} * {_D}"), True, further_inputs("y")),

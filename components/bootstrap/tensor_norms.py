@@ -4,8 +4,8 @@ A tensor operator is a row of the table in tensor_operators.py, for which kernel
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,37 +22,43 @@ _NORM = Code(
 )
 
 
-def _norm(kind: str, *, code: Code = _NORM, affine: bool = True) -> Callable[..., Parts]:
-    """Return a function that builds the loop nest of a norm, for `TensorOperator.build`.
+def _norm(
+    shape: Shape,
+    inputs: dict[str, Shape],
+    name: str,
+    *,
+    kind: str,
+    code: Code = _NORM,
+    affine: bool = True,
+    eps: float = 1e-5,
+    **sizes: Any,
+) -> Parts:
+    """Return the loop nest of a norm, which is a `TensorOperator.build`.
 
-    The function takes the shape of x, the shapes of further inputs, the name of the norm's module, and the
-    module's arguments. The norm applies `code` to each group of elements. `kind` says which elements form a
-    group: those along the last dimensions ("last", as many as the argument `size` has), those of a channel in
-    the whole batch ("batch"), those of several channels of a sample ("group"), or those of one channel of a
-    sample ("instance"). If `affine` is true, the result is multiplied by the weight of the module, and the
-    bias is added unless `code` is that of an RMS norm.
+    `shape` is the shape of x, `name` is the name of the norm's module, and `eps` and `sizes` are the module's
+    arguments. `inputs` is not used. The norm applies `code` to each group of elements. `kind` says which
+    elements form a group: those along the last dimensions ("last", as many as the argument `size` has), those
+    of a channel in the whole batch ("batch"), those of several channels of a sample ("group"), or those of
+    one channel of a sample ("instance"). If `affine` is true, the result is multiplied by the weight of the
+    module, and the bias is added unless `code` is that of an RMS norm.
     """
-
-    def build(shape: Shape, inputs: dict[str, Shape], name: str, *, eps: float = 1e-5, **sizes: Any) -> Parts:
-        of: Shape = (*shape[1:2], *(1,) * (len(shape) - 2))
-        view, dims = shape, tuple(range(2, len(shape)))
-        if kind == "last":
-            of = sizes["size"] if isinstance(sizes["size"], tuple) else (sizes["size"],)
-            dims = tuple(range(len(shape) - len(of), len(shape)))
-        elif kind == "batch":
-            dims = (0, *dims)
-        elif kind == "group":
-            view = (shape[0], sizes["groups"], shape[1] // sizes["groups"], *shape[2:])
-            dims = tuple(range(2, len(view)))
-        lines = [Line(f"v = v * {name}_weight@;", f"{name}_weight", of)] if affine else []
-        if affine and code is _NORM:
-            lines.append(Line(f"v = v + {name}_bias@;", f"{name}_bias", of))
-        nest = over_dims(view, dims, fill_code(code, eps=f"{float(eps)!r}f"))
-        for line in lines:
-            nest = attach(nest, line, tensor="o", following=shape)
-        return [replace(nest, shape=shape)]
-
-    return build
+    of: Shape = (*shape[1:2], *(1,) * (len(shape) - 2))
+    view, dims = shape, tuple(range(2, len(shape)))
+    if kind == "last":
+        of = sizes["size"] if isinstance(sizes["size"], tuple) else (sizes["size"],)
+        dims = tuple(range(len(shape) - len(of), len(shape)))
+    elif kind == "batch":
+        dims = (0, *dims)
+    elif kind == "group":
+        view = (shape[0], sizes["groups"], shape[1] // sizes["groups"], *shape[2:])
+        dims = tuple(range(2, len(view)))
+    lines = [Line(f"v = v * {name}_weight@;", f"{name}_weight", of)] if affine else []
+    if affine and code is _NORM:
+        lines.append(Line(f"v = v + {name}_bias@;", f"{name}_bias", of))
+    nest = over_dims(view, dims, fill_code(code, eps=f"{float(eps)!r}f"))
+    for line in lines:
+        nest = attach(nest, line, tensor="o", following=shape)
+    return [replace(nest, shape=shape)]
 
 
 def _running(shape: Shape, inputs: dict[str, Shape], name: str, channels: int) -> Parts:
@@ -89,23 +95,25 @@ def _groups(rng: random.Random, shape: Shape) -> Arguments | None:
 
 
 NORMS: dict[str, TensorOperator] = {
-    "layer_norm": TensorOperator("{self}(x)", _norm("last"), _last, "nn.LayerNorm({size})", AFFINE),
+    "layer_norm": TensorOperator(
+        "{self}(x)", partial(_norm, kind="last"), _last, "nn.LayerNorm({size})", AFFINE
+    ),
     "rms_norm": TensorOperator(
         "{self}(x)",
-        _norm("last", code=Code((SQUARE_MEAN,), apply=("v = v * rms;",))),
+        partial(_norm, kind="last", code=Code((SQUARE_MEAN,), apply=("v = v * rms;",))),
         lambda rng, shape: {"size": shape[-1:], "eps": 1e-5},
         "nn.RMSNorm({size}, eps={eps})",
         ("_weight",),
     ),
     "group_norm": TensorOperator(
-        "{self}(x)", _norm("group"), _groups, "nn.GroupNorm({groups}, {channels})", AFFINE
+        "{self}(x)", partial(_norm, kind="group"), _groups, "nn.GroupNorm({groups}, {channels})", AFFINE
     ),
 }
 for _count, _ranks in ((1, (2, 3)), (2, (4,)), (3, (5,))):
     NORMS |= {
         f"batch_norm_{_count}": TensorOperator(
             "{self}(x)",
-            _norm("batch"),
+            partial(_norm, kind="batch"),
             _several,
             f"nn.BatchNorm{_count}d({{channels}}, track_running_stats=False)",
             AFFINE,
@@ -120,14 +128,14 @@ for _count, _ranks in ((1, (2, 3)), (2, (4,)), (3, (5,))):
         ),
         f"instance_norm_{_count}": TensorOperator(
             "{self}(x)",
-            _norm("instance", affine=False),
+            partial(_norm, kind="instance", affine=False),
             _several,
             f"nn.InstanceNorm{_count}d({{channels}})",
             ranks=_ranks[-1:],
         ),
         f"affine_instance_norm_{_count}": TensorOperator(
             "{self}(x)",
-            _norm("instance"),
+            partial(_norm, kind="instance"),
             _several,
             f"nn.InstanceNorm{_count}d({{channels}}, affine=True)",
             AFFINE,

@@ -8,11 +8,10 @@ operators are below, and the others in the files tensor_*.py.
 """
 
 import ast
-import functools
 import random
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 from components.bootstrap.loop_nest import Code, Line, Nest, Shape, fits, over_dims
@@ -56,25 +55,23 @@ class Program:
 # --- elementwise operators ----------------------------------------------------------------------------------
 
 
-def _line(code: str, operand: str = "") -> Callable[..., Parts]:
-    """Return a function that builds the line of an elementwise operator, for `TensorOperator.build`.
+def _line(
+    shape: Shape, inputs: dict[str, Shape], name: str, *, code: str, operand: str = "", **constants: Any
+) -> Parts:
+    """Return the C++ line of an elementwise operator, which is a `TensorOperator.build`.
 
-    `code` is the C++ line of the operator, which changes the element `v`. In the line, `{NAME}` stands for
-    the constant argument NAME, and `NAME@` for the element of the operand NAME. `operand` is the name of this
-    operand: an input, or a parameter, whose name begins with `self`. It is empty if there is no operand.
+    `code` is the line, which changes the element `v`. In it, `{NAME}` stands for the constant argument NAME,
+    and `NAME@` for the element of the operand NAME. `operand` is the name of this operand: an input, or a
+    parameter, whose name begins with `self`, for which `name` is put. It is empty if there is no operand.
     """
-
-    def build(shape: Shape, inputs: dict[str, Shape], name: str, **constants: Any) -> Parts:
-        of = constants.pop("size", inputs.get(operand, ()))
-        of = (of,) if isinstance(of, int) else of
-        if "channels" in constants:
-            of = (constants.pop("channels"), *(1,) * (len(shape) - 2))
-        values = {key: f"{float(value)!r}f" for key, value in constants.items()}
-        text = re.sub(r"\{(\w+)\}f?", lambda match: values[match[1]], code)
-        own = f"{name}{operand.removeprefix('self')}" if operand.startswith("self") else operand
-        return [Line(text.replace(f"{operand}@", f"{own}@") if operand else text, own, of)]
-
-    return build
+    of = constants.pop("size", inputs.get(operand, ()))
+    of = (of,) if isinstance(of, int) else of
+    if "channels" in constants:
+        of = (constants.pop("channels"), *(1,) * (len(shape) - 2))
+    values = {key: f"{float(value)!r}f" for key, value in constants.items()}
+    text = re.sub(r"\{(\w+)\}f?", lambda match: values[match[1]], code)
+    own = f"{name}{operand.removeprefix('self')}" if operand.startswith("self") else operand
+    return [Line(text.replace(f"{operand}@", f"{own}@") if operand else text, own, of)]
 
 
 def _parameter(rng: random.Random, shape: Shape) -> Arguments:
@@ -90,7 +87,7 @@ _PARAMETER = "nn.Parameter(torch.randn({size}))"
 LINES: dict[str, TensorOperator] = {
     core.name: TensorOperator(
         re.sub(r"\{(\d)\}", r"{c\1}", core.line),
-        _line(re.sub(r"\{(\d)\}", r"{c\1}", ELEMENTWISE[core.name])),
+        partial(_line, code=re.sub(r"\{(\d)\}", r"{c\1}", ELEMENTWISE[core.name])),
         constants_of(**{f"c{index}": palette for index, palette in enumerate(core.constants)}),
         ranks=ALL_RANKS,
     )
@@ -98,7 +95,7 @@ LINES: dict[str, TensorOperator] = {
     if core.kind == "elementwise"
 }
 LINES |= {
-    name: TensorOperator(line, _line(code), constants_of(**palettes), ranks=ALL_RANKS)
+    name: TensorOperator(line, partial(_line, code=code), constants_of(**palettes), ranks=ALL_RANKS)
     for name, line, code, palettes in (
         (
             "selu",
@@ -130,7 +127,9 @@ LINES |= {
     )
 }
 LINES |= {
-    name: TensorOperator(line, _line(code, "self"), _parameter, _PARAMETER, ("",), ALL_RANKS)
+    name: TensorOperator(
+        line, partial(_line, code=code, operand="self"), _parameter, _PARAMETER, ("",), ALL_RANKS
+    )
     for name, line, code in (
         ("bias", "x + {self}", "v = v + self@;"),
         ("minus_bias", "x - {self}", "v = v - self@;"),
@@ -140,7 +139,9 @@ LINES |= {
     )
 }
 LINES |= {
-    name: TensorOperator(f"x {sign} y", _line(code, "y"), same_shape, ranks=ALL_RANKS, types=ALL_TYPES)
+    name: TensorOperator(
+        f"x {sign} y", partial(_line, code=code, operand="y"), same_shape, ranks=ALL_RANKS, types=ALL_TYPES
+    )
     for name, sign, code in (
         ("add_input", "+", "v = v + y@;"),
         ("mul_input", "*", "v = v * y@;"),
@@ -149,7 +150,7 @@ LINES |= {
 }
 LINES["prelu"] = TensorOperator(
     "{self}(x)",
-    _line("v = v < 0 ? v * self_weight@ : v;", "self_weight"),
+    partial(_line, code="v = v < 0 ? v * self_weight@ : v;", operand="self_weight"),
     channels,
     "nn.PReLU({channels})",
     ("_weight",),
@@ -166,13 +167,10 @@ def _take(shape: Shape, inputs: dict[str, Shape], name: str, index: int) -> Part
     return [replace(over_dims(inputs[f"kept_{index}"], (), Code()), source=f"kept_{index}")]
 
 
-def _with_kept(code: str) -> Callable[..., Parts]:
-    """Return a function that builds the line of an elementwise operator of x and of a kept result `y`."""
-
-    def build(shape: Shape, inputs: dict[str, Shape], name: str, index: int) -> Parts:
-        return _line(code.replace("y@", f"kept_{index}@"), f"kept_{index}")(shape, inputs, name)
-
-    return build
+def _with_kept(shape: Shape, inputs: dict[str, Shape], name: str, index: int, *, code: str) -> Parts:
+    """Return the line of an elementwise operator of x and of a kept result, which is `y` in `code`."""
+    kept = f"kept_{index}"
+    return _line(shape, inputs, name, code=code.replace("y@", f"{kept}@"), operand=kept)
 
 
 # Lines that keep a result for a later line, or use one (spelling.unfold); no task is composed with them.
@@ -181,12 +179,12 @@ KEPT = {
     for name, line, build in (
         ("keep", "keep(x, {index})", _keep),
         ("take", "kept_{index}", _take),
-        ("add_kept", "x + kept_{index}", _with_kept("v = v + y@;")),
-        ("mul_kept", "x * kept_{index}", _with_kept("v = v * y@;")),
-        ("sub_kept", "x - kept_{index}", _with_kept("v = v - y@;")),
-        ("div_kept", "x / kept_{index}", _with_kept("v = v / y@;")),
-        ("sub_from_kept", "kept_{index} - x", _with_kept("v = y@ - v;")),
-        ("div_of_kept", "kept_{index} / x", _with_kept("v = y@ / v;")),
+        ("add_kept", "x + kept_{index}", partial(_with_kept, code="v = v + y@;")),
+        ("mul_kept", "x * kept_{index}", partial(_with_kept, code="v = v * y@;")),
+        ("sub_kept", "x - kept_{index}", partial(_with_kept, code="v = v - y@;")),
+        ("div_kept", "x / kept_{index}", partial(_with_kept, code="v = v / y@;")),
+        ("sub_from_kept", "kept_{index} - x", partial(_with_kept, code="v = y@ - v;")),
+        ("div_of_kept", "kept_{index} / x", partial(_with_kept, code="v = y@ / v;")),
     )
 }
 OPERATORS = KEPT | LINES | REDUCTIONS | ALONG | RESHAPES | NORMS | LOSSES | SLIDING | PRODUCTS
@@ -228,7 +226,7 @@ SPELLINGS = spellings(
 INPUT = re.compile(r"torch\.(randn?\(|randint\(0, \d+, \()([\d, ]+?),?\)+(\.bool\(\))?")
 
 
-@functools.lru_cache(maxsize=64)  # several kernels of a task are written one after the other
+@lru_cache(maxsize=64)  # several kernels of a task are written one after the other
 def read_program(code: str) -> Program | None:
     """Return the program of a source that can be written in the layout of composed tasks, or None.
 
@@ -334,12 +332,7 @@ def _read_operator(line: str, created: dict[str, str]) -> tuple[TensorOperator, 
             continue
         values = match.groupdict()
         attribute = values.pop("self", "")
-        made = init.fullmatch(created.get(attribute, ""))
-        if made is None:
-            continue
-        try:
+        if made := init.fullmatch(created.get(attribute, "")):
             arguments = {key: ast.literal_eval(text) for key, text in {**values, **made.groupdict()}.items()}
-        except (ValueError, SyntaxError):
-            continue
-        return OPERATORS[name], attribute, arguments
+            return OPERATORS[name], attribute, arguments
     return None

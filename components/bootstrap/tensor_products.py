@@ -4,7 +4,7 @@ A tensor operator is a row of the table in tensor_operators.py, for which kernel
 """
 
 import random
-from collections.abc import Callable
+from functools import partial
 
 from components.bootstrap.loop_nest import (
     PRODUCT_ROWS,
@@ -20,7 +20,6 @@ from components.bootstrap.loop_nest import (
 from components.bootstrap.tensor_operator import (
     AFFINE,
     Arguments,
-    Draw,
     Parts,
     TensorOperator,
     further_inputs,
@@ -68,34 +67,35 @@ def _matrices(
     return Nest(tuple(axes), code, out, windows, rows=rows)
 
 
-def _product(*, left: bool = False, right: bool = False) -> Callable[..., Parts]:
-    """Return a function that builds the loop nest of a matrix product, for `TensorOperator.build`.
+def _product(
+    shape: Shape, inputs: dict[str, Shape], name: str, *, left: bool = False, right: bool = False
+) -> Parts:
+    """Return the loop nest of the product of the matrices x and y, of which `inputs` has the shape of y.
 
-    The product is that of x and y. The function takes the shape of x and, in a dict, the shape of y. If
-    `left` is true, the last two dimensions of x are exchanged before the product, and if `right` is true,
-    those of y.
+    If `left` is true, the last two dimensions of x are exchanged before the product, and if `right` is true,
+    those of y. `name` is not used.
     """
-    return lambda shape, inputs, name: [_matrices(shape, inputs["y"], "y", transposed=(left, right))]
+    return [_matrices(shape, inputs["y"], "y", transposed=(left, right))]
 
 
-def _product_of_parameter(*, right: bool) -> Callable[..., Parts]:
-    """Return a function that builds the product of x and a parameter of the shape `size`.
+def _product_of_parameter(
+    shape: Shape, inputs: dict[str, Shape], name: str, size: Shape, *, right: bool
+) -> Parts:
+    """Return the loop nest of the product of x and a parameter `name` of the shape `size`.
 
-    If `right` is true, the last two dimensions of the parameter are exchanged before the product.
+    If `right` is true, the last two dimensions of the parameter are exchanged before the product. `inputs` is
+    not used.
     """
-    return lambda shape, inputs, name, size: [_matrices(shape, size, name, transposed=(False, right))]
+    return [_matrices(shape, size, name, transposed=(False, right))]
 
 
-def _draw_product(*, left: bool = False, right: bool = False) -> Draw:
-    def draw(rng: random.Random, shape: Shape) -> Arguments | None:
-        width = rng.choice((shape[-1], max(shape[-1] // 2, 1), 2 * shape[-1], 100, 1))
-        k = shape[-2] if left else shape[-1]
-        if not 8 <= k <= 8192:
-            return None
-        batch = shape[:-2] if rng.random() < 0.5 else ()
-        return {"inputs": {"y": (*batch, *((width, k) if right else (k, width)))}}
-
-    return draw
+def _draw_product(rng: random.Random, shape: Shape, *, left: bool, right: bool) -> Arguments | None:
+    width = rng.choice((shape[-1], max(shape[-1] // 2, 1), 2 * shape[-1], 100, 1))
+    k = shape[-2] if left else shape[-1]
+    if not 8 <= k <= 8192:
+        return None
+    batch = shape[:-2] if rng.random() < 0.5 else ()
+    return {"inputs": {"y": (*batch, *((width, k) if right else (k, width)))}}
 
 
 def _triangle(name: str, *, inside: bool) -> TensorOperator:
@@ -147,9 +147,8 @@ def _linear(shape: Shape, inputs: dict[str, Shape], name: str, ins: int, outs: i
     `shape` is the shape of x, `name` is the name of the module, and `ins` and `outs` are its numbers of
     features.
     """
-    weight = f"{name}_weight"
-    parts: list[Nest | Line] = [_matrices(shape, (outs, ins), weight, transposed=(False, True))]
-    return [*parts, Line(f"v = v + {name}_bias@;", f"{name}_bias", (outs,))] if bias else parts
+    product = _matrices(shape, (outs, ins), f"{name}_weight", transposed=(False, True))
+    return [product, *([Line(f"v = v + {name}_bias@;", f"{name}_bias", (outs,))] if bias else [])]
 
 
 def _draw_linear(rng: random.Random, shape: Shape) -> Arguments | None:
@@ -175,8 +174,8 @@ def _attention(shape: Shape, inputs: dict[str, Shape], name: str) -> Parts:
 PRODUCTS: dict[str, TensorOperator] = {
     f"matmul{'_t' * left}{'_of_t' * right}": TensorOperator(
         f"torch.matmul(x{'.transpose(-2, -1)' * left}, y{'.transpose(-2, -1)' * right})",
-        _product(left=left, right=right),
-        _draw_product(left=left, right=right),
+        partial(_product, left=left, right=right),
+        partial(_draw_product, left=left, right=right),
         ranks=(2, 3, 4),
     )
     for left in (False, True)
@@ -190,7 +189,7 @@ PRODUCTS |= {
     **{
         f"matmul_of_parameter{'_t' * right}": TensorOperator(
             f"torch.matmul(x, {{self}}{'.transpose(-2, -1)' * right})",
-            _product_of_parameter(right=right),
+            partial(_product_of_parameter, right=right),
             None,
             "nn.Parameter(torch.randn({size}))",
             ("",),

@@ -7,10 +7,11 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
-from components.bootstrap.loop_nest import Code, Line, Loop, Nest, Shape, attach, over_dims
+from components.bootstrap.loop_nest import Code, Line, Loop, Shape, attach, over_dims
 from components.bootstrap.tensor_operator import (
     ALL_RANKS,
     ALL_TYPES,
@@ -53,47 +54,37 @@ def sum_of(name: str, term: str, *values: tuple[str, str]) -> Loop:
     return Loop((("sum", name, term),), values)
 
 
-def reduction_of(code: Code) -> Callable[..., Parts]:
-    """Return a function that builds the loop nest of an operator along dimensions.
+def reduction(
+    shape: Shape,
+    inputs: dict[str, Shape],
+    name: str,
+    dim: int | tuple[int, ...] | None = None,
+    keepdim: bool = False,
+    *,
+    code: Code,
+    **numbers: Any,
+) -> Parts:
+    """Return the loop nest of an operator along dimensions of x, which is a `TensorOperator.build`.
 
-    It is a `TensorOperator.build`. It takes the shape of x, the shapes of the further inputs by name, a name
-    that it does not use, and the operator's arguments. The elements of x along the dimensions `dim`, or all
-    if that is None, form a group, on which `code` computes. If `code` returns one value for each group and
-    `keepdim` is true, the output has these dimensions with size 1. A further input that the code reads has
-    the shape of x or is broadcast to it. In the code, `<NAME>` is replaced by the argument NAME, and `<axis>`
-    by the index in the first of the dimensions. The function raises ValueError if `dim` is empty or a truth
-    value, which torch takes as something else.
+    `shape` is the shape of x, and `inputs` has the shapes of the further inputs by name. `name` is not used.
+    The elements of x along the dimensions `dim`, or all if that is None, form a group, on which `code`
+    computes. If `code` returns one value for each group and `keepdim` is true, the output has these
+    dimensions with size 1. A further input that the code reads has the shape of x or is broadcast to it. In
+    the code, `<NAME>` is replaced by the argument NAME of `numbers`, and `<axis>` by the index in the first
+    of the dimensions. Raises ValueError if `dim` is empty or a truth value, which torch takes as something
+    else.
     """
-
-    def build(
-        shape: Shape,
-        inputs: dict[str, Shape],
-        name: str,
-        dim: int | tuple[int, ...] | None = None,
-        keepdim: bool = False,
-        **numbers: Any,
-    ) -> Parts:
-        dims = (*range(len(shape)),) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-        if not dims or isinstance(dim, bool):
-            raise ValueError(f"the dimensions {dim}")
-        first = dims[0] % len(shape)
-        axis = f"d{first}" if shape[first] > 1 else "0"  # kernels have no loop over a single element
-        filled = fill_code(code, axis=axis, **{key: f"{float(value)!r}f" for key, value in numbers.items()})
-        nest = over_dims(shape, dims, filled, keepdim=keepdim)
-        operands = [key for key in inputs if f"{key}@" in str(filled)]
-        return [_with_operands(nest, shape, {key: inputs[key] for key in operands})]
-
-    return build
-
-
-def _with_operands(nest: Nest, shape: Shape, operands: dict[str, Shape]) -> Nest:
-    """Return the loop nest with further operands, each of which is broadcast to the nest's input `a`.
-
-    `shape` is the shape of `a`, and `operands` has the shape of each operand by its name.
-    """
-    for name, of in operands.items():
-        nest = attach(nest, Line("", name, of), tensor="a", following=shape)
-    return nest
+    dims = (*range(len(shape)),) if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    if not dims or isinstance(dim, bool):
+        raise ValueError(f"the dimensions {dim}")
+    first = dims[0] % len(shape)
+    axis = f"d{first}" if shape[first] > 1 else "0"  # kernels have no loop over a single element
+    filled = fill_code(code, axis=axis, **{key: f"{float(value)!r}f" for key, value in numbers.items()})
+    nest = over_dims(shape, dims, filled, keepdim=keepdim)
+    for key, of in inputs.items():
+        if f"{key}@" in str(filled):
+            nest = attach(nest, Line("", key, of), tensor="a", following=shape)
+    return [nest]
 
 
 def fill_code(code: Code, **values: str) -> Code:
@@ -126,7 +117,7 @@ MEAN = sum_of("first", "v", ("mean", "first / COUNT"))
 _SQUARES = sum_of("second", "(v - mean) * (v - mean)")
 _EXTREME = "torch.{0}(x, dim={{dim}}, keepdim={{keepdim}})"
 REDUCTIONS: dict[str, TensorOperator] = {
-    name: TensorOperator(_EXTREME.format(name), reduction_of(code), _dims)
+    name: TensorOperator(_EXTREME.format(name), partial(reduction, code=code), _dims)
     for name, code in {
         "sum": Code((sum_of("total", "v"),), "total"),
         "mean": Code((sum_of("total", "v"),), "total / COUNT"),
@@ -138,7 +129,7 @@ REDUCTIONS: dict[str, TensorOperator] = {
     }.items()
 }
 REDUCTIONS |= {
-    name: TensorOperator(line, reduction_of(code), draw)
+    name: TensorOperator(line, partial(reduction, code=code), draw)
     for name, line, code, draw in (
         (
             "prod",
@@ -193,7 +184,9 @@ REDUCTIONS |= {
 }
 SQUARE_MEAN = sum_of("power", "v * v", ("rms", "1 / std::sqrt(power / COUNT + <eps>)"))
 ALONG: dict[str, TensorOperator] = {
-    name: TensorOperator(line, reduction_of(code), draw)
+    name: TensorOperator(
+        line, partial(reduction, code=code), draw, types=ALL_TYPES if name == "cumsum_masked" else ("float",)
+    )
     for name, line, code, draw in (
         (
             "softmax",
@@ -297,15 +290,16 @@ ALONG: dict[str, TensorOperator] = {
     )
 }
 
-ALONG["cumsum_masked"] = replace(ALONG["cumsum_masked"], types=ALL_TYPES)
 
+def _reshaped(
+    shape: Shape, inputs: dict[str, Shape], name: str, dim: int, *, new_shape: Callable[[Shape, int], Shape]
+) -> Parts:
+    """Return the loop nest that copies x in another shape.
 
-def _reshaped(new_shape: Callable[[Shape, int], Shape]) -> Callable[..., Parts]:
-    """Return a function that builds the copy of x in another shape, for `TensorOperator.build`.
-
-    `new_shape` takes the shape of x and the argument `dim`, which may be negative.
+    `new_shape` takes the shape of x and the argument `dim`, which may be negative. `inputs` and `name` are
+    not used.
     """
-    return lambda shape, inputs, name, dim: [over_dims(new_shape(shape, dim), (), Code())]
+    return [over_dims(new_shape(shape, dim), (), Code())]
 
 
 def _squeezed(shape: Shape, dim: int) -> Shape:
@@ -323,6 +317,8 @@ def _flattened(shape: Shape, dim: int) -> Shape:
 
 
 RESHAPES = {
-    name: TensorOperator(f"torch.{name}(x, {{dim}})", _reshaped(new_shape), None, ranks=ALL_RANKS)
+    name: TensorOperator(
+        f"torch.{name}(x, {{dim}})", partial(_reshaped, new_shape=new_shape), None, ranks=ALL_RANKS
+    )
     for name, new_shape in (("squeeze", _squeezed), ("unsqueeze", _unsqueezed), ("flatten", _flattened))
 }
