@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]  # not in its stubs
 from torch.multiprocessing import get_context
@@ -39,8 +38,7 @@ WARMUP_SHARE = 0.05
 TIMEOUT = timedelta(minutes=10)
 # Longest time that the second process waits for the first one, which makes the corpus.
 CORPUS_TIMEOUT = timedelta(days=1)
-# Coefficients of the polynomial of an iteration of Muon, and number of iterations.
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+# Number of iterations of Muon.
 ITERATIONS = 5
 MOMENTUM = 0.95
 EPSILON = 1e-7
@@ -51,7 +49,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
     The result is computed with five quintic Newton-Schulz iterations.
     """
-    a, b, c = COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315  # Coefficients of the polynomial of an iteration.
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=EPSILON)
@@ -76,8 +74,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update the matrices with their gradients. `closure` must be None."""
-        assert closure is None
+        """Update the matrices with their gradients. `closure` is not called."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -215,7 +212,7 @@ def loss_sum(model: PreTrainedModel, ids: Tensor, action_mask: Tensor) -> Tensor
     """
     hidden = model.model(input_ids=ids[:, :-1]).last_hidden_state
     own = action_mask[:, 1:]
-    return F.cross_entropy(model.lm_head(hidden[own]).float(), ids[:, 1:][own], reduction="sum")
+    return nn.functional.cross_entropy(model.lm_head(hidden[own]).float(), ids[:, 1:][own], reduction="sum")
 
 
 def train(

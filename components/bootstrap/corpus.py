@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.tokenizer import Message, encode_conversations, train_tokenizer
-from components.core.errors import UserError
+from components.core.errors import refuse
 from components.core.files import atomic_folder
 from components.core.params import Params
 from components.core.progress import Progress
@@ -87,8 +87,7 @@ def store_corpus(
         for ids, mask in conversations
         if len(ids) <= context
     ]
-    if not rows:
-        raise UserError(f"policy.context: no demonstration fits into {context} tokens; raise it.")
+    refuse((not rows, f"policy.context: no demonstration fits into {context} tokens; raise it."))
     tensors = {
         "ids": torch.cat([ids for ids, _ in rows]),
         "action_mask": torch.cat([mask for _, mask in rows]),
@@ -121,11 +120,11 @@ def write_conversations(
                 progress.update("coldstart", 0, settings.steps, demonstrations=len(conversations))
     finally:
         torch.set_num_threads(threads)
-    if len(conversations) < settings.demonstrations:
-        raise UserError(
-            f"coldstart.demonstrations: {settings.demonstrations} need {count} training tasks, "
-            "the sources hold fewer; lower it."
-        )
+    fault = (
+        f"coldstart.demonstrations: {settings.demonstrations} need {count} training tasks, "
+        "the sources hold fewer; lower it."
+    )
+    refuse((len(conversations) < settings.demonstrations, fault))
     rng.shuffle(conversations)
     return conversations[: settings.demonstrations]
 

@@ -150,13 +150,6 @@ class Outcome:
     milestone: int
     speedup: float = 0.0
 
-    def is_better_than(self, other: "Outcome") -> bool:
-        """Return whether this outcome is better than `other`.
-
-        It is better if its milestone is higher, or is equal and the speed-up over eager mode is higher.
-        """
-        return (self.milestone, self.speedup) > (other.milestone, other.speedup)
-
 
 def simulate_outcome(kernel: str, right: bool, device: Device, rng: random.Random) -> Outcome:
     """Return a simulated outcome of writing and measuring a kernel.
@@ -275,7 +268,7 @@ def make_demonstration(
         later, later_right = _attempt(code, coldstart.wrong_share / 3, device, rng)
         second = simulate_outcome(later, later_right, device, rng)
         messages += measured(later, second)
-        if not second.is_better_than(first):
+        if (second.milestone, second.speedup) <= (first.milestone, first.speedup):
             if not right:
                 kernel, _ = _attempt(code, coldstart.wrong_share / 3, device, rng)
             messages += _turn(write_call(kernel, device), f"Written {kernel_path(device)}.")

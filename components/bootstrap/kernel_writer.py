@@ -103,10 +103,11 @@ def write_kernel(chain: OperatorChain, schedule: Schedule) -> str:
     `CpuSchedule`, and in CUDA for a `CudaSchedule`. A kernel in half precision reads and writes the types of
     vec.h, and computes in float.
     """
-    if isinstance(schedule, CpuSchedule):
-        text = write_cpu_kernel(chain, schedule)
-    else:
-        text = write_cuda_kernel(chain, schedule)
+    text = (
+        write_cpu_kernel(chain, schedule)
+        if isinstance(schedule, CpuSchedule)
+        else write_cuda_kernel(chain, schedule)
+    )
     if chain.dtype == "float32":
         return text
     kind = VEC_TYPES[chain.dtype]

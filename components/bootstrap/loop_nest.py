@@ -80,7 +80,6 @@ class Code:
     apply: tuple[str, ...] = ()
     carry: tuple[tuple[str, str], ...] = ()
     backwards: bool = False
-    # C++ type of the elements of `o`.
     type: str = "float"
 
 
