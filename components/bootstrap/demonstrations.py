@@ -92,11 +92,8 @@ class Mistake:
 
 def _change_constant(line: str, rng: random.Random) -> list[str]:
     """Return a list of one line: `line` with another of `WRONG_CONSTANTS` as its first constant."""
-
-    def other(match: re.Match[str]) -> str:
-        return rng.choice([constant for constant in WRONG_CONSTANTS if constant != match.group()])
-
-    return [CONSTANT.sub(other, line, count=1)]
+    before, constant, after = re.split(f"({CONSTANT.pattern})", line, maxsplit=1)
+    return [f"{before}{rng.choice([other for other in WRONG_CONSTANTS if other != constant])}{after}"]
 
 
 def _lose_character(line: str, rng: random.Random) -> list[str]:
@@ -227,9 +224,8 @@ def _attempt(code: str, wrong_share: float, device: Device, rng: random.Random) 
     for the task (`draw_kernel`).
     """
     kernel = draw_kernel(code, device, rng)
-    if rng.random() < wrong_share:
-        return mutate(kernel, rng), False
-    return kernel, True
+    right = rng.random() >= wrong_share
+    return kernel if right else mutate(kernel, rng), right
 
 
 def _turn(call: str, observation: str) -> list[Message]:
@@ -258,16 +254,14 @@ def make_demonstration(
             {"role": "assistant", "content": write_call(kernel, device)},
         ]
 
-    def measured(kernel: str, outcome: Outcome) -> list[Message]:
-        return _turn(f"{write_call(kernel, device)}\n{MEASURE_CALL}", outcome.observation)
-
     first = simulate_outcome(kernel, right, device, rng)
-    messages = [{"role": "user", "content": code + IN_TURNS}, *measured(kernel, first)]
+    messages = [{"role": "user", "content": code + IN_TURNS}]
+    messages += _turn(f"{write_call(kernel, device)}\n{MEASURE_CALL}", first.observation)
     if first.milestone < 3:
         # Later attempts have other schedules and are wrong less often.
         later, later_right = _attempt(code, coldstart.wrong_share / 3, device, rng)
         second = simulate_outcome(later, later_right, device, rng)
-        messages += measured(later, second)
+        messages += _turn(f"{write_call(later, device)}\n{MEASURE_CALL}", second.observation)
         if (second.milestone, second.speedup) <= (first.milestone, first.speedup):
             if not right:
                 kernel, _ = _attempt(code, coldstart.wrong_share / 3, device, rng)

@@ -141,9 +141,8 @@ def pragma(schedule: CpuSchedule, clause: str = "") -> list[str]:
     `clause` is the content of the reduction clause, such as "+ : sum". If it is empty, the line has no such
     clause.
     """
-    if schedule.loops == "scalar":
-        return []
-    return [f"#pragma omp simd{f' reduction({clause})' if clause else ''}"]
+    reduction = f" reduction({clause})" if clause else ""
+    return [] if schedule.loops == "scalar" else [f"#pragma omp simd{reduction}"]
 
 
 def element_pass(

@@ -218,20 +218,13 @@ def attach(nest: Nest, line: Line, *, tensor: str, following: Shape) -> Nest:
     before they are written. `following` is the shape of this tensor, to which the operand of the line is
     broadcast.
     """
-    axes = nest.axes
-    if line.operand:
-        axes = tuple(
-            replace(
-                axis,
-                strides=axis.strides
-                | {line.operand: broadcast(line.shape, axis.strides.get(tensor, 0), following)},
-            )
-            for axis in axes
-        )
-    text = (line.text,) if line.text else ()
-    if tensor == "a":
-        return replace(nest, axes=axes, before=nest.before + text)
-    return replace(nest, axes=axes, after=nest.after + text)
+    moves = [
+        {line.operand: broadcast(line.shape, axis.strides.get(tensor, 0), following)} if line.operand else {}
+        for axis in nest.axes
+    ]
+    axes = (replace(axis, strides=axis.strides | more) for axis, more in zip(nest.axes, moves, strict=True))
+    before, after = [(line.text,) if line.text and tensor == side else () for side in ("a", "o")]
+    return replace(nest, axes=tuple(axes), before=nest.before + before, after=nest.after + after)
 
 
 def over_dims(shape: Shape, dims: Iterable[int], code: Code, *, keepdim: bool = False) -> Nest:

@@ -128,10 +128,7 @@ class Group:
                 ]
                 continue
             lines = for_axis(
-                axis,
-                lines,
-                backwards=nest.code.backwards,
-                threads=self.threads if innermost else 0,
+                axis, lines, backwards=nest.code.backwards, threads=self.threads if innermost else 0
             )
             if innermost and self.simd and not self.tiles and vector:
                 lines = [f"#pragma omp simd{clause}", *lines]

@@ -209,9 +209,11 @@ def read_chain(code: str) -> OperatorChain | None:
     """
     source = SOURCE.fullmatch(code)
     inputs = CHAIN_INPUTS.fullmatch(source["inputs"]) if source else None
-    if source is None or inputs is None:
-        return None
-    if source["inputs"].count("torch.randn(") != source["arguments"].count(",") + 1:
+    if (
+        source is None
+        or inputs is None
+        or source["inputs"].count("torch.randn(") != source["arguments"].count(",") + 1
+    ):
         return None
     steps = [_read_step(line) for line in source["lines"].splitlines()]
     dtype = dtype_of(source["init"])
@@ -223,9 +225,11 @@ def read_chain(code: str) -> OperatorChain | None:
     kinds = [BY_NAME[step.name].kind for step in steps if step is not None]
     after = kinds[kinds.index("reduction") + 1 :] if "reduction" in kinds else []
     sizes = {match["cols"] for match in made if match["cols"]}
-    if set(after) - {"elementwise"} or (inputs[2].isdigit() and sizes - {inputs[2]}):
-        return None
-    if dtype in CASTS and f".{CASTS[dtype]}()" not in source["inputs"]:
+    if (
+        set(after) - {"elementwise"}
+        or (inputs[2].isdigit() and sizes - {inputs[2]})
+        or (dtype in CASTS and f".{CASTS[dtype]}()" not in source["inputs"])
+    ):
         return None
     names = [match[1] or match[3] or match[4] for match in made]
     tensors = [name for name in names if name not in MODULE_TENSORS]
@@ -243,10 +247,8 @@ def _read_step(line: str) -> Step | None:
     A core operator is one of CORE_OPERATORS. `line` has the indentation of eight spaces.
     """
     expression = line.removeprefix("        x = ")
-    for name, pattern in PATTERNS.items():
-        if match := pattern.fullmatch(expression):
-            return Step(name, match.groups())
-    return None
+    matches = ((name, pattern.fullmatch(expression)) for name, pattern in PATTERNS.items())
+    return next((Step(name, match.groups()) for name, match in matches if match), None)
 
 
 def canonical(name: str) -> str:

@@ -56,7 +56,6 @@ class Sweep:
 
     declare: tuple[str, ...]
     clause: str
-    # Lines for each element `v` of the row. The line `b[i] = v;`, if it is included, stores the element.
     each: tuple[str, ...]
     finish: tuple[str, ...] = ()
 
@@ -178,14 +177,9 @@ ALGORITHMS = {
     },
 }
 # Functions of libm, by the names of the functions of vec.h that compute the same.
-LIBM = {
-    "vexp": "std::exp",
-    "vlog": "std::log",
-    "vlog1p": "std::log1p",
-    "vtanh": "std::tanh",
-    "verf": "std::erf",
+LIBM = {f"v{name}": f"std::{name}" for name in ("exp", "log", "log1p", "tanh", "erf", "sqrt")} | {
+    f"v{name}": f"std::f{name}" for name in ("abs", "max", "min")
 }
-LIBM |= {"vsqrt": "std::sqrt", "vabs": "std::fabs", "vmax": "std::fmax", "vmin": "std::fmin"}
 
 
 def elementwise(step: Step) -> str:

@@ -202,12 +202,10 @@ def _parameter(made: ast.expr) -> ast.expr:
         return made
     if name in FILLED and not isinstance(ast.literal_eval(made.args[-1]), float):
         return made  # of integers
-    if name == "tensor":
-        size: ast.expr = ast.Tuple([], ast.Load())
-    elif name in MAKERS:
-        size = made.args[0] if len(made.args) == 1 or name == "full" else ast.Tuple(made.args, ast.Load())
-    else:
+    if name not in (*MAKERS, "tensor"):
         return made
+    sizes = [] if name == "tensor" else made.args
+    size = sizes[0] if len(sizes) == 1 or name == "full" else ast.Tuple(sizes, ast.Load())
     return ast.Call(ast.parse("torch.randn", mode="eval").body, [size], [])
 
 

@@ -83,8 +83,5 @@ def further_inputs(*names: str, **palettes: Sequence[str]) -> Drawn:
     returns the shapes of the inputs in the argument `inputs`, and for each keyword of `palettes` one of its
     numbers, which are texts, as a float.
     """
-
-    def draw(rng: random.Random, shape: Shape) -> Arguments:
-        return {"inputs": dict.fromkeys(names, shape), **constants_of(**palettes)(rng, shape)}
-
-    return draw
+    constants = constants_of(**palettes)
+    return lambda rng, shape: {"inputs": dict.fromkeys(names, shape), **constants(rng, shape)}

@@ -259,20 +259,17 @@ def _read(code: str) -> Program | None:
         if match[3] or match[1].startswith("randint")
     }
     shape, state = shapes["x"], {}
-    if "x" in types:
-        return None
     parts: list[Nest | Line] = []
     for line in source["lines"].splitlines():
         step = _read_operator(line.strip().removeprefix("x = "), created)
-        if step is None:
+        # What follows would read the integers of an input, or of an argmax, as floats.
+        if step is None or types.keys() & {"x", "out"}:
             return None
         operator, attribute, arguments = step
         name = _kernel_name(attribute)
-        # What follows would read the integers of an argmax as floats.
-        if len(shape) not in operator.ranks or "out" in types:
-            return None
         sizes = {**shapes, "x": shape, attribute: arguments.get("size", ())}
-        if any(len(sizes[key]) != 2 for key in re.findall(r"([\w.]+)\.transpose\(0, 1\)", line)):
+        exchanged = re.findall(r"([\w.]+)\.transpose\(0, 1\)", line)
+        if len(shape) not in operator.ranks or any(len(sizes[key]) != 2 for key in exchanged):
             return None
         new = operator.build(shape, {key: of for key, of in shapes.items() if key != "x"}, name, **arguments)
         state[attribute] = [
@@ -281,10 +278,9 @@ def _read(code: str) -> Program | None:
         parts += new
         for part in new:
             operands = part.operands if isinstance(part, Nest) else (part.operand,)
-            if any(types.get(key, "float") not in operator.types for key in operands):
+            is_wider = isinstance(part, Line) and not fits(part.shape, shape)
+            if is_wider or any(types.get(key, "float") not in operator.types for key in operands):
                 return None
-            if isinstance(part, Line) and not fits(part.shape, shape):
-                return None  # the operand would enlarge the result
             if isinstance(part, Nest):
                 shape = part.shape
                 shapes |= {part.target: shape} if part.target else {}
