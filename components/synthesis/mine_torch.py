@@ -69,7 +69,7 @@ def mine() -> tuple[list[OperatorTemplate], dict[str, str]]:
             if kept and not isinstance(thing, type):
                 # Aliases, such as torch.absolute for torch.abs, are recognised by equal dispatched operators.
                 other = meanings.setdefault(tuple(map(_trace, kept)), name)
-                if other != name and canonical(other) != canonical(name):
+                if canonical(other) != canonical(name):
                     kept, reason = [], f"another name of {other}"
             templates += kept
             if not kept:

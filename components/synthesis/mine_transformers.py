@@ -259,15 +259,13 @@ def _find_defect(module: TransformersModule) -> str:
         return (
             f"does not run on guessed arguments ({type(error).__name__}: {' '.join(str(error).split())[:90]})"
         )
-    if isinstance(out, tuple):
-        return SEVERAL
     if (
         not isinstance(out, torch.Tensor)
         or not isinstance(other, torch.Tensor)
         or out.dtype != torch.float32
         or out.dim() < 2
     ):
-        return "gives no float32 tensor back"
+        return SEVERAL if isinstance(out, tuple) else "gives no float32 tensor back"
     is_flat = not torch.isfinite(out).all() or out.std() <= 1e-3 * out.abs().mean()
     defects = {
         "is not deterministic": not torch.equal(out, again),

@@ -169,11 +169,7 @@ class SourceCleaner(ast.NodeTransformer):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
         self.generic_visit(node)
-        return (
-            ast.Assign(targets=[node.target], value=node.value, lineno=node.lineno)
-            if node.value is not None
-            else None
-        )
+        return ast.Assign([node.target], node.value, lineno=node.lineno) if node.value else None
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
