@@ -153,11 +153,8 @@ def _module(library: LibraryFile, family: str, name: str, config: Any) -> Transf
     read = sorted(set(re.findall(r"config\.(\w+)|getattr\([\w.]*config, '(\w+)'", code)))
     values: dict[str, Any] = {}
     for key in ("".join(pair) for pair in read):
-        value = (
-            FIXED[key]
-            if config is None or key.startswith("_")
-            else getattr(config, key, FIXED.get(key, _NOTHING))
-        )
+        value = FIXED.get(key, _NOTHING)
+        value = value if key.startswith("_") else getattr(config, key, value)
         with contextlib.suppress(TypeError, ValueError):  # Values that JSON cannot express are left out.
             json.dumps(value)
             values[key] = value

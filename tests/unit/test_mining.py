@@ -13,6 +13,7 @@ from components.synthesis import mine_torch, mine_transformers, operator_table
 from components.synthesis.dataset import build_dataset, task_quotas
 from components.synthesis.mined_operators import OperatorTemplate, output_layout
 from components.synthesis.operator_ablation import split_of
+from components.synthesis.source_extraction import CannotExtract, LibraryFile
 from components.synthesis.torch_composer import every_operator_matters
 
 
@@ -73,3 +74,13 @@ def test_operators_are_mined_again_if_a_rule_changes_and_not_for_a_docstring(
     assert load("first", "") == ["first"]
     assert load("comment", "# Another comment.\n") == ["first"]
     assert load("rule", "CHANGED = 1\n") == ["first", "rule"]
+
+
+def test_a_module_whose_family_has_no_configuration_is_left_out_with_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "modeling.py").write_text(
+        "from torch import nn\n\nclass SmallMLP(nn.Module):\n    def __init__(self, config):\n"
+        "        super().__init__()\n        self.linear = nn.Linear(config.unknown_size, 8)\n\n"
+        "    def forward(self, hidden_states):\n        return self.linear(hidden_states)\n"
+    )
+    with pytest.raises(CannotExtract, match="unknown_size"):
+        mine_transformers._module(LibraryFile(tmp_path / "modeling.py"), "small", "SmallMLP", None)
