@@ -121,7 +121,10 @@ def examine(resolved: Resolved) -> list[Finding]:
         _readable(ISOLATION, lambda: _isolation(params))
         if is_isolated
         else Finding(
-            *(ISOLATION, False, "", f"switched off by sandbox.isolation: {params.sandbox.isolation}"),
+            ISOLATION,
+            here=False,
+            found="",
+            cost=f"switched off by sandbox.isolation: {params.sandbox.isolation}",
             needed=False,
         ),
         Finding("gpu", bool(gpu), gpu, "kernels are C++ on the CPU (device cpu)", needed=False),

@@ -184,7 +184,8 @@ class JobStore:
         judged), its task and the settings. The result is the number of measurements that this token has
         requested of this candidate.
         """
-        return len(self._rows("SELECT seq FROM jobs WHERE subject = ? AND state != 'cancelled'", subject))
+        (found,) = self._rows("SELECT count(*) FROM jobs WHERE subject = ? AND state != 'cancelled'", subject)
+        return int(found[0])
 
     def close(self) -> None:
         with self.lock:
