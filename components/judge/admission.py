@@ -311,7 +311,7 @@ def _spread(outputs: list[torch.Tensor]) -> float:
     It is the standard deviation over the tensor's elements, divided by their mean absolute value, and 0 if no
     tensor is of a floating-point type.
     """
-    floats = [t.float() for t in outputs if t.dtype.is_floating_point]
+    floats = [t.float() for t in outputs if t.dtype.is_floating_point and t.numel()]
     return max((float(t.std(correction=0) / t.abs().mean().clamp(min=TINY)) for t in floats), default=0.0)
 
 
@@ -324,21 +324,21 @@ def find_trivial_answer(reference: TaskReference) -> str | None:
 
     A trivial answer is made without the task's computation, for example zeros (`zeros_pass`), the mean of the
     output (`mean_passes`), or the output for another seed (`seeds_agree`). A reason is also returned if the
-    task has no floating-point output (`no_float_output`), or if an output is not finite (`not_finite`).
+    task has no floating-point number as output (`no_float_output`), or if an output is not finite (`not_finite`).
     `reference` has the task's inputs and outputs for at least two seeds.
     """
     single, exact = reference.correctness_outputs(0)
     expected = reference.prepared(single, exact)
     other_seed, _ = reference.correctness_outputs(1)
     first_input = reference.layout.inputs.tensors(reference.input_buffer, 0)[:1]
-    floats = [t for t in single if t.dtype.is_floating_point]
+    floats = [t for t in single if t.dtype.is_floating_point and t.numel()]
     if not floats:
         return "no_float_output"
     if not all(torch.isfinite(t).all() for t in floats):
         return "not_finite"
 
     def replaced(answer: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        return [answer(t) if t.dtype.is_floating_point else t for t in single]
+        return [answer(t) if t.dtype.is_floating_point and t.numel() else t for t in single]
 
     # Each answer is made only when it is compared, because the answers of a large task do not fit together.
     answers: dict[str, Callable[[], list[torch.Tensor]]] = {

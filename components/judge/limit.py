@@ -111,7 +111,7 @@ def bandwidth(device: Device, size: int) -> float:
     It is that of a copy or of a negation, whichever is faster. The size is rounded down to a power of two,
     and limited to at least `LEAST_BYTES` and at most `MOST_BYTES`.
     """
-    rounded = 1 << (size.bit_length() - 1)
+    rounded = 1 << max(0, size.bit_length() - 1)  # outputs may have no element
     moved = min(max(rounded, LEAST_BYTES[device]), MOST_BYTES[device])
 
     def measure() -> float:

@@ -136,6 +136,14 @@ def test_task_on_which_a_cheat_would_pass_is_refused(code: str, reason: str, jud
     assert admission.reason in reason.split("|"), admission
 
 
+@pytest.mark.parametrize("cast", ["", ".bfloat16()"])
+def test_an_output_without_elements_decides_nothing(cast: str, judge: Judge) -> None:
+    scaled = "(torch.sigmoid(x) * self.scale)"
+    admission = judge.admit(source(f"{scaled}[:256], {scaled}[256:]{cast}"), EAGER_SECONDS)
+    assert admission.admitted, admission
+    assert admission.evidence["spread"] > 0
+
+
 def test_a_task_that_takes_less_than_the_permitted_time_is_refused(judge: Judge) -> None:
     admission = judge.admit(corpus.CODE, (0.02, 0.05))
     assert (admission.admitted, admission.reason) == (False, "eager_time")

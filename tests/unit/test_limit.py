@@ -56,6 +56,12 @@ def test_what_is_measured_is_what_a_machine_can_do() -> None:
     assert 1e8 < limits.operation_rate("cpu", "float32", "strict-fp32") < 1e13
 
 
+def test_a_task_may_have_outputs_without_elements() -> None:
+    empty = layout()
+    empty.outputs.slots[0].bytes = 0
+    assert limit_of(empty, "cpu", "strict-fp32").output_seconds == 0
+
+
 def test_on_a_gpu_that_others_use_too_the_fastest_of_several_measurements_counts() -> None:
     results = iter([9e9, 1e9, 4e9, 2e9, *[3e9] * 5])
     once: list[float] = []
