@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -146,6 +147,19 @@ def test_a_coding_agent_is_told_that_no_judge_answers(answer: httpx.Response) ->
         ToolError, match=r"no judge answers at http://other \(.+\); start one: cuda-agent serve"
     ):
         asyncio.run(tools.call_tool("tasks", {}))
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "http://..", "localhost:8080", "http://127.0.0.1:1"])
+def test_an_address_without_a_service_is_named(address: str) -> None:
+    pool = PARAMS.pool.model_copy(update={"service": address})
+    with pytest.raises(UserError, match=rf"^pool\.service: no service at {re.escape(address)} \(.+\); start"):
+        ServiceClient(PARAMS.model_copy(update={"pool": pool}))
+
+
+def test_a_token_that_no_header_can_have_is_named(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("schlüssel", encoding="utf-8")
+    with pytest.raises(UserError, match="token cannot be read"):
+        service_client.token_headers(str(tmp_path / "token"), "pool.service_token")
 
 
 @pytest.mark.parametrize("path", ["nowhere/token", "~nobody-has-this-name/token"])

@@ -59,26 +59,26 @@ class ServiceClient:
                 transport = httpx.HTTPTransport(uds=socket_address(socket, resources))
             elif params.pool.service_token:
                 headers = token_headers(params.pool.service_token, "pool.service_token")
-            self.client = resources.enter_context(
-                httpx.Client(
-                    transport=transport,
-                    base_url=self.address,
-                    headers=headers,
-                    timeout=WAIT_SECONDS + TRANSFER_SECONDS,
+            try:
+                self.client = resources.enter_context(
+                    httpx.Client(
+                        transport=transport,
+                        base_url=self.address,
+                        headers=headers,
+                        timeout=WAIT_SECONDS + TRANSFER_SECONDS,
+                    )
                 )
-            )
-            if not self.is_local:
-                self._check_settings()
+                if not self.is_local:
+                    self._check_settings()
+            except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # the last of a host name
+                raise UserError(
+                    f"pool.service: no service at {self.address} ({error}); start one with cuda-agent serve "
+                    "--http, or leave it empty to judge here."
+                ) from error
             self.resources = resources.pop_all()
 
     def _check_settings(self) -> None:
-        try:
-            answer = self.client.get("/v1/settings")
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise UserError(
-                f"pool.service: no service at {self.address} ({error}); start one with cuda-agent serve "
-                "--http, or leave it empty to judge here."
-            ) from error
+        answer = self.client.get("/v1/settings")
         if answer.status_code != 200:
             raise UserError(f"pool.service: {self.address} refused: {_error(answer)}")
         settings = _json(answer)
@@ -238,7 +238,7 @@ def token_headers(path: str, option: str) -> dict[str, str]:
     file cannot be read.
     """
     try:
-        return {"Authorization": f"Bearer {Path(path).expanduser().read_text().strip()}"}
+        return {"Authorization": f"Bearer {Path(path).expanduser().read_text('ascii').strip()}"}
     except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError if ~ has no home folder
         raise UserError(
             f"{option}: {path} cannot be read ({error}); give the file with the token."
