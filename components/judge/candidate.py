@@ -7,6 +7,7 @@ screened file in a runner (a sandboxed process), and builds them before the file
 
 import ast
 import itertools
+import os
 import shlex
 import shutil
 import subprocess
@@ -87,7 +88,8 @@ def read_workspace(workdir: Path) -> dict[str, str]:
         if path.is_symlink() or (path.exists() and not path.is_file()):
             raise UserError(f"{path}: only plain files are judged; replace it by a file.")
         if path.is_file():
-            files[path.relative_to(workdir).as_posix()] = _read(path)
+            # A name that is not Unicode is refused by the screening.
+            files[os.fsencode(path.relative_to(workdir)).decode(errors="replace")] = _read(path)
     return files
 
 

@@ -1,6 +1,8 @@
 """Screens refuse a candidate's files before anything runs, and hold no other thread up."""
 
 import ast
+import json
+import os
 from pathlib import Path
 
 import judge_fixtures as corpus
@@ -56,6 +58,15 @@ def test_kernels_behind_a_link_or_too_many_of_them_are_not_read(tmp_path: Path) 
         (tmp_path / "kernels" / f"{number}.cpp").touch()
     with pytest.raises(UserError, match=r"kernels: more than 200 files"):
         read_workspace(tmp_path)
+
+
+def test_a_file_whose_name_is_not_unicode_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "model_new.py").write_text(corpus.MODEL_NEW)
+    (tmp_path / "kernels").mkdir()
+    Path(os.fsdecode(os.fsencode(tmp_path / "kernels") + b"/\xff.cpp")).touch()
+    files = read_workspace(tmp_path)
+    assert screen_files(files) == "file_name:kernels/\ufffd.cpp"
+    json.dumps(files, ensure_ascii=False).encode()  # as in a request to a service
 
 
 def test_a_home_with_blanks_in_its_name_builds(ci_params: Params, tmp_path: Path) -> None:
