@@ -184,7 +184,8 @@ def plan_layout(
     sandbox.device_bytes is set, which leaves the rest of the device to other processes, more than the least
     number of calls is planned only if the task then needs at most `ROUND_SHARE` of the budget.
     If the budget does not limit device memory, as on cpu, the fastest placement fits. Raises TaskTooLarge if
-    nothing fits, or if one call has more inputs and outputs than can be measured on cpu.
+    nothing fits, or if one call has more inputs and outputs than can be measured on cpu, or the parameters
+    there take more than `sandbox.memory_bytes`.
     """
     sandbox, most, needs = params.sandbox, MAX_CALLS[params.device], []
     # Limits of the calls of a round: the usual one, and its halves down to the least number of calls.
@@ -201,11 +202,16 @@ def plan_layout(
                 description, sandbox, params.device, sizing, placement, most_sets, most_calls
             )
             if not budget.device_bytes:
-                if layout.call_bytes > MAX_ROUND_BYTES["cpu"]:
-                    raise TaskTooLarge(
-                        f"one call's inputs and outputs take {_gigabytes(layout.call_bytes)}, and at most"
-                        f" {_gigabytes(MAX_ROUND_BYTES['cpu'])} can be measured on cpu"
-                    )
+                # A runner whose source took it over can report sizes for which it has no memory itself.
+                for what, size, largest in (
+                    ("one call's inputs and outputs", layout.call_bytes, MAX_ROUND_BYTES["cpu"]),
+                    ("its parameters", layout.parameters.stride, sandbox.memory_bytes),
+                ):
+                    if size > largest:
+                        raise TaskTooLarge(
+                            f"{what} take {_gigabytes(size)}, and at most {_gigabytes(largest)} can be"
+                            " measured on cpu"
+                        )
                 return layout
             need = memory_need(layout, budget.runner_bytes)
             if need.device <= budget_share * budget.device_bytes and need.host <= budget.host_bytes:

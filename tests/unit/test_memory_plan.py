@@ -154,3 +154,14 @@ def test_a_call_that_is_too_large_for_cpu_is_refused() -> None:
     cpu = resolve("smoke").params
     with pytest.raises(TaskTooLarge, match="can be measured on cpu"):
         plan_layout(description(SIZES[20]), cpu, Sizing(), MemoryBudget(0, 0, HOST_BYTES))
+
+
+def test_parameters_that_no_runner_on_cpu_can_have_are_refused() -> None:
+    """The judge copies them for every runner, and a source that took over its runner may report any size."""
+    reported = description(SIZES[0] | {"inputs": [[[4], "float32"]], "outputs": [[[4], "float32"]]})
+    state = [("weight", [1 << 38], "float32")]
+    with pytest.raises(TaskTooLarge, match=r"its parameters take 1099\.5 GB, and at most [\d.]+ GB"):
+        cpu = resolve("smoke").params
+        plan_layout(
+            reported.model_copy(update={"state": state}), cpu, Sizing(), MemoryBudget(0, 0, HOST_BYTES)
+        )
