@@ -1,6 +1,10 @@
 """Faults of the machine are not charged to candidates, and a judge finds its own GPU."""
 
+import resource
 import signal
+import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -20,6 +24,7 @@ from components.sandbox.compilers import (
     refused_flag,
 )
 from components.sandbox.inside.inline_extension import Extension
+from components.sandbox.runner_factory import INSIDE_FOLDER
 
 
 @pytest.mark.parametrize(
@@ -218,3 +223,25 @@ def test_a_path_through_a_link_has_the_place_of_the_folder_that_it_leads_to(tmp_
     paths = isolation.PathMap({tmp_path / "packages": "/packages/0"})
     assert paths.inside(tmp_path / ".venv" / "torch") == "/packages/0/torch"
     assert paths.inside("/usr/include") == "/usr/include"
+
+
+def test_a_zygote_has_few_descriptors_to_close_whatever_limit_it_inherits() -> None:
+    """Without a complete /proc a runner tries to close each of them, which took 7 s for a million."""
+    code = (
+        "import resource, sys, zygote\n"
+        "zygote.serve = lambda *_: print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])\n"
+        "zygote.main()"
+    )
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(theirs.fileno()), "cpu", "probe", "isolated", "", ""],
+            cwd=INSIDE_FOLDER,
+            pass_fds=(theirs.fileno(),),
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard)),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert int(done.stdout) == min(hard, 1024)

@@ -53,6 +53,9 @@ MESSAGE_BYTES, MAX_DESCRIPTORS = 1 << 20, 64
 # Maximum number of files in a runner's /workspace. Each file takes about a kilobyte of kernel memory, which
 # no other limit includes.
 INODES = 1 << 16
+# Largest number of descriptors of a zygote, and so of those that a runner without a complete /proc tries to
+# close. The limit that it inherits from the judge can be a thousand million.
+DESCRIPTORS = 1024
 # Folder of torch.compile's precompiled headers, which the sandbox of a zygote of the kind `compile` has.
 WARM_FOLDER = "/warm"
 # Size of the memory that the judge reads from the runner of a `probe` zygote.
@@ -290,6 +293,8 @@ def report_identity(connection: socket.socket, message: Message, descriptors: li
 
 def main() -> None:
     descriptor, device, kind, isolation, modules, packages, *warm = sys.argv[1:]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, DESCRIPTORS), hard))
     os.umask(0o022)  # if the judge is root, runners have another uid and must be able to read shared files
     sys.path += [path for path in packages.split(os.pathsep) if path]
     runner_main: RunnerMain = report_identity
