@@ -324,8 +324,8 @@ def find_trivial_answer(reference: TaskReference) -> str | None:
 
     A trivial answer is made without the task's computation, for example zeros (`zeros_pass`), the mean of the
     output (`mean_passes`), or the output for another seed (`seeds_agree`). A reason is also returned if the
-    task has no floating-point number as output (`no_float_output`), or if an output is not finite (`not_finite`).
-    `reference` has the task's inputs and outputs for at least two seeds.
+    task has no output with floating-point numbers (`no_float_output`), or if one is not finite
+    (`not_finite`). `reference` has the task's inputs and outputs for at least two seeds.
     """
     single, exact = reference.correctness_outputs(0)
     expected = reference.prepared(single, exact)
