@@ -197,12 +197,10 @@ def _own_kernels(tree: ast.AST) -> OwnKernels:
             case ast.arg(arg=name):
                 bound[name] += 1
                 fixed[name] += name == "self"
-            case ast.Name(id=name, ctx=ast.Store()):
-                bound[name] += 1
             case ast.alias(name=name, asname=other):
                 fixed[name] += name in ("math", "cuda_extension") and other in (None, name)
-                bound[other or name.partition(".")[0]] += 1
                 bound_name = other or name.partition(".")[0]
+                bound[bound_name] += 1
                 if name in triton_screen.IMPORTS | {"language", "libdevice", "math"}:
                     modules[bound_name] += 1
                 if name.partition(".")[0] in PACKAGES:
@@ -211,12 +209,12 @@ def _own_kernels(tree: ast.AST) -> OwnKernels:
                 bound[name] += 1
                 kernels[name] += triton_screen.is_kernel(node)
             case (
-                ast.ExceptHandler(name=str(name))
+                ast.Name(id=str(name), ctx=ast.Store())
+                | ast.ExceptHandler(name=str(name))
                 | ast.MatchAs(name=str(name))
                 | ast.MatchStar(name=str(name))
+                | ast.MatchMapping(rest=str(name))
             ):
-                bound[name] += 1
-            case ast.MatchMapping(rest=str(name)):
                 bound[name] += 1
     own, own_kernels, own_modules = (
         frozenset(name for name, count in counts.items() if 0 < count == bound[name])
@@ -320,45 +318,47 @@ def screen_python(code: str) -> str | None:
     forbidden_in_kernels = FORBIDDEN_NAMES | (own.packages - own.modules)
     # Names that are called, or followed by an attribute, and are checked there. A parent precedes its parts.
     checked = set[int]()
+
+    def reason_of(node: ast.AST, in_init: bool) -> str | None:
+        """Return the reason why one node of the tree is forbidden, or None; the parts of it are not examined.
+
+        `in_init` says whether the node is inside a function of `CONSTRUCTORS`.
+        """
+        match node:
+            case ast.Import(names=names):
+                return next((f"import:{one.name}" for one in names if one.name not in imports), None)
+            case ast.ImportFrom(module=module):
+                imported = {one.name for one in node.names} - FREE_NAMES.get(module or "", set())
+                is_allowed = module in imports and all(f"{module}.{name}" in imports for name in imported)
+                return None if is_allowed else f"import:{module}"
+            case ast.BinOp(op=ast.MatMult()):
+                return "operator:matmul"
+            case ast.Attribute(attr=name) if (
+                name in OUT_OF_TORCH
+                or name in FORBIDDEN_ATTRIBUTES
+                or (name.startswith("__") and name != "__init__")
+                or (has_triton and name in triton_screen.KERNEL_FUNCTIONS)
+            ):
+                return f"attribute:{name}"
+            case ast.Name(id=name) if name in FORBIDDEN_NAMES:
+                return f"name:{name}"
+            case ast.MatchClass():
+                return "syntax:match"  # its keywords are names of attributes
+            case ast.Attribute(value=value, attr=name) if triton_screen.dotted_name(value) == "typing":
+                return None if name in typing.__all__ else f"attribute:typing.{name}"
+            case ast.Call():
+                return _call_reason(node, in_init, own)
+            case ast.Attribute() | ast.Name() if id(node) not in checked:
+                return _value_reason(node, own, has_triton)
+            case ast.FunctionDef() if triton_screen.is_kernel(node) and "triton" in own.modules:
+                return triton_screen.body_reason(node, own.modules, own.kernels, forbidden_in_kernels)
+        return None
+
     for node, in_init in _nodes(tree, own):
         if isinstance(node, ast.Attribute):
             checked.add(id(node.value))
         elif isinstance(node, ast.Call):
             checked |= {id(node.func), id(getattr(node.func, "value", None))}
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                if name.name not in imports:
-                    return f"import:{name.name}"
-        elif isinstance(node, ast.ImportFrom):
-            names = {one.name for one in node.names} - FREE_NAMES.get(node.module or "", set())
-            if node.module not in imports or any(f"{node.module}.{name}" not in imports for name in names):
-                return f"import:{node.module}"
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-            return "operator:matmul"
-        elif isinstance(node, ast.Attribute) and (
-            node.attr in OUT_OF_TORCH
-            or node.attr in FORBIDDEN_ATTRIBUTES
-            or (node.attr.startswith("__") and node.attr != "__init__")
-            or (has_triton and node.attr in triton_screen.KERNEL_FUNCTIONS)
-        ):
-            return f"attribute:{node.attr}"
-        elif isinstance(node, ast.Name) and node.id in FORBIDDEN_NAMES:
-            return f"name:{node.id}"
-        elif isinstance(node, ast.MatchClass):
-            return "syntax:match"  # its keywords are names of attributes
-        elif isinstance(node, ast.Attribute) and triton_screen.dotted_name(node.value) == "typing":
-            if node.attr not in typing.__all__:
-                return f"attribute:typing.{node.attr}"
-        elif isinstance(node, ast.Call):
-            reason = _call_reason(node, in_init, own)
-            if reason is not None:
-                return reason
-        elif isinstance(node, ast.Attribute | ast.Name) and id(node) not in checked:
-            reason = _value_reason(node, own, has_triton)
-            if reason is not None:
-                return reason
-        elif triton_screen.is_kernel(node) and "triton" in own.modules:
-            reason = triton_screen.body_reason(node, own.modules, own.kernels, forbidden_in_kernels)
-            if reason is not None:
-                return reason
+        if (reason := reason_of(node, in_init)) is not None:
+            return reason
     return None
