@@ -42,6 +42,10 @@ MAX_FILE_BYTES = 1 << 20
 MAX_FILES = 200
 # Modules whose kernels are compiled by processes, which a candidate may not start, while it runs.
 COMPILED_AT_RUN_TIME = ("tilelang", "cutlass", "cupy", "numba")
+# Addition to a syntax error of a file with a fence.
+MARKDOWN_FENCE = (
+    "; the file has a Markdown fence, as answers of chat models do: keep only the code between ```"
+)
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}$")]
 
 
@@ -205,10 +209,7 @@ def screen_candidate(files: dict[str, str], rules: Sandbox, device: Device) -> S
             model = ast.unparse(without_unused_parts(tree)) if has_extensions or has_triton else model
             reason = screen_python(model)
     except SYNTAX_ERRORS as error:
-        fence = (
-            "; the file has a Markdown fence, as answers of chat models do: keep only the code between ```"
-        )
-        hint = fence if "```" in model else ""
+        hint = MARKDOWN_FENCE if "```" in model else ""
         raise Rejected("load_failed", "syntax", f"model_new.py: {error}{hint}") from error
     if reason is not None:
         text = "model_new.py may allocate tensors and call cuda_extension; computing with torch is forbidden."
@@ -296,10 +297,9 @@ def _build_extensions(
     sources on cpu, a refused or malformed compiler flag, a build that takes too long, and, if `is_screened`
     is set, an extension that does not compile or imports forbidden symbols.
     """
-    libraries: dict[str, tuple[str, bytes]] = {}
-    failures: dict[str, str] = {}
+    libraries, built, failures = b"", dict[str, BuiltExtension](), dict[str, str]()
     for checked in extensions:
-        requested = extension_digest(cast(Extension, checked.model_dump()))
+        digest = extension_digest(cast(Extension, checked.model_dump()))
         try:
             checked = checked.model_copy(update={kind: _words(getattr(checked, kind)) for kind in FLAGS})
         except ValueError as error:
@@ -321,12 +321,11 @@ def _build_extensions(
             failures[checked.name] = result.log
             continue
         library = _library(result, builder, is_screened=is_screened)
-        libraries[requested] = checked.name, library
-    built, offset = list[BuiltExtension](), 0
-    for digest, (name, content) in libraries.items():
-        built.append(BuiltExtension(digest=digest, name=name, offset=offset, size=len(content)))
-        offset += len(content)
-    return b"".join(content for _, content in libraries.values()), built, failures
+        built[digest] = BuiltExtension(
+            digest=digest, name=checked.name, offset=len(libraries), size=len(library)
+        )
+        libraries += library
+    return libraries, list(built.values()), failures
 
 
 def _readable(symbol: str) -> str:
