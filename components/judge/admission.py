@@ -81,7 +81,7 @@ def admit_workloads(code: str, admit_one: Callable[[str], Admission]) -> Admissi
     try:
         workloads = named_workloads(code)
     except TaskError as error:
-        return _does_not_run(error)
+        return refusal(error)
     found: list[dict[str, Any]] = []
     refused: Admission | None = None
     for workload in workloads:
@@ -90,15 +90,16 @@ def admit_workloads(code: str, admit_one: Callable[[str], Admission]) -> Admissi
             return admission
         if not admission.admitted:
             detail = f"{workload.call}: {admission.evidence.get('detail', admission.reason)}"
-            refusal = Admission(False, admission.reason, admission.evidence | {"detail": detail})
+            named = Admission(False, admission.reason, admission.evidence | {"detail": detail})
             if not admission.reason.endswith(UNSURE):
-                return refusal
-            refused = refused or refusal
+                return named
+            refused = refused or named
         found.append(admission.evidence)
     if not found[0]:
         return refused or Admission(True, "", {})
-    evidence: dict[str, Any]
-    evidence = {name: found[0][name] for name in ("inputs", "outputs", "parameters") if name in found[0]}
+    evidence: dict[str, Any] = {
+        name: found[0][name] for name in ("inputs", "outputs", "parameters") if name in found[0]
+    }
     for name in (*MEANS, "spread"):
         values = [one[name] for one in found if name in one]
         if len(values) == len(found):
@@ -137,7 +138,7 @@ def admit(
     try:
         check_contract(code, "task")
     except UserError as error:
-        return _does_not_run(error)
+        return refusal(error)
     largest_share = RUNNER_SHARE if headroom else 1.0
     attempts = (
         ((RUNNER_SHARE, 0), (largest_share, int(largest_share * scheduler.reservable_bytes)))
@@ -168,8 +169,6 @@ def admit(
             )
             with contextlib.closing(reference):
                 return _admission(reference, eager_seconds, headroom=headroom)
-        except TaskTooLarge as error:
-            return Admission(False, "too_large", {"detail": str(error)})
         except TaskError as error:
             fault: Exception = error
             if not error.out_of_memory:
@@ -177,7 +176,7 @@ def admit(
         except torch.OutOfMemoryError as error:
             fault = error
             torch.cuda.empty_cache()
-    return _does_not_run(fault)
+    return refusal(fault)
 
 
 def _admission(reference: TaskReference, eager_seconds: tuple[float, float], *, headroom: bool) -> Admission:
@@ -315,8 +314,10 @@ def _spread(outputs: list[torch.Tensor]) -> float:
     return max((float(t.std(correction=0) / t.abs().mean().clamp(min=TINY)) for t in floats), default=0.0)
 
 
-def _does_not_run(error: Exception) -> Admission:
-    return Admission(False, "does_not_run", {"detail": str(error)[:300]})
+def refusal(error: Exception) -> Admission:
+    """Return the refusal of a task that fails with `error`, whose reason is `too_large` or `does_not_run`."""
+    reason = "too_large" if isinstance(error, TaskTooLarge) else "does_not_run"
+    return Admission(False, reason, {"detail": str(error)[:300]})
 
 
 def find_trivial_answer(reference: TaskReference) -> str | None:

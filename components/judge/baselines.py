@@ -117,6 +117,11 @@ class BaselineCache:
                 self.runners[baseline] = runner
             return runner
 
+    @property
+    def fastest(self) -> Baseline:
+        """Fastest of the modes of torch.compile that have been compared."""
+        return min(self.mode_seconds, key=self.mode_seconds.__getitem__)
+
     def drop(self, baseline: Baseline) -> None:
         """End the runner (sandboxed process) of `baseline`, if there is one.
 
@@ -128,9 +133,8 @@ class BaselineCache:
 
     def drop_runner(self, runner: TimedRunner) -> None:
         """End `runner`, the sandboxed process of a baseline, and remove it from the cache."""
-        for baseline, known in list(self.runners.items()):
-            if known is runner:
-                self.drop(baseline)
+        for baseline in [one for one, known in self.runners.items() if known is runner]:
+            self.drop(baseline)
 
     def close(self) -> None:
         for baseline in list(self.runners):
@@ -215,11 +219,11 @@ def start_modes(baselines: BaselineCache) -> None:
     every mode. A mode that times kernels while it compiles can start beside other work only if the compile
     cache has what it compiles. Raises TaskError if the default mode fails.
     """
-    modes = compile_modes(baselines.reference)
+    reference = baselines.reference
+    modes = compile_modes(reference)
     _load_seconds(baselines, modes)
     if baselines.mode_seconds:
-        modes = (min(baselines.mode_seconds, key=baselines.mode_seconds.__getitem__),)
-    reference = baselines.reference
+        modes = (baselines.fastest,)
     start_available(
         baselines,
         [
@@ -250,10 +254,8 @@ def fastest_mode(baselines: BaselineCache) -> tuple[TimedRunner, Baseline, dict[
         if len(baselines.mode_seconds) == len(modes):  # A mode that failed may work the next time.
             seconds = {mode.mode: baselines.mode_seconds[mode] for mode in modes}
             store_mode_seconds(baselines.reference, list(seconds), seconds)
-    best = min(baselines.mode_seconds, key=baselines.mode_seconds.__getitem__)
-    while best.is_optional and not start_available(baselines, [best]):
+    while (best := baselines.fastest).is_optional and not start_available(baselines, [best]):
         del baselines.mode_seconds[best]
-        best = min(baselines.mode_seconds, key=baselines.mode_seconds.__getitem__)
     for mode in modes:
         if mode not in (COMPILE, best):  # training uses the default mode
             baselines.drop(mode)

@@ -156,16 +156,6 @@ class ReferenceOutput:
             f" {limit:.1e}, by {largest:.1e} at most"
         )
 
-    def _is_close(self, flat: torch.Tensor, tolerance: float) -> bool:
-        """Return whether the flattened output `flat` is close to the reference output in KernelBench's sense.
-
-        The comparison is torch.allclose, with `tolerance` as absolute and as relative tolerance.
-        """
-        return all(
-            torch.allclose(self._piece(self.single, start), self._piece(flat, start), tolerance, tolerance)
-            for start in self._starts
-        )
-
     def mismatch(self, output: torch.Tensor, *, multiple: float = 1.0, loose: float = 0.0) -> str | None:
         """Return the reason why `output` is wrong, or None if it is correct.
 
@@ -206,7 +196,10 @@ class ReferenceOutput:
                 if not bool(is_right.all()):
                     return "wrong_values"
             return None
-        if self.tolerance is not None and self._is_close(flat, self.tolerance):
+        if self.tolerance is not None and all(
+            torch.allclose(self._piece(self.single, start), ours, self.tolerance, self.tolerance)
+            for start, ours in pieces
+        ):
             return None
         largest, rms = _combined([self._part(start).errors(ours) for start, ours in pieces], flat.numel())
         if loose:

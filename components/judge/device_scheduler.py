@@ -285,10 +285,10 @@ class DeviceScheduler:
             while not self._take_memory(ticket, wanted):
                 if self.memory_queue[0] is ticket:
                     self.release_idle_memory()
-        except BaseException:
+        finally:
             with self.condition:
                 self.memory_queue.remove(ticket)
-            raise
+                self.condition.notify_all()
         try:
             yield
         finally:
@@ -306,7 +306,5 @@ class DeviceScheduler:
             if self.memory_queue[0] is not ticket or self.free_bytes < wanted:
                 self.condition.wait(RETRY_SECONDS)
                 return False
-            self.memory_queue.popleft()
             self.free_bytes -= wanted
-            self.condition.notify_all()
             return True

@@ -22,7 +22,7 @@ from components.core.params import JudgeParams
 from components.core.progress import Report, ignore
 from components.core.task import KernelTask
 from components.core.text import readable
-from components.judge.admission import admit, admit_workloads, named_workloads
+from components.judge.admission import admit, admit_workloads, named_workloads, refusal
 from components.judge.candidate import BuiltCandidate, build_candidate, screen_candidate
 from components.judge.candidate_runner import with_compiled_kernels
 from components.judge.counters import check_counters, count
@@ -147,8 +147,9 @@ class Judge:
                 figures = WorkloadFigures(call=call, speedup=verdict.speedup)
                 if compare_compile is False and not holds_everywhere([figures], "eager"):
                     compare_compile = None  # the candidate cannot be called faster any more
-            calls = [workload.call for workload in workloads]
-            return verdict_over_workloads(task, calls, verdicts) if call else verdicts[0]
+            if not call:
+                return verdicts[0]
+            return verdict_over_workloads(task, [workload.call for workload in workloads], verdicts)
         except Rejected as error:
             return failed(error.status, error.reason, error.log)
         except TaskTooLarge as error:
@@ -295,10 +296,8 @@ class Judge:
         """
         try:
             make_reference(self.params, self.runner_factory, self.scheduler, code, makes_data=False).close()
-        except TaskTooLarge as error:
-            return Admission(False, "too_large", {"detail": str(error)})
         except TaskError as error:
-            return Admission(False, "does_not_run", {"detail": str(error)})
+            return refusal(error)
         return Admission(True, "", {})
 
     def prepare(self) -> None:

@@ -13,7 +13,6 @@ import torch
 
 from components.core.errors import InfrastructureError, TaskError
 from components.core.params import JudgeParams
-from components.core.records import Device
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.role_processes import OneProcess, ProcessPerRole
 from components.judge.task_layout import TaskLayout
@@ -173,19 +172,13 @@ class SourceRunner:
             return self.runner
         data, layout = self.data, self.data.layout
         # In the order in which the runner expects the descriptors.
-        wanted: dict[RegionName, tuple[Device, int]] = {}
-        if self.computes:
-            wanted["parameters"] = layout.memory_of("parameters"), layout.parameters.stride
-        if not self._uses_last_set:
-            wanted["inputs"] = layout.device, layout.inputs.stride
-        if self.computes:
-            wanted["expected"] = layout.memory_of("expected"), layout.expected.stride
-        for name, (device, size) in wanted.items():
-            self.buffers[name] = shared_memory.make_buffer(device, size)
+        names: tuple[RegionName, ...] = () if self._uses_last_set else ("inputs",)
+        for name in ("parameters", *names, "expected") if self.computes else names:
+            device = layout.device if name == "inputs" else layout.memory_of(name)
+            self.buffers[name] = shared_memory.make_buffer(device, getattr(layout, name).stride)
         if self.computes:
             self.buffers["parameters"].raw().copy_(data.parameters.raw())
-        buffers: dict[RegionName, Buffer]
-        buffers = {"inputs": data.inputs} if self._uses_last_set else self.buffers
+        buffers: dict[RegionName, Buffer] = {"inputs": data.inputs} if self._uses_last_set else self.buffers
         header = data.header(self._set + 1, buffers)
         descriptors = tuple(buffer.fd for buffer in buffers.values())
         seconds = data.params.sandbox.run_seconds
