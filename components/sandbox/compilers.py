@@ -71,10 +71,8 @@ IGNORED_FLAG = re.compile(
 
 def refused_flag(flags: Iterable[str]) -> str | None:
     """Return the first of an extension's compiler flags that is not accepted, or None if all are accepted."""
-    for flag in flags:
-        if not (EXTENSION_FLAG.fullmatch(flag) or IGNORED_FLAG.fullmatch(flag)):
-            return flag
-    return None
+    known = (EXTENSION_FLAG, IGNORED_FLAG)
+    return next((flag for flag in flags if not any(one.fullmatch(flag) for one in known)), None)
 
 
 def extension_flags(extension: Extension, device: Device) -> list[str]:

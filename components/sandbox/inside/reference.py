@@ -179,20 +179,18 @@ class ReferenceModel:
         """
         device = self.shared.device
         generator = torch.Generator(device).manual_seed(seed or 0)
-        for name, value in self.initial.items():
-            if only is not None and name != only:
-                continue
+        for name in self.initial if only is None else (only,):
+            value = self.initial[name]
             if seed is None or value.dtype == torch.bool:
                 yield name, value
-                continue
-            if not (value.is_floating_point() or value.is_complex()):
+            elif not (value.is_floating_point() or value.is_complex()):
                 yield name, _shuffled(value, generator)
-                continue
-            dtype = value.dtype if value.is_complex() else None
-            noise = torch.randn(value.shape, generator=generator, device=device, dtype=dtype).to(value)
-            factor = (torch.rand(value.shape, generator=generator, device=device) + 0.5).to(value)
-            positive = name.endswith("running_var")
-            yield name, factor if positive else value * factor + (0.1 * noise if value.dim() < 2 else 0)
+            else:
+                dtype = value.dtype if value.is_complex() else None
+                noise = torch.randn(value.shape, generator=generator, device=device, dtype=dtype).to(value)
+                factor = (torch.rand(value.shape, generator=generator, device=device) + 0.5).to(value)
+                positive = name.endswith("running_var")
+                yield name, factor if positive else value * factor + (0.1 * noise if value.dim() < 2 else 0)
 
     def load(self, seed: int | None, other: str | None) -> None:
         """Load the parameters that are drawn with `seed` into the model, or the initial ones for None.
