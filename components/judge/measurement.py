@@ -202,10 +202,9 @@ def _compare(
     evidence: dict[str, Any] = {"raw_seconds": {}}
 
     def time_beside(baselines: list[Timed], suffix: str = "") -> None:
-        began = unsuspended_seconds()
-        with bench.scheduler.measuring():
-            # The wait for the device does not count toward the candidate's time limit.
-            candidate.extend_deadline(unsuspended_seconds() - began)
+        with contextlib.ExitStack() as stack:
+            with candidate.waiting():
+                stack.enter_context(bench.scheduler.measuring())
             raw, states = steady(lambda: timed_rounds(bench, runners, baselines, staged), params.device)
         if states:
             evidence[f"gpu{suffix}"] = states
@@ -214,18 +213,14 @@ def _compare(
             medians.setdefault(name, median_seconds(raw, name))
         evidence["raw_seconds"] |= {f"{name}{suffix}": samples for name, samples in raw.items()}
 
-    def add_compile(*, every_mode: bool) -> None:
-        runners["compile"], found = _compile_baseline(bench, candidate, every_mode=every_mode)
-        evidence.update(found)
-
     if compare_compile:
         report("starting torch.compile")
-        add_compile(every_mode=True)
+        _add_compile(bench, runners, evidence, every_mode=True)
     report("timing")
     time_beside([name for name in ("eager", "compile", "against") if name in runners])
     margin = WORKLOAD_MARGIN if is_workload else MARGIN
     if compare_compile is False and speedups["eager"].estimate > margin:
-        add_compile(every_mode=False)
+        _add_compile(bench, runners, evidence, every_mode=False)
         time_beside(["compile"], suffix="_2")
     if candidate.prepares_results:
         raise Rejected(
@@ -249,30 +244,26 @@ def _compare(
     )
 
 
-def _compile_baseline(
-    bench: TaskBench, candidate: TimedRunner, *, every_mode: bool
-) -> tuple[TimedRunner, dict[str, Any]]:
-    """Return the timed process of torch.compile, and the entries about its mode for the record in a verdict.
+def _add_compile(
+    bench: TaskBench, runners: dict[Timed, TimedRunner], evidence: dict[str, Any], *, every_mode: bool
+) -> None:
+    """Add the timed process of torch.compile to `runners`, and what says its mode to `evidence`.
 
     `bench` has the baselines of the task. The mode is the fastest one on the task if `every_mode` is set, and
-    otherwise the default mode. The entries are `compile_mode`, `compile_cached` (whether nothing had to be
-    compiled) and, if `every_mode` is set, `compile_seconds`, the seconds per call by mode. The time limit of
-    the process `candidate` is extended by the time that starting and choosing take. Raises TaskError if
-    torch.compile fails on the task.
+    otherwise the default mode. The entries of `evidence` (a record for the verdict) are `compile_mode`,
+    `compile_cached` (whether nothing had to be compiled) and, if `every_mode` is set, `compile_seconds`, the
+    seconds per call by mode. The time that starting and choosing take does not count toward the time limit of
+    the candidate. Raises TaskError if torch.compile fails on the task.
     """
-    began = unsuspended_seconds()
-    if every_mode:
-        start_modes(bench.baselines)
-        with bench.scheduler.measuring():
-            runner, best, seconds = fastest_mode(bench.baselines)
-        evidence: dict[str, Any] = {
-            "compile_mode": best.mode,
-            "compile_seconds": {baseline.mode: took for baseline, took in seconds.items()},
-        }
-    else:
-        runner, evidence = bench.baselines.get(COMPILE), {"compile_mode": COMPILE.mode}
-    candidate.extend_deadline(unsuspended_seconds() - began)
-    return runner, evidence | {"compile_cached": runner.is_cached}
+    with runners["candidate"].waiting():
+        best = COMPILE
+        if every_mode:
+            start_modes(bench.baselines)
+            with bench.scheduler.measuring():
+                _, best, seconds = fastest_mode(bench.baselines)
+            evidence["compile_seconds"] = {baseline.mode: took for baseline, took in seconds.items()}
+        runners["compile"] = bench.baselines.get(best)
+    evidence |= {"compile_mode": best.mode, "compile_cached": runners["compile"].is_cached}
 
 
 def timed_rounds(
@@ -298,21 +289,19 @@ def timed_rounds(
     least `LEAST_ROUNDS` rounds have been made, no further round is begun. The time of making inputs and of
     comparing outputs counts neither toward the candidate's time limit nor toward the share `ROUNDS_SHARE`.
     """
-    reference, started = bench.reference, unsuspended_seconds()
+    candidate, reference, spent = runners["candidate"], bench.reference, 0.0
     sandbox, calls = reference.params.sandbox, reference.layout.calls
     raw: RawSeconds = {name: [] for name in runners}
     order, rounds, number = list(runners), sandbox.rounds, 0
     while number <= rounds:
-        began = unsuspended_seconds()
-        staged.hold_fresh(calls, number)
-        took = unsuspended_seconds() - began
-        runners["candidate"].extend_deadline(took)
-        started += took
+        with candidate.waiting():
+            staged.hold_fresh(calls, number)
         results: dict[Timed, torch.Tensor] = {}
         for name in order:
             began = unsuspended_seconds()
             try:
-                seconds, outputs = runners[name].round("time", staged)
+                with contextlib.nullcontext() if name == "candidate" else candidate.waiting():
+                    seconds, outputs = runners[name].round("time", staged)
             except RunnerError as error:
                 if name == "candidate":
                     raise
@@ -323,8 +312,7 @@ def timed_rounds(
                 if error.kind == "timed_out":
                     raise TaskError(f"{name} took {TOO_LONG}") from error
                 raise InfrastructureError(f"{name}: {error}") from error
-            if name != "candidate":
-                runners["candidate"].extend_deadline(unsuspended_seconds() - began)
+            spent += unsuspended_seconds() - began
             if number > 0:
                 raw[name].append(seconds)
             if runners[name].inputs_changed:
@@ -334,18 +322,15 @@ def timed_rounds(
                 continue
             results[name] = outputs
             if len(results) == 2:
-                began = unsuspended_seconds()
-                reason = bench.timed_output_check.wrong_call(
-                    staged.mixes, staged.inputs, results["candidate"], results["eager"]
-                )
+                with candidate.waiting():
+                    reason = bench.timed_output_check.wrong_call(
+                        staged.mixes, staged.inputs, results["candidate"], results["eager"]
+                    )
                 if reason is not None:
                     raise wrong_timed_output(reason)
-                compared = unsuspended_seconds() - began
-                runners["candidate"].extend_deadline(compared)
-                started += compared
         shares = reference.layout.placement.shares_buffers
         order = order[::-1] if shares else [*order[1:], order[0]]
-        if number == rounds and unsuspended_seconds() - started < ROUNDS_SHARE * sandbox.run_seconds:
+        if number == rounds and spent < ROUNDS_SHARE * sandbox.run_seconds:
             rounds = max(
                 wanted_rounds(speedup(raw, baseline), number, sandbox.most_rounds) for baseline in baselines
             )

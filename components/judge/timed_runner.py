@@ -10,6 +10,7 @@ import contextlib
 import functools
 import secrets
 import time
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -111,9 +112,7 @@ class TimedRunner:
             cleanup.callback(self.close)
             with self.scheduler.preparing():
                 buffers["parameters"].raw().copy_(reference.parameters.raw())
-                last = self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)
-                for index, tensor in enumerate(last):
-                    reference.inputs.write(reference.inputs.original(0), index, tensor.view(-1))
+                self._write_warm_up_inputs(zeros=False)
             self.runner = processes.start(header, descriptors, seconds=seconds)
             with self.scheduler.background_work(self.runner):
                 self.runner.receive()
@@ -313,7 +312,8 @@ class TimedRunner:
         self._resume(runner)
         if operation == "time":  # without inputs, so that nothing can be computed untimed
             if self.layout.placement.shares_buffers:
-                self._write_warm_up_inputs()
+                self._write_warm_up_inputs(zeros=True)
+                torch.cuda.synchronize()
             runner.request({"op": "warm", "sets": 0})
 
     def _call_round(self, runner: Runner, operation: Operation, calls: int, staged: torch.Tensor) -> float:
@@ -350,19 +350,18 @@ class TimedRunner:
         )
         return seconds
 
-    def _write_warm_up_inputs(self) -> None:
+    def _write_warm_up_inputs(self, *, zeros: bool) -> None:
         """Write inputs for a warm-up call into the last input set of the runner's memory.
 
-        The inputs are valid but need not be secret: floating-point inputs are zeros, and other inputs are
-        those of the first correctness set (an input set with reference outputs).
+        The inputs are valid but need not be secret: they are those of the first correctness set (an input set
+        with reference outputs), except that floating-point inputs are zeros if `zeros` is set.
         """
         original = self.reference.inputs.original(0)
         for index, tensor in enumerate(self.layout.inputs.tensors(self.inputs, self.layout.runner_sets - 1)):
-            if tensor.is_floating_point():
+            if zeros and tensor.is_floating_point():
                 tensor.zero_()
             else:
                 self.reference.inputs.write(original, index, tensor.view(-1))
-        torch.cuda.synchronize()
 
     def _inputs_differ(self, inputs: torch.Tensor, staged: torch.Tensor) -> bool:
         """Return whether the candidate changed its inputs, which is always False for a baseline.
@@ -385,13 +384,13 @@ class TimedRunner:
         """
         return self.new_results > FEW_ADDRESSES + self.results / 16
 
-    def extend_deadline(self, seconds: float) -> None:
-        """Extend the deadline of the process by `seconds`, during which the process waited for other work.
-
-        Nothing is done if the process was not started.
-        """
-        if self.runner is not None:
-            self.runner.deadline += seconds
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Extend the deadline of the process by the time in the context, in which it waits for other work."""
+        began = unsuspended_seconds()
+        yield
+        assert self.runner is not None
+        self.runner.deadline += unsuspended_seconds() - began
 
     def close(self) -> None:
         with self.scheduler.preparing():  # freeing device memory blocks the whole device
