@@ -161,7 +161,7 @@ class SourceRunner:
         try:
             with self.data.scheduler.measuring():
                 yield self._started()
-        except (RunnerError, torch.OutOfMemoryError) as error:
+        except (RunnerError, InfrastructureError, torch.OutOfMemoryError) as error:
             self.close()
             if isinstance(error, RunnerError) and error.kind == "timed_out":
                 raise TaskError("get_inputs() or the float64 outputs took " + TOO_LONG) from error
