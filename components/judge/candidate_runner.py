@@ -36,7 +36,7 @@ def start_candidate(
     (`_prepared`). Raises Rejected if loading fails; if an extension of the candidate did not
     compile, its status is `build_failed`, and its log has the compiler's messages.
     """
-    header = _header(reference, built)
+    header = _header(params, reference, built)
     content = built.library + built.triton_archive
     seconds = limits * params.sandbox.run_seconds
     start = functools.partial(TimedRunner, reference, header, seconds=seconds)
@@ -70,23 +70,24 @@ def with_compiled_kernels(
     """
     if not built.uses_triton:
         return built
-    header = own_inputs_header(reference, built)
+    header = own_inputs_header(params, reference, built)
     with rejecting(LOAD_ERRORS), open(sealed_file(built.library), "rb") as library:
         archive = _prepared(reference, header, library.fileno(), params.sandbox.build_seconds)
     return replace(built, triton_archive=archive)
 
 
-def _header(reference: TaskReference, built: BuiltCandidate) -> RoleHeader:
+def _header(params: JudgeParams, reference: TaskReference, built: BuiltCandidate) -> RoleHeader:
     """Return the message that tells a sandboxed process to be the timed process of the candidate `built`.
 
-    It also has what the candidate's constructor needs on the task of `reference`.
+    It also has what the constructor of the candidate needs on the task of `reference`. The rules are those of
+    `params`, the settings of the judge that asks.
     """
     return {
         "role": "candidate",
         "files": built.files,
         "extensions": built.extensions,
         "suffix": EXTENSION_SUFFIX,
-        "rules": reference.params.sandbox.rules,
+        "rules": params.sandbox.rules,
         "library_bytes": len(built.library),
         "triton_bytes": len(built.triton_archive),
         "zygote": "triton" if built.uses_triton else "plain",
@@ -97,13 +98,13 @@ def _header(reference: TaskReference, built: BuiltCandidate) -> RoleHeader:
     }
 
 
-def own_inputs_header(reference: TaskReference, built: BuiltCandidate) -> RoleHeader:
+def own_inputs_header(params: JudgeParams, reference: TaskReference, built: BuiltCandidate) -> RoleHeader:
     """Return a message with what a call of the candidate `built` with the task's own inputs needs.
 
     These are the sources of the task, whose data `reference` has, and of the candidate. The message gives a
     sandboxed process the role `compile_triton`.
     """
-    return {**_header(reference, built), "role": "compile_triton", "code": reference.code}
+    return {**_header(params, reference, built), "role": "compile_triton", "code": reference.code}
 
 
 def _prepared(reference: TaskReference, header: RoleHeader, library: int, seconds: float) -> bytes:

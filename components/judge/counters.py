@@ -94,7 +94,7 @@ def count(params: JudgeParams, reference: TaskReference, built: BuiltCandidate) 
             folder.chmod(0o755)  # for the process, which has another uid if the judge is root
         if isolation.can_change_uid():
             os.chown(out, isolation.BUILDER, isolation.BUILDER)
-        header = own_inputs_header(reference, built)
+        header = own_inputs_header(params, reference, built)
         (given / "header.json").write_text(json.dumps(header))
         (given / "library").write_bytes(built.library + built.triton_archive)
         native = reference.processes.factory.result_channel
