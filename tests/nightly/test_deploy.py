@@ -204,8 +204,8 @@ def test_without_a_server_the_sentence_says_what_to_start() -> None:
     assert done.returncode != 0 and "prefect server start" in done.stderr
 
 
-def test_kubernetes_templates_name_every_variable_and_take_the_pools_values(tmp_path: Path) -> None:
-    templates = job_templates("kubernetes", tmp_path)
+def test_kubernetes_templates_name_every_variable_and_take_the_pools_values() -> None:
+    templates = job_templates("kubernetes")
     for template in templates.values():
         text = json.dumps(template["job_configuration"])
         for name in template["variables"]["properties"]:

@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -206,9 +205,9 @@ def deploy_arguments(overlay: str) -> list[str]:
     return arguments
 
 
-def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes(tmp_path: Path) -> None:
+def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes() -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
-    templates = job_templates("kubernetes", tmp_path)
+    templates = job_templates("kubernetes")
     for template, root in itertools.product(templates.values(), (False, True)):
         values = {name: spec.get("default") for name, spec in template["variables"]["properties"].items()}
         values |= json.loads((INFRA / "prefect" / "kubernetes-root.json").read_text()) if root else {}
@@ -252,7 +251,7 @@ def test_jobs_of_the_kubernetes_pools_are_valid_kubernetes(tmp_path: Path) -> No
             assert pod["hostUsers"] is False and container["securityContext"] == LEAST
 
 
-def test_prefects_kubernetes_worker_accepts_the_templates(tmp_path: Path) -> None:
+def test_prefects_kubernetes_worker_accepts_the_templates() -> None:
     worker = pytest.importorskip(
         "prefect_kubernetes.worker", reason="the extra `kubernetes` is not installed"
     )
@@ -269,7 +268,7 @@ def test_prefects_kubernetes_worker_accepts_the_templates(tmp_path: Path) -> Non
         found: dict[str, Any] = configuration.job_manifest
         return found
 
-    for template in job_templates("kubernetes", tmp_path).values():
+    for template in job_templates("kubernetes").values():
         job = asyncio.run(manifest(template))
         (container,) = job["spec"]["template"]["spec"]["containers"]
         given = {item["name"]: item["value"] for item in container["env"]}
