@@ -24,6 +24,6 @@ def test_many_calls_of_the_forms_that_were_refused(ci_params: Params) -> None:
     assert tally.calls == 6 * 6 * len(exactness.FORMS) and tally.wrong == []
 
 
-def test_no_exact_answer_in_half_precision_is_refused_in_5000_calls(ci_params: Params) -> None:
-    tally = exactness.checked_half(ci_params, calls=11, seed=torch.seed() % 2**31)
-    assert tally.calls == 11 * 480 and tally.wrong == []
+def test_no_exact_answer_in_half_precision_is_refused(ci_params: Params) -> None:
+    tally = exactness.checked_half(ci_params, calls=4, seed=torch.seed() % 2**31)
+    assert tally.calls == 4 * 480 and tally.wrong == []
