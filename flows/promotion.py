@@ -17,7 +17,6 @@ from components.core.files import (
     read_json,
     write_json,
 )
-from components.evaluation.report import load_report_data, write_report
 from components.evaluation.results import load_evaluation
 from components.registry import gate_runner, models
 from components.registry.gates import REFUSALS, Compared, Decision
@@ -171,6 +170,8 @@ def write_run_report(
     of the run's first and last policy. `version` is the number of the model version that the run made. If
     `decision` is None, the report has no section on the gates, the conditions of promotion.
     """
+    from components.evaluation.report import load_report_data, write_report  # imports matplotlib
+
     run, client = context.run, context.tracking.client
     model = run.params.registry.model
     meta = {

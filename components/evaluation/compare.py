@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import scipy
 from pydantic import BaseModel, Field
-from scipy import stats
 
 from components.core.config import flatten_values
 from components.core.errors import UserError
@@ -259,7 +259,7 @@ def _mcnemar(name: str, outcomes: Sequence[tuple[bool, bool]]) -> PairedTest:
     """
     better = sum(b and not a for a, b in outcomes)
     worse = sum(a and not b for a, b in outcomes)
-    p_value = float(stats.binomtest(better, better + worse).pvalue) if better or worse else 1.0
+    p_value = float(scipy.stats.binomtest(better, better + worse).pvalue) if better or worse else 1.0
     return PairedTest(name=name, tasks=len(outcomes), better=better, worse=worse, p_value=p_value)
 
 
@@ -272,7 +272,7 @@ def _sign_flip(name: str, differences: Sequence[float]) -> PairedTest:
     """
     values = np.asarray(differences, dtype=float)
     found = (
-        stats.permutation_test(
+        scipy.stats.permutation_test(
             (values,),
             np.mean,
             permutation_type="samples",
