@@ -68,9 +68,16 @@ def drop_in(model_new: str) -> str:
         ),
         None,
     )
-    lines = model_new.splitlines(keepends=True)
-    index = first.lineno - 1 if first is not None else len(lines)
-    return "".join([*lines[:index], LOADER, "\n", *lines[index:]])
+    # Positions in the tree count bytes, in lines that do not end at a form feed, for example.
+    lines = [*model_new.encode().splitlines(keepends=True), b""]
+    index, column = len(lines) - 1, 0
+    if first is not None:
+        nodes = (node for node in ast.walk(first) if isinstance(node, ast.stmt | ast.expr))
+        index, column = min(node.lineno for node in nodes) - 1, first.col_offset  # decorators come first
+    before = b"".join(lines[:index]) + lines[index][:column]
+    gap = b"\n" if before and not before.endswith((b"\n", b"\r")) else b""
+    after = lines[index][column:] + b"".join(lines[index + 1 :])
+    return (before + gap + LOADER.encode() + b"\n" + after).decode()
 
 
 def write_workspace(folder: Path, code: str, files: dict[str, str], library: bytes | None) -> None:
