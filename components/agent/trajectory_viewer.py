@@ -123,7 +123,7 @@ def _change(call: ToolCall, files: dict[str, str]) -> Iterator[str]:
 
 def _diff(before: str, after: str) -> Iterator[str]:
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=3)
-    return (line for line in lines if not line.startswith(("---", "+++")))
+    return itertools.islice(lines, 2, None)  # The first two lines are for the names of the files.
 
 
 def words(verdict: Verdict) -> str:

@@ -115,3 +115,9 @@ def test_an_edit_after_a_write_without_a_final_newline_is_followed() -> None:
     for made in (written, edited):
         list(trajectory_viewer._change(made, files))
     assert files == {"model_new.py": "int b;\n"}
+
+
+def test_a_changed_line_that_begins_with_two_signs_is_part_of_the_diff() -> None:
+    texts = {"old_string": "--i;\n", "new_string": "++i;\n"}
+    lines = list(trajectory_viewer._change(ToolCall("Edit", texts, "Edited kernels/k.cu."), {}))
+    assert lines[1:] == ["---i;", "+++i;"]
