@@ -196,7 +196,7 @@ def json_stdout(as_json: bool) -> Iterator[Callable[[Mapping[str, Any]], None]]:
         os.dup2(kept, 1)
         os.close(kept)
     if as_json:
-        print(json.dumps(records[-1], ensure_ascii=False))
+        print(json.dumps(records[-1]))  # in ASCII, because a model can write what UTF-8 cannot represent
 
 
 def home_of(resolved: Resolved) -> Path:
@@ -242,8 +242,11 @@ def stderr_console() -> Console:
 
 
 def print_line(text: object, style: str = "") -> None:
-    """Print text on standard error, without line wrapping."""
-    stderr_console().print(text, style=style, highlight=False, soft_wrap=True)
+    """Print text on standard error, without line wrapping and without terminal escapes."""
+    from components.core.text import readable
+
+    shown = readable(str(text), len(str(text)))
+    stderr_console().print(shown, style=style, highlight=False, soft_wrap=True)
 
 
 def print_table(

@@ -97,6 +97,7 @@ def trajectory_html(
     from components.core.files import atomic_write
 
     number, trajectory = trajectory_viewer.choose(load_trajectories(folder), number, folder)
-    atomic_write(out_file, trajectory_viewer.page(trajectory, f"Trajectory {number} of {folder.name}"))
+    page = trajectory_viewer.page(trajectory, f"Trajectory {number} of {folder.name}")
+    atomic_write(out_file, page.encode(errors="replace"))
     print_line(f"{out_file}: trajectory {number}")
     return Output({"path": str(out_file.resolve()), "trajectory": number})

@@ -1,6 +1,7 @@
 """Trajectory pages need no other file and escape everything."""
 
 import dataclasses
+import json
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from agent_fixtures import MEASURE, TASK, ScriptedPool, ScriptedSampler, call, p
 from components.agent import trajectory_viewer
 from components.agent.episode import RolloutRequest, run_episodes
 from components.agent.trajectory import ToolCall, Trajectory, load_trajectories, save_trajectories, updates_of
+from components.cli.trajectory import trajectory_app
 from components.core.errors import UserError
 
 TOKENIZER = tokenizer()
@@ -121,3 +123,18 @@ def test_a_changed_line_that_begins_with_two_signs_is_part_of_the_diff() -> None
     texts = {"old_string": "--i;\n", "new_string": "++i;\n"}
     lines = list(trajectory_viewer._change(ToolCall("Edit", texts, "Edited kernels/k.cu."), {}))
     assert lines[1:] == ["---i;", "+++i;"]
+
+
+def test_a_lone_surrogate_and_a_terminal_escape_are_no_hindrance(
+    trajectory: Trajectory, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    turn = dataclasses.replace(trajectory.turns[0], text="left \x1b]0;title\x07right \ud800")
+    save_trajectories(
+        tmp_path / "odd", [dataclasses.replace(trajectory, turns=(turn,), files={"k": "\ud800"})]
+    )
+    for arguments in (["show"], ["show", "--json"], ["html", "--out", str(tmp_path / "page.html")]):
+        trajectory_app([arguments[0], str(tmp_path / "odd"), *arguments[1:]], standalone_mode=False)
+    out, err = capfd.readouterr()
+    assert json.loads(out)["trajectories"][0]["turns"] == 1
+    assert "left right" in err and "\x1b" not in err
+    assert "left" in (tmp_path / "page.html").read_text()
