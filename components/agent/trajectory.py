@@ -216,8 +216,20 @@ def load_trajectories(folder: Path) -> list[Trajectory]:
     They are in the order of their folders' paths. Raises UserError if there is no trajectories.jsonl, if a
     file is missing or damaged, or if the files do not fit each other.
     """
-    places = sorted(file.parent for file in folder.rglob("trajectories.jsonl")) or [folder]
+    places = trajectory_folders(folder) or [folder]
     return [trajectory for place in places for trajectory in _load(place)]
+
+
+def trajectory_folders(root: Path) -> list[Path]:
+    """Return the folders with trajectories at or below the folder `root`, in the order of their paths.
+
+    Folders whose names begin with a dot are left out with what is below them. A process that was killed while
+    it wrote them leaves such folders (`atomic_folder`), whose files may not be complete.
+    """
+    found = {file.parent for file in root.rglob("trajectories.jsonl")}
+    return sorted(
+        place for place in found if not any(part.startswith(".") for part in place.relative_to(root).parts)
+    )
 
 
 def _load(folder: Path) -> Iterator[Trajectory]:

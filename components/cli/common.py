@@ -206,9 +206,10 @@ def home_of(resolved: Resolved) -> Path:
 def newest_dataset(home: Path) -> Path:
     """Return the folder of the data set in `home`, the folder of all runs, that was modified last.
 
-    If there is no data set, the folder `datasets` in `home` is returned, which may not exist.
+    If there is no data set, the folder `datasets` in `home` is returned, which may not exist. Folders whose
+    names begin with a dot are no data sets, because another process writes them or was killed meanwhile.
     """
-    folders = home.glob("datasets/*")
+    folders = (file.parent for file in home.glob("datasets/[!.]*/tasks.parquet"))
     return max(folders, key=lambda folder: folder.stat().st_mtime, default=home / "datasets")
 
 

@@ -77,7 +77,7 @@ def chosen(folder: Path) -> Iterator[tuple[str, Path, Trajectory]]:
     of the trajectory. The name is that folder's name, a slash, and the index of the trajectory among those
     that count, such as "step-0003/5".
     """
-    for batch in sorted((folder / "episodes").glob("*")):
+    for batch in sorted((folder / "episodes").glob("[!.]*")):
         for index, trajectory in enumerate(load_trajectories(batch)):
             yield f"{batch.name}/{index}", batch, trajectory
     steps = sorted((folder / "trajectories").glob("step-*"))

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from components.agent.trajectory import load_tokens, read_records
+from components.agent.trajectory import load_tokens, read_records, trajectory_folders
 from components.core.errors import StageFailed, UserError
 from components.policy.checkpoint import load_tokenizer, verify_checkpoint
 from components.training.advantages import discounted_rewards, explained_variance, row_gae
@@ -161,7 +161,7 @@ def read_rows(folders: Sequence[Path]) -> list[StoredRow]:
     """
     rows: list[StoredRow] = []
     failure = ""
-    for folder in sorted({file.parent for root in folders for file in root.rglob("trajectories.jsonl")}):
+    for folder in sorted({place for root in folders for place in trajectory_folders(root)}):
         tokens = load_tokens(folder)
         for index, record in enumerate(read_records(folder, tokens)):
             span = tokens.span(index)

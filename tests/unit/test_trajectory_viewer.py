@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -10,7 +11,15 @@ from agent_fixtures import MEASURE, TASK, ScriptedPool, ScriptedSampler, call, p
 
 from components.agent import trajectory_viewer
 from components.agent.episode import RolloutRequest, run_episodes
-from components.agent.trajectory import ToolCall, Trajectory, load_trajectories, save_trajectories, updates_of
+from components.agent.trajectory import (
+    ToolCall,
+    Trajectory,
+    load_trajectories,
+    save_trajectories,
+    trajectory_folders,
+    updates_of,
+)
+from components.cli.common import newest_dataset
 from components.cli.trajectory import trajectory_app
 from components.core.errors import UserError
 
@@ -138,3 +147,20 @@ def test_a_lone_surrogate_and_a_terminal_escape_are_no_hindrance(
     assert json.loads(out)["trajectories"][0]["turns"] == 1
     assert "left right" in err and "\x1b" not in err
     assert "left" in (tmp_path / "page.html").read_text()
+
+
+def test_what_a_killed_process_left_is_no_trajectory_and_no_data_set(
+    trajectory: Trajectory, tmp_path: Path
+) -> None:
+    whole, left = tmp_path / "episodes" / "0000", tmp_path / "episodes" / ".0001.x7"
+    for folder in (whole, left):
+        save_trajectories(folder, [trajectory])
+    assert trajectory_folders(tmp_path) == [whole] and trajectory_folders(left) == [left]
+    (left / "tokens.safetensors").unlink()
+    assert len(load_trajectories(tmp_path)) == 1
+    for name in ("aa", ".bb.x7"):
+        (tmp_path / "datasets" / name).mkdir(parents=True)
+        (tmp_path / "datasets" / name / "tasks.parquet").touch()
+    (tmp_path / "datasets" / "notes.txt").touch()
+    os.utime(tmp_path / "datasets" / "aa", (0, 0))
+    assert newest_dataset(tmp_path) == tmp_path / "datasets" / "aa"
