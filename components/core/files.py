@@ -209,11 +209,13 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def check_replaceable(folder: Path, what: str, names: Sequence[str]) -> None:
-    """Raise UserError unless a new folder may take the place of the folder `folder`.
+    """Raise UserError unless a new folder may and can take the place of the folder `folder`.
 
     It may if there is no such folder, if it is empty, or if it has the first of `names` and nothing else than
-    `names`. `what` says in the message what the folder may hold.
+    `names`. `what` says in the message what the folder may hold. It cannot if `folder` is a mount point or
+    has the working directory in it, or if the folder above cannot be written.
     """
+    above = next(filter(os.path.lexists, folder.absolute().parents), folder)
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     others = sorted(found - set(names))
     is_other = os.path.lexists(folder) if not folder.is_dir() else found and names[0] not in found
@@ -222,7 +224,16 @@ def check_replaceable(folder: Path, what: str, names: Sequence[str]) -> None:
             others or is_other,
             f"{folder}: holds something else than {what}{f' ({others[0]})' if others else ''}; "
             "give a new or empty folder.",
-        )
+        ),
+        (
+            os.path.ismount(folder) or Path.cwd().is_relative_to(folder.resolve()),
+            f"{folder}: cannot be replaced, because it is a mount point or the current folder is in it; "
+            "give a folder below it.",
+        ),
+        (
+            not above.is_dir() or not os.access(above, os.W_OK | os.X_OK),
+            f"{folder}: cannot be made, because {above} is no folder to write to; give another folder.",
+        ),
     )
 
 

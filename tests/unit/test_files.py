@@ -70,6 +70,18 @@ def test_only_a_folder_without_other_files_is_replaced(
         check_replaceable(tmp_path, "a set", ("result", "notes"))
 
 
+def test_a_folder_that_cannot_be_replaced_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    for folder, fault in {".": "current folder", "../file/out": "file is no folder", "/": "holds"}.items():
+        with pytest.raises(UserError, match=fault):
+            check_replaceable(Path(folder), "a data set", ("first",))
+    check_replaceable(Path("new/out"), "a data set", ("first",))
+
+
 def test_a_file_or_a_broken_link_is_not_replaced_by_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
