@@ -259,7 +259,8 @@ def _workloads(path: Path) -> list[Workload]:
     """Return the workloads in a file of JSON lines, each a workload or a trace that contains one."""
     if not path.is_file():
         raise Unfit(f"{path} is missing")
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    # Not `splitlines`: a text in JSON may have separators, such as U+2028, at which that ends a line.
+    lines = [line for line in path.read_text().split("\n") if line.strip()]
     return [_parsed(Workload, f"{path}:{number}", line) for number, line in enumerate(lines, 1)]
 
 

@@ -147,6 +147,14 @@ def test_a_definition_that_is_not_utf_8_is_left_out(tmp_path: Path) -> None:
     assert "can't decode" in convert(tmp_path / "in", tmp_path / "out").left_out["bad/definition.json"]
 
 
+def test_a_trace_may_have_line_separators_in_its_texts(tmp_path: Path) -> None:
+    problem(tmp_path / "problem", NORM, [])
+    trace = {"workload": NORM_WORKLOADS[0], "log": "one\u2028two\x85three"}
+    lines = json.dumps(trace, ensure_ascii=False) + "\n"
+    (tmp_path / "problem" / "workload.jsonl").write_text(lines)
+    assert not convert(tmp_path, tmp_path / "out").left_out
+
+
 def test_two_definitions_of_one_name_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
     for name in ("one", "other"):
         problem(tmp_path / "in" / name, CUSTOM, CUSTOM_WORKLOADS)
