@@ -115,14 +115,15 @@ def _from_folder(folder: Path) -> list[KernelTask]:
 def _task_files(folder: Path) -> list[KernelTask]:
     """Load the task files in `folder`, sorted by the number with which their names begin, then by name.
 
-    Files whose names begin with an underscore are left out. Raises UserError if a file is not a kernel task.
+    Files whose names begin with an underscore or a dot are left out. Raises UserError if a file is not a
+    kernel task.
     """
 
     def order(path: Path) -> tuple[int, str]:
         number = re.match(r"\d+", path.name)
         return (int(number[0]) if number else 0, path.name)
 
-    return [load_task(path) for path in sorted(folder.glob("[!_]*.py"), key=order)]
+    return [load_task(path) for path in sorted(folder.glob("[!_.]*.py"), key=order)]
 
 
 def _from_parquet(path: Path) -> list[KernelTask]:

@@ -260,6 +260,7 @@ def test_public_columns_and_plain_folders_load(tmp_path: Path) -> None:
     assert load_suite(suite_params(str(tmp_path / "ops.parquet")), tmp_path)[0].ops == ("relu",)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "a.py").write_text(TASK.format(factor=4))
+    (tmp_path / "folder" / "._a.py").write_bytes(b"\xff")  # as archives of macOS have them
     assert load_suite(suite_params(str(tmp_path / "folder")), tmp_path)[0].name == "a"
 
 
