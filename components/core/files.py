@@ -335,9 +335,9 @@ def environment_fault(error: BaseException) -> str:
             case _ if re.search("No space left on device|database or disk is full", str(seen)):
                 return place + DISK_FULL
             # In /proc, no file can be made; elsewhere, a missing file is a fault of the program.
-            case OSError(errno=errno.EISDIR | errno.ENOTDIR | errno.EEXIST | errno.ENOENT) if place and (
-                seen.errno != errno.ENOENT or place.startswith("/proc/")
-            ):
+            case OSError(
+                errno=errno.EISDIR | errno.ENOTDIR | errno.EEXIST | errno.ENAMETOOLONG | errno.ENOENT
+            ) if place and (seen.errno != errno.ENOENT or place.startswith("/proc/")):
                 return (
                     f"{seen.filename2 or seen.filename}: cannot be written there ({seen.strerror}); "
                     "give another path."

@@ -15,6 +15,8 @@ def test_a_full_disk_is_recognised_however_a_library_wraps_it() -> None:
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/x")
     assert "/proc/x: cannot be written there" in environment_fault(missing)
     assert not environment_fault(FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/x"))
+    long = OSError(errno.ENAMETOOLONG, "File name too long", "/data/x")
+    assert "/data/x: cannot be written there" in environment_fault(long)
     wrapped = RuntimeError("could not save")
     wrapped.__cause__ = plain
     assert "disk is full" in environment_fault(wrapped)
