@@ -191,10 +191,11 @@ def data_show(
     from components.core.task import read_tasks
 
     path = _parquet(dataset or newest_dataset(home_of(options.resolve())))
-    matches = []
+    found = {}  # A file that was not made here may have a task twice.
     for task in read_tasks(path):
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # of a faulty source
-            matches += [task] if task.task_id.startswith(task_id) else []
+            found.setdefault(task.task_id, task)
+    matches = [task for name, task in found.items() if name.startswith(task_id)]
     if len(matches) != 1:
         raise UserError(
             f"{path}: {len(matches) or 'no'} tasks begin with {task_id}; give more of the id, or one that "

@@ -165,13 +165,13 @@ def test_square_brackets_and_colons_are_printed_as_they_are(capsys: pytest.Captu
 
 
 def test_a_faulty_row_of_a_data_set_does_not_hide_the_others(tmp_path: Path) -> None:
-    codes = ["def", "class Model: ...", "\0"]
-    table = pyarrow.table({"code": codes, "data_source": ["x"] * 3, "ops": [5, 5, 5]})
+    codes = ["def", "class Model: ...", "\0", "class Model: ...  # the same task once more"]
+    table = pyarrow.table({"code": codes, "data_source": ["x"] * 4, "ops": [5] * 4})
     pyarrow.parquet.write_table(table, tmp_path / "tasks.parquet")
     done = command("data", "show", "", "--dataset", str(tmp_path), "--json")
     assert json.loads(done.stdout)["code"] == "class Model: ..."
     done = command("data", "check", str(tmp_path), "--json")
-    assert done.returncode == 1 and json.loads(done.stdout)["rejected"] == {"contract": 3}
+    assert done.returncode == 1 and json.loads(done.stdout)["rejected"] == {"contract": 4}
 
 
 def test_an_unknown_profile_names_those_there_are(tmp_path: Path) -> None:
