@@ -7,12 +7,13 @@ by the choice of the best kernel.
 """
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from components.agent.episode import RolloutRequest
 from components.agent.policies import Policy
 from components.agent.trajectory import Trajectory
-from components.core.errors import UserError, refuse
+from components.core.errors import InfrastructureError, UserError, refuse
 from components.core.files import digest_json
 from components.core.progress import Progress
 from components.core.task import KernelTask
@@ -138,7 +139,8 @@ def find_kernel(
     the parameter `policy.prompt` (compact or full). If `seconds` is 0, there is no limit of time. `origin`
     names the module in messages. If an interrupted search is repeated, the judge takes the verdicts that it
     has already reached from its journal, the store of verdicts on disk. Raises UserError if the task cannot
-    be judged, if the judge fails on every candidate, or if the policy's server never answers.
+    be judged, if the judge fails on every candidate, or if the policy's server never answers, and
+    InfrastructureError if the judge fails when it measures the best kernels again.
     """
     begun, params = time.monotonic(), policy.params
     task, notes = admitted_task(task, origin, pool)
@@ -221,7 +223,8 @@ def _measure_again(
     `judged` has the verdict on each kernel so far. The `FINALISTS` fastest of the correct kernels are
     measured a second time. The fastest of them in this second measurement is chosen and measured a third
     time, and the third verdict is returned. The judge keeps the new verdicts under names that contain
-    `epoch`. Returns (None, None) if no kernel is correct in the second measurement.
+    `epoch`. Returns (None, None) if no kernel is correct in the second measurement. Raises
+    InfrastructureError if that is so because the judge failed, or if it failed in the third measurement.
     """
 
     def measure(candidate: Candidate, purpose: str) -> Verdict:
@@ -230,18 +233,28 @@ def _measure_again(
         ).result()
 
     finalists = sorted(_correct(judged).items(), key=lambda item: -_speed(item[1]))[:FINALISTS]
-    again: dict[Candidate, float] = {}
+    again: dict[Candidate, Verdict] = {}
     for number, (candidate, _) in enumerate(finalists):
         progress.update("measuring anew", number, len(finalists) + 1)
-        verdict = measure(candidate, "choice")
-        if verdict.status == "correct":
-            again[candidate] = _speed(verdict)
-    if not again:
+        again[candidate] = measure(candidate, "choice")
+    if not (right := _correct(again)):
+        _require_judge(again.values())
         return None, None
-    chosen = max(again, key=lambda candidate: again[candidate])
+    chosen = max(right, key=lambda candidate: _speed(right[candidate]))
     reported = measure(chosen, "reported")
+    _require_judge([reported])
     progress.update("measuring anew", len(finalists) + 1, len(finalists) + 1)
     return chosen, reported
+
+
+def _require_judge(verdicts: Iterable[Verdict]) -> None:
+    """Raise InfrastructureError if the judge itself failed to reach one of the verdicts."""
+    for verdict in verdicts:
+        if verdict.status == "infrastructure":
+            raise InfrastructureError(
+                "the judge failed when the best kernels were measured again "
+                f"({verdict.reason}: {verdict.log[:300]})"
+            )
 
 
 def _correct(judged: dict[Candidate, Verdict]) -> dict[Candidate, Verdict]:
