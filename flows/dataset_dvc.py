@@ -42,8 +42,9 @@ def initialise_workspace(workspace: Path, params: Params, home: Path) -> Path:
         "    analytics = false",
         "    remote = store",
         "['remote \"store\"']",
-        f"    url = {remote_url(params, home)}",
-        *([f"    endpointurl = {params.store.endpoint}"] if params.store.endpoint else []),
+        # In quotes, because otherwise a number sign begins a comment, and a comma makes a list.
+        f'    url = """{remote_url(params, home)}"""',
+        *([f'    endpointurl = """{params.store.endpoint}"""'] if params.store.endpoint else []),
     ]
     write_changed(workspace / ".dvc" / "config", "\n".join(lines) + "\n")
     return workspace
