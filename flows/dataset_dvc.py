@@ -102,7 +102,12 @@ def push(params: Params, home: Path, folder: Path) -> str:
         with tempfile.TemporaryDirectory(dir=home) as name:
             workspace = initialise_workspace(Path(name), params, home)
             (workspace / "dvc.yaml").write_text(STAGE)
-            shutil.copytree(folder, workspace / OUTPUT, ignore=shutil.ignore_patterns("dvc.lock"))
+
+            def left_out(place: str, names: list[str]) -> list[str]:
+                # The home may be in the folder, where the copy would never end.
+                return [one for one in names if one == "dvc.lock" or (Path(place) / one).resolve() == home]
+
+            shutil.copytree(folder, workspace / OUTPUT, ignore=left_out)
             _dvc(workspace, ["commit", "--quiet", "--force", "tasks"])
             _dvc(workspace, ["push", "--quiet", "tasks"])
             keep_lock(params, home, version, workspace / "dvc.lock")

@@ -6,6 +6,7 @@ import pytest
 from dvc.config import Config
 
 from components.core.config import resolve
+from components.core.task import KernelTask, write_tasks
 from flows import dataset_dvc
 
 PARAMS = resolve("smoke").params
@@ -16,3 +17,18 @@ def test_the_remote_is_in_the_home_whatever_the_homes_name_is(tmp_path: Path, na
     dataset_dvc.initialise_workspace(tmp_path, PARAMS, tmp_path / name)
     found = Config.load_file(tmp_path / ".dvc" / "config")
     assert found["remote"]["store"]["url"] == str(tmp_path / name / "remote")
+
+
+def test_a_home_in_the_folder_of_the_data_set_is_not_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tasks(tmp_path / "tasks.parquet", [KernelTask(code="x = 1")])
+    uploaded = []
+
+    def run(workspace: Path, arguments: list[str]) -> None:
+        uploaded.append(sorted(path.name for path in (workspace / dataset_dvc.OUTPUT).rglob("*")))
+        (workspace / "dvc.lock").touch()
+
+    monkeypatch.setattr(dataset_dvc, "_dvc", run)
+    dataset_dvc.push(PARAMS, tmp_path / ".cuda-agent", tmp_path)
+    assert uploaded == [["tasks.parquet"]] * 2
