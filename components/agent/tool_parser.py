@@ -28,7 +28,7 @@ THOUGHT = re.compile(r"<think>.*?(?:</think>|(?=<\|tool_calls_section_begin\|>)|
 # which Qwen3-Coder sometimes leaves out. The end of the text may cut the last one off.
 BLOCK_START, BLOCK_END = "<tool_call>", re.compile(r"</tool_call>|\Z")
 FUNCTION_BLOCK = re.compile(
-    r"(<function=[^>\n]+>.*?(?:</function>(?=\s*(?:</tool_call>|<function=|<tool_call>|\Z))|\Z))", re.DOTALL
+    r"(<function=[^<>\n]+>.*?(?:</function>(?=\s*(?:</tool_call>|<function=|<tool_call>|\Z))|\Z))", re.DOTALL
 )
 FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
 # A parameter ends at the tag before the next parameter or at the end, so a value may contain the tag.
@@ -64,12 +64,12 @@ DEEPSEEK_SEPARATOR, LLAMA_START = "<｜tool▁sep｜>", "<|python_tag|>"
 # The tags and tokens that begin a call or a section of calls, of which the first decides on the form.
 START = re.compile(
     r"<｜tool▁call▁begin｜>|<\|tool_call(?:s?_section)?_begin\|>|\[TOOL_CALLS\]"
-    r'|<minimax:tool_call>|<invoke name="[^"\n]+">|<tool_call>|<function=[^>\n]+>'
+    r'|<minimax:tool_call>|<invoke name="[^"\n]+">|<tool_call>|<function=[^<>\n]+>'
 )
 FENCE = re.compile(
     r"^```(?:json|tool_call|tool|tool_code)?[ \t]*\n(.*?)(?:^```[ \t]*$|\Z)", re.DOTALL | re.MULTILINE
 )
-LOOKS_LIKE_A_CALL = re.compile(r'\A\s*\[?\s*\{\s*"name"\s*:.*"(?:arguments|parameters)"\s*:', re.DOTALL)
+LOOKS_LIKE_A_CALL = re.compile(r'\A\s*(?:\[\s*)?\{\s*"name"\s*:.*"(?:arguments|parameters)"\s*:', re.DOTALL)
 # Largest number of calls of one turn that are run; further calls are ignored.
 MAX_CALLS = 16
 # Largest number of characters that the arguments of one call may have together.
@@ -227,9 +227,7 @@ def _call_with_parts(name: str, body: str, part: re.Pattern[str]) -> Request:
     do not cover all of `body`, the request has no arguments and an error.
     """
     values, end = dict[str, str](), 0
-    for found in part.finditer(body):
-        if found.start() != end:
-            break
+    while (found := part.match(body, end)) is not None:
         value = found.group(2)
         if value.startswith("\n"):
             value = value.removeprefix("\n").removesuffix("\n")

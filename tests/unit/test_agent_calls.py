@@ -1,6 +1,7 @@
 """Tool calls in four textual forms and native ones are read; unreadable ones are reported."""
 
 import json
+import time
 
 import pytest
 
@@ -352,3 +353,20 @@ def test_arguments_that_are_nested_deeply_are_refused(depth: int) -> None:
 
 def write_call(content: str) -> str:
     return f'<tool_call>{{"name": "Write", "arguments": {{"content": {content}}}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("start", "repeated", "end"),
+    [
+        ('<invoke name="Bash">', " ", ""),
+        ("<function=Bash>", "\n", "</function>"),
+        ("<function=Bash>", "<parameter=a>b</parameter>x", "</function>"),
+        ("<tool_call>Bash<arg_key>a</arg_key>", " ", "</arg_value></tool_call>"),
+        ("```json\n", " ", "</tool_call>"),
+        ("", "<function=", ""),
+    ],
+)
+def test_a_turn_that_repeats_itself_is_read_in_linear_time(start: str, repeated: str, end: str) -> None:
+    begun = time.process_time()
+    parse_calls(start + repeated * (200_000 // len(repeated)) + end)
+    assert time.process_time() - begun < 1
