@@ -106,7 +106,7 @@ def parse_calls(text: str, *, in_thought: bool = False) -> list[Request]:
     reasoning. If the text begins in the harmony format, only messages to a function are calls. Otherwise,
     text between `<think>` tags is ignored, and fenced and bare JSON is parsed only if the text has no call
     between tags or tokens. A call that cannot be parsed, or has more than `MAX_ARGUMENT_CHARACTERS`
-    characters of arguments, gives a request with an error and without arguments.
+    characters of arguments, or a lone surrogate, gives a request with an error and without arguments.
     """
     if HARMONY.match(text):
         return [_limited(request) for request in _harmony_calls(text)][:MAX_CALLS]
@@ -197,9 +197,9 @@ def _leading_json(text: str) -> tuple[list[Request], int]:
 def native_calls(calls: tuple[NativeCall, ...]) -> list[Request]:
     """Return requests for the first `MAX_CALLS` of the tool calls that a chat server has parsed itself.
 
-    A request has an error if the arguments of its call are no JSON object or have more than
-    `MAX_ARGUMENT_CHARACTERS` characters. A call without an id gets the id call_N, where N is its index from
-    0.
+    A request has an error if the arguments of its call are no JSON object, have more than
+    `MAX_ARGUMENT_CHARACTERS` characters, or have a lone surrogate. A call without an id gets the id
+    call_N, where N is its index from 0.
     """
     requests = []
     for index, call in enumerate(calls[:MAX_CALLS]):
@@ -314,10 +314,11 @@ def _call(value: Any) -> Request:
 
 
 def _limited(request: Request) -> Request:
-    """Return `request`, or a copy with an error and without arguments if these are too long or too deep.
+    """Return `request`, or a copy with an error and without arguments if it cannot be accepted.
 
-    They are too long if all of them together have more than `MAX_ARGUMENT_CHARACTERS` characters, and too
-    deep if more than `MAX_DEPTH` lists and objects lie in one another.
+    Its arguments are too long if all of them together have more than `MAX_ARGUMENT_CHARACTERS` characters,
+    and too deep if more than `MAX_DEPTH` lists and objects lie in one another. Name and arguments must be
+    text that UTF-8 can encode, which a lone surrogate, half of a pair that JSON escapes, is not.
     """
     if _is_deeper(request.arguments, MAX_DEPTH + 1):
         problem = f"its arguments have more than {MAX_DEPTH} lists and objects in one another"
@@ -325,10 +326,15 @@ def _limited(request: Request) -> Request:
     size = sum(
         len(value) if isinstance(value, str) else len(repr(value)) for value in request.arguments.values()
     )
-    if size <= MAX_ARGUMENT_CHARACTERS:
-        return request
-    problem = f"its arguments are {size} characters long, more than {MAX_ARGUMENT_CHARACTERS}"
-    return Request(request.name, {}, problem, request.call_id)
+    if size > MAX_ARGUMENT_CHARACTERS:
+        problem = f"its arguments are {size} characters long, more than {MAX_ARGUMENT_CHARACTERS}"
+        return Request(request.name, {}, problem, request.call_id)
+    try:
+        json.dumps([request.name, request.arguments], ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        name = request.name.encode(errors="replace").decode()
+        return Request(name, {}, "it has half of a surrogate pair, which is no text", request.call_id)
+    return request
 
 
 def _is_deeper(value: Any, depth: int) -> bool:

@@ -351,6 +351,17 @@ def test_arguments_that_are_nested_deeply_are_refused(depth: int) -> None:
     assert not request.error
 
 
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    """Neither a tokenizer nor a chat server could encode the history with such a call."""
+    texts = [write_call(r'"\ud83d"'), r'{"name": "Ba\ud83dsh", "arguments": {"a": 1}}']
+    requests = [parse_calls(text)[0] for text in texts] + native_calls(native(r'{"content": ["\ud83d"]}'))
+    for request in requests:
+        request.name.encode()
+        assert "surrogate" in request.error and request.arguments == {}
+    (whole,) = parse_calls(write_call(r'"\ud83d\ude00"'))
+    assert whole.arguments == {"content": "\N{GRINNING FACE}"}
+
+
 def write_call(content: str) -> str:
     return f'<tool_call>{{"name": "Write", "arguments": {{"content": {content}}}}}</tool_call>'
 
