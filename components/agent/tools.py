@@ -263,7 +263,9 @@ class Tools:
         parts = [part.strip() for part in arguments.command.strip().split("&&")]
         if all(part in COMMANDS for part in parts):
             return self._run_utilities([COMMANDS[part] for part in parts])
-        seconds = min(MAX_SHELL_SECONDS, arguments.timeout / 1000) if arguments.timeout else SHELL_SECONDS
+        # The smaller one is chosen before the division, because a float cannot hold every integer.
+        limit = int(MAX_SHELL_SECONDS * 1000)
+        seconds = min(limit, arguments.timeout) / 1000 if arguments.timeout else SHELL_SECONDS
         result = self._in_shell(arguments.command, seconds)
         note = f"[{result.note}]" if result.note else f"[exit {result.code}]" if result.code else ""
         separator = "\n" if result.output and note and not result.output.endswith("\n") else ""

@@ -194,6 +194,14 @@ def test_long_output_keeps_head_and_tail_and_says_what_was_cut() -> None:
     assert readable("\x1b[31mred\x1b[0m\ttab\x07\r\n", 100) == "red\ttab\n"
 
 
+def test_integers_of_any_length_end_no_episode(use: Use) -> None:
+    number = int("9" * 400)
+    assert use("Bash", command="echo a", timeout=number) == "a\n"
+    assert use("Read", file_path="model.py", limit=number).startswith("    1\t")
+    assert "lines." in use("Read", file_path="model.py", offset=number)
+    assert use("Grep", pattern="nowhere-to-be-found", head_limit=number) == "Nothing found."
+
+
 def test_files_are_found_by_pattern_and_content(use: Use) -> None:
     use("Write", file_path="kernels/forward.cpp", content="float a;\nFLOAT b;\n")
     assert use("Glob", pattern="kernels/*.cpp") == "kernels/forward.cpp"
