@@ -239,9 +239,9 @@ class Tools:
             ["grep", *_grep_options(arguments), "-s", "-e", arguments.pattern, "--", *searched]
         )
         result = self._in_shell(f"(cd /workspace && {command})", SEARCH_SECONDS)
-        if result.code is None or result.code > 1 or (result.code == 1 and not result.output):
-            problem = result.note or (result.output.strip() if result.code != 1 else "")
-            return f"Nothing found. {problem}".strip()
+        # Exit code 2 also means that a file is missing or cannot be read, where others may have matches.
+        if result.code is None or not result.output or result.output.startswith("grep: "):
+            return f"Nothing found. {result.note or result.output.strip()}".strip()
         lines = result.output.removesuffix("\n").split("\n")  # as grep ends them
         if arguments.output_mode == "count":
             lines = [line for line in lines if not line.endswith(":0")]

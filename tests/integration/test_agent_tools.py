@@ -194,6 +194,14 @@ def test_long_output_keeps_head_and_tail_and_says_what_was_cut() -> None:
     assert readable("\x1b[31mred\x1b[0m\ttab\x07\r\n", 100) == "red\ttab\n"
 
 
+def test_matches_are_shown_if_a_file_is_missing_or_cannot_be_read(use: Use, tools: Tools) -> None:
+    del tools.workspace.files["model_new.py"]  # as in a task from which no file to begin with can be made
+    found = use("Grep", pattern="class Model", output_mode="count")
+    assert found == "SKILL.md:1\nmodel.py:1"
+    use("Bash", command="echo 'class Model' > kernels/a.cpp; chmod 000 kernels/a.cpp")
+    assert use("Grep", pattern="class Model", output_mode="count") == found
+
+
 def test_integers_of_any_length_end_no_episode(use: Use) -> None:
     number = int("9" * 400)
     assert use("Bash", command="echo a", timeout=number) == "a\n"
