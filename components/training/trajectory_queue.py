@@ -101,8 +101,10 @@ class TrajectoryQueue:
         self.error: BaseException | None = None
         self.running: dict[Attempt, _Running] = {}
         self.finished: dict[Attempt, _Finished] = {}
-        self.dropped_groups: set[Attempt] = set()
         self.taken = {_attempt(place) for place in out.glob("trajectories/step-*/[0-9]*-[0-9]*")}
+        # If `group` was another number, an earlier process may have taken a part of a group, which then can
+        # never be complete.
+        self.dropped_groups = {self._group(attempt) for attempt in self.taken}
         # All requests share this event and these two meters.
         self.stopped, self.sampling, self.judging = threading.Event(), BusyMeter(), BusyMeter()
         self.loop: asyncio.AbstractEventLoop | None = None

@@ -129,6 +129,21 @@ def test_all_samples_of_a_task_are_taken_together(tmp_path: Path) -> None:
     line.queue.close()
 
 
+def test_a_group_of_which_an_earlier_process_took_a_part_is_left_out(tmp_path: Path) -> None:
+    """As if warmup.rollouts.samples had been 2, and is 4 in the process that continues the stage."""
+    (tmp_path / "trajectories" / "step-0000" / "0000-00000").mkdir(parents=True)
+    (tmp_path / "trajectories" / "step-0000" / "0000-00001").mkdir()
+    line = Line(tmp_path, staleness=0, group=4)
+    line.queue.begin(1, 4, 99)
+
+    def give_up() -> None:
+        raise TimeoutError("the queue waits for a group that cannot be completed")
+
+    line.queue.take(tmp_path / "trajectories" / "step-0001", 4, lambda finished: None, give_up)
+    line.queue.close()
+    assert line.begun == [f"t/1/{index}" for index in range(4)]
+
+
 def test_nothing_is_sampled_ahead_without_staleness(tmp_path: Path) -> None:
     line = Line(tmp_path, staleness=0)
     for step in range(3):
