@@ -13,11 +13,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import httpx
 import openai
-from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from components.core.errors import UserError
 
@@ -48,15 +48,23 @@ class _ServerRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+def _label(value: Any) -> Any:
+    """Return the text of an integer, "" for None, and any other value unchanged."""
+    return "" if value is None else str(value) if isinstance(value, int) else value
+
+
+Label = Annotated[str, BeforeValidator(_label)]
+
+
 class NativeCall(_ServerRecord):
     """A tool call that the server has parsed from the model's message.
 
-    `id` and `name`, that of the tool, are "" if the server sends none. `arguments` is JSON text or an object,
-    and None if the server sends none.
+    `id` and `name`, that of the tool, are "" if the server sends none or null. Some servers send a number as
+    the id. `arguments` is JSON text or an object, and None if the server sends none.
     """
 
-    id: str = ""
-    name: str = Field(default="", validation_alias=AliasPath("function", "name"))
+    id: Label = ""
+    name: Label = Field(default="", validation_alias=AliasPath("function", "name"))
     arguments: str | dict[str, Any] | None = Field(
         default=None, validation_alias=AliasPath("function", "arguments")
     )

@@ -138,3 +138,11 @@ def test_a_server_that_is_not_there_is_bad_input() -> None:
         ChatClient(url).choose_model()
     with pytest.raises(UserError, match="not an address"):
         ChatClient("http://")
+
+
+@pytest.mark.parametrize(("given", "read"), [("null", ""), ("0", "0"), ('"a"', "a")])
+def test_an_id_that_is_null_or_a_number_is_read(given: str, read: str) -> None:
+    calls = f'[{{"id": {given}, "function": {{"name": "Read", "arguments": "{{}}"}}}}]'
+    text = f'{{"choices": [{{"message": {{"content": null, "tool_calls": {calls}}}}}]}}'
+    (call,) = ask(lambda number, body: (200, text.encode(), {})).calls
+    assert (call.id, call.name) == (read, "Read")
