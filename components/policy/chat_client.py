@@ -119,7 +119,8 @@ class ChatClient:
 
         If `model` is empty, the first model in the server's list of models is used. `option` is the command
         line option that gave `url`; error messages name it. `pause` is called with the seconds to wait
-        between attempts. Raises UserError if `url` is no http or https address.
+        between attempts. Raises UserError if `url` is no http or https address, or if the API key cannot be
+        sent.
         """
         base = url.rstrip("/")
         self.url = base if re.search(r"/v\d+$", base) else f"{base}/v1"
@@ -135,10 +136,15 @@ class ChatClient:
             raise UserError(
                 f"{option} {url}: not an address ({error}); give for instance http://localhost:8000/v1."
             ) from error
+        # The openai package needs a key; servers that need none ignore it.
+        key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
+        if not (key.isascii() and key.isprintable()):
+            raise UserError(
+                "OPENAI_API_KEY: it has characters that no request can carry; copy it again, or unset it."
+            )
         self.openai = openai.OpenAI(
             base_url=self.url,
-            # The openai package needs a key; servers that need none ignore it.
-            api_key=os.environ.get("OPENAI_API_KEY") or "none",
+            api_key=key,
             timeout=openai.Timeout(REQUEST_SECONDS, connect=CONNECT_SECONDS),
             max_retries=0,
         )

@@ -146,3 +146,12 @@ def test_an_id_that_is_null_or_a_number_is_read(given: str, read: str) -> None:
     text = f'{{"choices": [{{"message": {{"content": null, "tool_calls": {calls}}}}}]}}'
     (call,) = ask(lambda number, body: (200, text.encode(), {})).calls
     assert (call.id, call.name) == (read, "Read")
+
+
+def test_a_key_that_no_request_can_carry_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("cl\N{LATIN SMALL LETTER E WITH ACUTE}", "a\nb"):
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+        with pytest.raises(UserError, match="OPENAI_API_KEY: it has characters"):
+            ChatClient("http://localhost:8000")
+    monkeypatch.setenv("OPENAI_API_KEY", "key\n")
+    assert ChatClient("http://localhost:8000").openai.api_key == "key"
