@@ -28,6 +28,7 @@ from components.cli.common import (
 from components.core.errors import UserError
 
 if TYPE_CHECKING:
+    from components.core.task import KernelTask
     from components.synthesis.dataset_summary import DatasetSummary
 
 data_app = typer.Typer(help="Data sets of kernel tasks.", no_args_is_help=True, rich_markup_mode=None)
@@ -191,7 +192,7 @@ def data_show(
     from components.core.task import read_tasks
 
     path = _parquet(dataset or newest_dataset(home_of(options.resolve())))
-    found = {}  # A file that was not made here may have a task twice.
+    found: dict[str, KernelTask] = {}  # A file that was not made here may have a task twice.
     for task in read_tasks(path):
         with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # of a faulty source
             found.setdefault(task.task_id, task)
