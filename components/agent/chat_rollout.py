@@ -131,4 +131,4 @@ def run_chats(request: RolloutRequest, chat: ChatClient) -> list[Trajectory]:
             chat.close()  # ends the requests that threads wait for
             raise
 
-    return run_all(request, run)
+    return run_all(len(request.tasks), run, on_progress=request.on_progress, stop=request.stop)

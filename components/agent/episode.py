@@ -386,4 +386,10 @@ def run_episodes(
 
     At most `sampler.capacity()` episodes run at the same time.
     """
-    return run_all(request, lambda index: run_episode(request, index, sampler, tokenizer), sampler.capacity)
+    return run_all(
+        len(request.tasks),
+        lambda index: run_episode(request, index, sampler, tokenizer),
+        sampler.capacity,
+        on_progress=request.on_progress,
+        stop=request.stop,
+    )

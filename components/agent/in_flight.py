@@ -18,7 +18,6 @@ from components.core.errors import StageFailed
 from components.sandbox.unsuspended_time import unsuspended_seconds
 
 if TYPE_CHECKING:
-    from components.agent.episode import RolloutRequest
     from components.agent.trajectory import Trajectory
 
 # Largest number of threads for the blocking parts of trajectories; they are started when they are needed.
@@ -100,26 +99,27 @@ async def _wait_and_clear(event: asyncio.Event) -> None:
 
 
 def run_all(
-    request: RolloutRequest,
+    count: int,
     run: Callable[[int], Coroutine[Any, Any, Trajectory]],
     capacity: Callable[[], int] | None = None,
+    *,
+    on_progress: Callable[[int, int], None],
+    stop: Callable[[], None],
 ) -> list[Trajectory]:
-    """Run the coroutine `run(index)` for the index of every task of `request`, and return their trajectories.
+    """Run the coroutine `run(index)` for every index below `count`, and return their trajectories in order.
 
-    The trajectories are in the order of the tasks. At most `capacity()` coroutines, but at least one, run at
-    a time; all of them if `capacity` is None. `request.on_progress` is called with the numbers of finished
-    and of all trajectories. If a coroutine raises an error, or this call is interrupted, `request.stop` is
-    called, which cancels the judge jobs that have not begun, and the other coroutines are cancelled. The
-    error is raised when the threads of the coroutines have ended, which wait for the judge jobs that have
-    begun.
+    At most `capacity()` coroutines, but at least one, run at a time; all of them if `capacity` is None.
+    `on_progress` is called with the numbers of finished and of all trajectories. If a coroutine raises an
+    error, or this call is interrupted, `stop` is called, which cancels the judge jobs that have not begun,
+    and the other coroutines are cancelled. The error is raised when the threads of the coroutines have ended,
+    which wait for the judge jobs that have begun.
     """
-    count = len(request.tasks)
     found: dict[int, Trajectory] = {}
     indices = iter(range(count))
 
     async def one(index: int) -> None:
         found[index] = await run(index)
-        request.on_progress(len(found), count)
+        on_progress(len(found), count)
 
     async def every() -> None:
         try:
@@ -127,7 +127,7 @@ def run_all(
                 lambda: next((one(index) for index in indices), None), capacity or (lambda: count)
             )
         except BaseException:
-            request.stop()
+            stop()
             raise
 
     asyncio.run(every())

@@ -60,7 +60,7 @@ def _sample(request: RolloutRequest, writer: _Writer) -> list[Trajectory]:
     async def run(index: int) -> Trajectory:
         return await (await asyncio.to_thread(_RuleEpisode, request, index, writer)).run()
 
-    return run_all(request, run)
+    return run_all(len(request.tasks), run, on_progress=request.on_progress, stop=request.stop)
 
 
 class _RuleEpisode(Episode):
