@@ -394,7 +394,6 @@ def prepare_environment(home: Path) -> None:
         "TOKENIZERS_PARALLELISM": "false",
     }
     if "PREFECT_API_URL" not in os.environ:
-        # The run starts its own Prefect server, whose database and settings are stored in this home.
         os.environ["PREFECT_HOME"] = str(home / "prefect")
         defaults["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = prefect_database(home)
     for name, value in defaults.items():

@@ -78,12 +78,13 @@ def join_world(device: records.Device, settings: stage_params.Engine) -> World:
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if not distributed.is_initialized():
-        # Without a launcher, no environment variables say where the other ranks are.
-        alone: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
+        # Without a launcher there is one rank, which meets itself in a store in its own memory; with one,
+        # environment variables say where the ranks meet.
+        single: dict[str, Any] = {"store": HashStore(), "rank": 0, "world_size": 1}
         distributed.init_process_group(
             "gloo" if target.type == "cpu" else "nccl",
             timeout=timedelta(seconds=settings.collective_seconds),
-            **({} if "WORLD_SIZE" in os.environ else alone),
+            **({} if "WORLD_SIZE" in os.environ else single),
         )
     size, shared = distributed.get_world_size(), settings.sequence_parallel
     if size % shared:

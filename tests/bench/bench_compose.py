@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -23,7 +24,7 @@ from components.core.config import resolve
 from components.core.params import Params
 from components.core.progress import Quiet
 from components.synthesis import operator_table, torch_composer
-from components.synthesis.mined_operators import OperatorTemplate, apply_template
+from components.synthesis.mined_operators import apply_template
 from components.synthesis.task_filter import TaskFilter
 
 PARTS = {
@@ -79,11 +80,10 @@ def asked(params: Params, seeds: Path, count: int) -> tuple[float, float]:
     composer = torch_composer.TorchComposer(
         operator_table.load_operator_table(seeds, Quiet()), params.data, "cpu", modules=False
     )
-    written: list[tuple[tuple[OperatorTemplate, ...], tuple[int, ...]]] = []
-    write = composer._write_chain
-    composer._write_chain = lambda *drawn: written.append(drawn) or write(*drawn)  # type: ignore[assignment,func-returns-value,method-assign]
-    for _ in range(count):
-        composer.compose()
+    with mock.patch.object(composer, "_write_chain", wraps=composer._write_chain) as write:
+        for _ in range(count):
+            composer.compose()
+    written = [call.args for call in write.call_args_list]
     totals = []
     for device in ("meta", "cpu"):
         before = time.process_time()
