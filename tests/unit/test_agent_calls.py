@@ -380,4 +380,4 @@ def write_call(content: str) -> str:
 def test_a_turn_that_repeats_itself_is_read_in_linear_time(start: str, repeated: str, end: str) -> None:
     begun = time.process_time()
     parse_calls(start + repeated * (200_000 // len(repeated)) + end)
-    assert time.process_time() - begun < 1
+    assert time.process_time() - begun < 20, "milliseconds are usual; quadratic time is minutes"

@@ -12,7 +12,7 @@ from components.judge.candidate import _validated, _words, screen_candidate
 from components.judge.verdict import Rejected
 from components.sandbox.compilers import refused_flag
 
-SECONDS = 2.0
+SECONDS = 30.0  # each takes less than half a second; in quadratic time they would take minutes
 HONEST = [corpus.files("honest", name)["model_new.py"] for name in corpus.names("honest")]
 RULES = [resolve("ci").params.sandbox.model_copy(update={"rules": rules}) for rules in ("kernel-only", "any")]
 EXTREMES = {
