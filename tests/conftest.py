@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from run_fixtures import survivor as survivor
 
@@ -15,6 +16,11 @@ from components.core.params import Params
 from components.judge import measurement
 from components.judge.judge import Judge
 from components.judge.task_bench import BenchCache
+
+hypothesis.settings.register_profile(
+    "any_machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any_machine")
 
 LONGEST = (
     "test_flows.py",

@@ -31,7 +31,7 @@ def expected_leave_one_out(rewards: Sequence[float], tasks: Sequence[str]) -> li
     return advantages
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(groups())
 def test_the_baseline_is_the_mean_of_the_other_samples(data: tuple[list[str], list[float]]) -> None:
     tasks, rewards = data
@@ -40,7 +40,7 @@ def test_the_baseline_is_the_mean_of_the_other_samples(data: tuple[list[str], li
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups(), st.integers(0, 2**32 - 1))
 def test_the_order_of_the_samples_and_of_the_other_tasks_does_not_matter(
     data: tuple[list[str], list[float]], seed: int
@@ -56,7 +56,7 @@ def test_the_order_of_the_samples_and_of_the_other_tasks_does_not_matter(
     assert part == [found[i] for i in alone]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups())
 def test_advantages_of_a_task_sum_to_zero_and_its_level_does_not_count(
     data: tuple[list[str], list[float]],

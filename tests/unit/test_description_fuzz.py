@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -75,7 +75,6 @@ def test_bytes_are_refused(reply: bytes) -> None:
     take(reply)
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.fixed_dictionaries({}, optional=dict.fromkeys(PLAIN, values)))
 def test_any_value_of_a_field_is_taken_or_refused(changed: dict[str, Any]) -> None:
     take(json.dumps(PLAIN | changed).encode())

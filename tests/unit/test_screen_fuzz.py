@@ -4,7 +4,7 @@ import time
 
 import judge_fixtures as corpus
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from components.core.config import resolve
@@ -67,7 +67,6 @@ def screen(files: dict[str, str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::DeprecationWarning")
-@settings(deadline=None)
 @given(mutated())
 def test_a_mutated_source_gets_a_verdict(code: str) -> None:
     screen({"model_new.py": code})

@@ -59,7 +59,7 @@ def tensor(x: Array) -> torch.Tensor:
     return torch.tensor(x)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches(), st.sampled_from([1.0, 0.99, 0.5]), st.sampled_from([0.0, 0.5, 0.95, 1.0]))
 def test_gae_is_the_sum_of_discounted_errors_along_the_own_tokens(
     batch: dict[str, Array], gamma: float, lam: float
@@ -71,7 +71,7 @@ def test_gae_is_the_sum_of_discounted_errors_along_the_own_tokens(
         np.testing.assert_allclose(one.numpy(), other, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches(), st.integers(0, 2**32 - 1))
 def test_nothing_at_a_masked_position_reaches_a_single_bit_of_any_result(
     batch: dict[str, Array], seed: int
@@ -99,7 +99,7 @@ def test_nothing_at_a_masked_position_reaches_a_single_bit_of_any_result(
         assert torch.equal(one.nan_to_num(nan=123.0), other.nan_to_num(nan=123.0))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches(), st.sampled_from([0.0, 0.2]), st.sampled_from([0.28, 1.0]))
 def test_the_policy_loss_is_the_clipped_surrogate_of_each_token(
     batch: dict[str, Array], low: float, high: float
@@ -118,7 +118,7 @@ def test_the_policy_loss_is_the_clipped_surrogate_of_each_token(
     assert metrics["clip_fraction"] == pytest.approx(clipped / len(tokens))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches(), st.sampled_from([None, 0.0, 0.2, 5.0]))
 def test_the_value_loss_takes_the_larger_error_of_each_token(
     batch: dict[str, Array], clip: float | None
@@ -135,7 +135,7 @@ def test_the_value_loss_takes_the_larger_error_of_each_token(
     assert float(loss) == pytest.approx(total / len(tokens), abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches())
 def test_statistics_are_those_of_the_own_tokens(batch: dict[str, Array]) -> None:
     mask = batch["mask"]
