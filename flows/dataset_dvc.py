@@ -18,7 +18,7 @@ from components.core.errors import UserError, refuse
 from components.core.files import atomic_folder, write_changed
 from components.core.params import Params
 from components.core.task import dataset_version
-from components.storage import open_store
+from components.storage import open_store, store_folder
 
 # Folder of the data set in a DVC workspace.
 OUTPUT = Path("data") / "tasks"
@@ -27,7 +27,14 @@ STAGE = f"stages: {{tasks: {{cmd: cuda-agent data build, outs: [{OUTPUT.as_posix
 
 
 def remote_url(params: Params, home: Path) -> str:
-    return f"{params.store.url.rstrip('/')}/dvc" if params.store.url else str(home / "remote")
+    """Return the address of the DVC remote: an s3:// URL, or the absolute path of a folder.
+
+    DVC looks for a relative path below its workspace, and a workspace may be a temporary folder.
+    """
+    url = params.store.url
+    if url.startswith("s3://"):
+        return f"{url.rstrip('/')}/dvc"
+    return str(store_folder(url) / "dvc" if url else home / "remote")
 
 
 def initialise_workspace(workspace: Path, params: Params, home: Path) -> Path:

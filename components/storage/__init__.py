@@ -18,6 +18,7 @@ __all__ = [
     "StoredObject",
     "open_store",
     "put_checkpoint",
+    "store_folder",
 ]
 
 
@@ -33,4 +34,18 @@ def open_store(params: StoreParams, home: Path) -> Store:
         return S3Store(url, params.endpoint)
     if "://" in url and not url.startswith("file://"):
         raise UserError(f"store.url: {url} is neither a folder nor s3://bucket/prefix; give one of these.")
-    return FolderStore(Path(url.removeprefix("file://")) if url else home / "store")
+    return FolderStore(store_folder(url) if url else home / "store")
+
+
+def store_folder(url: str) -> Path:
+    """Return the absolute path of the folder that `url`, a path or a file:// URL, names.
+
+    A relative path is one in the current folder, and ~ stands for the user's home folder, as in the parameter
+    home. Raises UserError if this account has no home folder.
+    """
+    try:
+        return Path(url.removeprefix("file://")).expanduser().resolve()
+    except RuntimeError as error:
+        raise UserError(
+            f"store.url: {url} has no place, because there is no such home folder; give a path."
+        ) from error

@@ -7,6 +7,7 @@ from dvc.config import Config
 
 from components.core.config import resolve
 from components.core.task import KernelTask, write_tasks
+from components.storage import FolderStore, open_store
 from flows import dataset_dvc
 
 PARAMS = resolve("smoke").params
@@ -17,6 +18,18 @@ def test_the_remote_is_in_the_home_whatever_the_homes_name_is(tmp_path: Path, na
     dataset_dvc.initialise_workspace(tmp_path, PARAMS, tmp_path / name)
     found = Config.load_file(tmp_path / ".dvc" / "config")
     assert found["remote"]["store"]["url"] == str(tmp_path / name / "remote")
+
+
+@pytest.mark.parametrize("url", ["artifacts", "./artifacts/", "~/artifacts", "file://{}/artifacts"])
+def test_a_store_in_a_folder_has_the_remote_in_it_wherever_dvc_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    params = resolve("smoke", [f"store.url={url.format(tmp_path)}"]).params
+    store = open_store(params.store, tmp_path)
+    assert isinstance(store, FolderStore) and store.root == tmp_path / "artifacts"
+    assert dataset_dvc.remote_url(params, tmp_path) == str(tmp_path / "artifacts" / "dvc")
 
 
 def test_a_home_in_the_folder_of_the_data_set_is_not_uploaded(
