@@ -21,7 +21,6 @@ from components.core.errors import IsolationUnavailable, StageFailed, UserError
 from components.core.files import (
     DISK_FULL,
     atomic_write,
-    digest_bytes,
     digest_json,
     read_json,
     write_changed,
@@ -75,7 +74,8 @@ def dataset(run: PipelineRun, progress: Progress) -> DatasetRecord:
     dvc(workspace, ["repro", *(["--force"] if force else [])], progress)
     atomic_write(workspace / ".dvc" / "made_by", maker)
     after = _text(workspace / "dvc.lock")
-    pushed = digest_bytes(after.encode())
+    # With the address of the remote, because another store.url is another remote, which has nothing yet.
+    pushed = digest_json([_text(workspace / ".dvc" / "config"), after])
     if _text(workspace / ".dvc" / "pushed") != pushed:
         dvc(workspace, ["push"], progress)
         atomic_write(workspace / ".dvc" / "pushed", pushed)

@@ -172,3 +172,24 @@ def test_a_data_set_that_was_made_again_is_not_called_up_to_date_though_it_is_eq
         record = data.dataset.fn(run, Quiet())
     assert caplog.messages == [f"version dddddddddddd, {said}"]
     assert record.cached == (said == "up to date")
+
+
+def test_a_data_set_that_is_up_to_date_is_pushed_once_to_each_remote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "datasets" / ("d" * 64)
+    write_json(kept / "metrics.json", {})
+    commands: list[str] = []
+
+    def dvc(workspace: Path, arguments: list[str], _: object) -> None:
+        commands.append(arguments[0])
+        (workspace / "dvc.lock").write_text("equal before and after")
+
+    monkeypatch.setattr(data, "keep_version", lambda *_: kept)
+    monkeypatch.setattr(data, "dvc", dvc)
+    monkeypatch.setattr(data, "keep_lock", lambda *_: None)
+    monkeypatch.setattr(data, "get_run_logger", lambda: logging.getLogger())
+    for url in ("one", "one", "other", "other"):
+        values = (f"home={tmp_path}", f"store.url={tmp_path / url}")
+        data.dataset.fn(PipelineRun(resolve("ci", values)), Quiet())
+    assert commands == ["repro", "push", "repro", "repro", "push", "repro"]
