@@ -53,15 +53,20 @@ def register(
     The version gets the `tags`, and each number in `figures` as a tag `figure.NAME`. `checkpoint` is the
     folder of the checkpoint, and `run_id` the id of the MLflow run that made it. `run_key` is the key of the
     pipeline run, a digest of its parameters and code (`PipelineRun` in flows/run_context.py). If this
-    pipeline run already has a version, nothing is registered and the number of that version is returned.
+    pipeline run already has a version of this checkpoint, nothing is registered and the number of that
+    version is returned. A version of another checkpoint is left as it is: the run has trained again, or a run
+    with an equal key, in another home, has registered it.
     """
     try:
         client.create_registered_model(model)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    if found := client.search_model_versions(f"name = '{model}' and tag.`{RUN_KEY}` = '{run_key}'"):
-        return str(min(int(version.version) for version in found))
+    found = client.search_model_versions(f"name = '{model}' and tag.`{RUN_KEY}` = '{run_key}'")
+    sealed = [name for name in ("checkpoint.digest", "manifest.digest") if name in tags]
+    equal = [one for one in found if all(one.tags.get(name) == tags[name] for name in sealed)]
+    if equal:
+        return str(min(int(version.version) for version in equal))
     logged = client.create_logged_model(
         experiment_id, name="policy", source_run_id=run_id, model_type="checkpoint", tags={RUN_KEY: run_key}
     )

@@ -315,6 +315,26 @@ def test_registering_a_run_twice_makes_one_version(client: Any, home: Path) -> N
     )
 
 
+def test_a_checkpoint_that_a_run_has_made_again_is_a_version_of_its_own(client: Any, home: Path) -> None:
+    night = MlflowRun(client, PARAMS, home, "night-2", "night-2")
+
+    def made(weights: str) -> str:
+        return models.register(
+            client,
+            model=PARAMS.model,
+            run_key="night-2",
+            run_id=night.run_id,
+            experiment_id=night.experiment_id,
+            checkpoint=checkpoint(home / "checkpoint"),
+            tags={"checkpoint.digest": weights, "manifest.digest": "m", "evaluation.digest": "any"},
+            figures={},
+        )
+
+    first, second = made("a"), made("b")
+    assert first != second
+    assert (made("a"), made("b")) == (first, second)
+
+
 def test_a_version_carries_the_evidence_of_its_decision(client: Any, home: Path, tmp_path: Path) -> None:
     version = register(client, home, "night-3")
     client.set_registered_model_alias(PARAMS.model, models.CANDIDATE, version)
