@@ -41,7 +41,7 @@ def register(
     entry of the audit chain, the log of decisions. `policy` is the record of the checkpoint, `before` and
     `evaluation` are the evaluations of the run's first policy and of the checkpoint, and `lineage` has the
     tags that say what the version was trained from. The version gets the alias `candidate`. If an earlier
-    attempt of the run has registered a version, that version is used.
+    attempt of the run has registered the checkpoint, that version is used, and no alias changes.
     """
     run, tracking = context.run, context.tracking
     evidence = {
@@ -68,7 +68,6 @@ def register(
         figures=numbers(evaluation.figures),
     )
     context.promotion.register(version, evidence)
-    tracking.client.set_registered_model_alias(run.params.registry.model, models.CANDIDATE, version)
     get_run_logger().info(f"{run.params.registry.model} version {version}, checkpoint {policy.digest[:12]}")
     return version
 

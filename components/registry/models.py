@@ -150,7 +150,8 @@ def apply_entry(client: MlflowClient, model: str, entry: AuditEntry) -> AuditEnt
     """Set the aliases and tags of the registered model `model` as an audit entry says, and return the entry.
 
     The tags are those with the decision on the version, and the anchor, which names the entry as the newest
-    one. A version that was decided on loses the alias candidate. Repeating the call changes nothing.
+    one. A version that was registered gets the alias candidate, and one that was decided on loses it.
+    Repeating the call changes nothing.
     """
     actual = aliases(client, model)
     for alias in (PREVIOUS, CHAMPION):
@@ -159,6 +160,8 @@ def apply_entry(client: MlflowClient, model: str, entry: AuditEntry) -> AuditEnt
             client.delete_registered_model_alias(model, alias)
         elif wanted is not None and actual.get(alias) != wanted:
             client.set_registered_model_alias(model, alias, wanted)
+    if entry.action == "registered":
+        client.set_registered_model_alias(model, CANDIDATE, entry.version)
     if entry.action in DECISIONS:
         decision = {DECISION: entry.action, "decided.by": entry.who, "decided.when": entry.when}
         set_tags(client, model, entry.version, decision)

@@ -108,7 +108,8 @@ def test_every_refusal_stands_in_the_registry_and_the_champion_stays(home: Path)
         assert apply_decision(promotion, "2", refuse(), champion="1").action == "refused"
         found = models.describe(promotion.client, PARAMS.model, "2")
         assert found["decision"] == "refused" and found["reasons"][0].startswith(f"{name} is")
-    assert models.aliases(promotion.client, PARAMS.model) == {"champion": "1"} and promotion.verify() == []
+    assert models.decided_aliases(promotion.client, PARAMS.model) == {"champion": "1"}
+    assert promotion.verify() == []
     assert actions(promotion) == ["promoted"] + ["refused"] * len(REFUSALS)
 
 

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from promotion_fixtures import PARAMS, WAITING, actions, aliases, apply_decision, promotion_of
@@ -46,6 +47,21 @@ def test_settling_the_same_run_twice_adds_nothing(home: Path) -> None:
     promotion = promotion_of(home)
     assert apply_decision(promotion, "1", key="k") == apply_decision(promotion, "1", key="k")
     assert actions(promotion) == ["promoted"]
+
+
+def test_a_decided_version_that_its_run_registers_again_does_not_become_the_candidate(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promotion = promotion_of(home)
+    apply_decision(promotion, "1", WAITING)
+    promotion.decline("1")
+    promotion.register("1", promotion.evidence("1", verify=False)[1])
+    assert models.aliases(promotion.client, PARAMS.model) == {"candidate": "3"}
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(models, "apply_entry", Mock(side_effect=KeyboardInterrupt))
+        promotion.register("2", promotion.evidence("2", verify=False)[1] | {"profile": "other"})
+    promotion.aliases()
+    assert models.aliases(promotion.client, PARAMS.model) == {"candidate": "2"}
 
 
 def test_a_person_approves_or_refuses_what_waits_and_nothing_else(home: Path) -> None:
