@@ -120,23 +120,24 @@ def store_gc(
     def referenced() -> dict[str, str]:
         return references(promotion.client, promotion.model)
 
-    planned = plan(store, referenced(), evidence(promotion.chain), datetime.now(UTC), age)
-    verb, removed = "removed" if delete else "would remove", list[dict[str, Any]]()
-    for group in planned.remove:
-        if delete:
-            # The references are read again for each group, because one may have been added since the plan.
-            if reason_to_keep(group.id, referenced() | evidence(promotion.chain)):
-                continue
-            remove(store, group)
-        removed.append({"group": group.name, "bytes": group.bytes})
-        print_line(f"{verb}  {group.bytes:>14,}  {group.name}")
-    uploads = store.abandoned(max(age, timedelta(days=1)))
-    for key, upload in uploads:
-        if delete:
-            store.abandon(key, upload)
-        print_line(f"{verb}  unfinished upload  {key}")
-    left_over = list[dict[str, Any]]()
     with home_lock(home) if delete else contextlib.nullcontext():
+        planned = plan(store, referenced(), evidence(promotion.chain), datetime.now(UTC), age)
+        verb, removed = "removed" if delete else "would remove", list[dict[str, Any]]()
+        for group in planned.remove:
+            if delete:
+                # The references are read again for each group, because a run in another home, whose store
+                # is the same, may have added one since the plan.
+                if reason_to_keep(group.id, referenced() | evidence(promotion.chain)):
+                    continue
+                remove(store, group)
+            removed.append({"group": group.name, "bytes": group.bytes})
+            print_line(f"{verb}  {group.bytes:>14,}  {group.name}")
+        uploads = store.abandoned(max(age, timedelta(days=1)))
+        for key, upload in uploads:
+            if delete:
+                store.abandon(key, upload)
+            print_line(f"{verb}  unfinished upload  {key}")
+        left_over = list[dict[str, Any]]()
         for item in removable(home, referenced(), age.total_seconds()):
             left_over.append({"path": str(item.path), "bytes": item.bytes, "reason": item.reason})
             print_line(f"{verb}  {item.bytes:>14,}  {item.path.relative_to(home)}  {item.reason}")

@@ -20,6 +20,7 @@ from components.registry.promotion import Promotion
 from components.registry.tracking import MlflowRun, connect
 from components.storage import FolderStore
 from components.storage.gc import plan, reason_to_keep
+from flows import run_context
 
 OLD = timedelta(days=90)
 NAMES = ("predecessor", "champion", "declined", "undecided", "running", "forgotten")
@@ -140,6 +141,15 @@ def test_evidence_is_found_in_the_folder_that_the_parameters_name(
     (home / "audit").rename(elsewhere)
     store_gc(delete=True, profile="ci", home=str(home), sets=[f"registry.audit={elsewhere}"], as_json=False)
     assert "declined" in stored(home)["agentic"]
+
+
+def test_nothing_is_removed_while_a_run_works_in_the_home(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_context, "LOCK_SECONDS", 0)
+    with run_context.home_lock(home), pytest.raises(run_context.Busy, match="another run"):
+        store_gc(delete=True, profile="ci", home=str(home), as_json=False)
+    assert stored(home) == ALL
 
 
 def test_a_broken_chain_stops_the_removal(home: Path) -> None:
