@@ -7,13 +7,12 @@ unfinished that no later run has continued yet.
 """
 
 import re
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.core.files import atomic_write
+from components.core.files import atomic_write, discard
 from components.storage.gc import reason_to_keep
 from components.training.stage import RESULT
 from flows.run_context import newest_runs, record_of
@@ -25,7 +24,7 @@ USED = "stages.txt"
 # Least age of a temporary file or folder that is taken for abandoned, in seconds.
 ABANDONED_SECONDS = 86_400.0
 # Folders of the home in which outputs are made beside their place and renamed.
-PLACES = ("stages", "stages/*", "stages/*/state", "runs", "datasets", "champions")
+PLACES = ("stages", "stages/*", "stages/*/state", "runs", "datasets", "champions", "policies")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Removable:
     def remove(self) -> None:
         """Remove the file, or the folder with all that it holds."""
         if self.path.is_dir():
-            shutil.rmtree(self.path)
+            discard(self.path)
         else:
             self.path.unlink(missing_ok=True)
 

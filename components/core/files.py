@@ -304,6 +304,19 @@ def remove_tree(folder: Path) -> None:
             )
 
 
+def discard(folder: Path) -> None:
+    """Remove a folder with its content, if it exists.
+
+    The folder is renamed first, so that what is left of it is not taken for a complete folder if the process
+    is killed. What is left has a name that begins with a dot, and the next call for `folder` removes it.
+    """
+    hidden = folder.with_name(f".{folder.name}.removed")
+    remove_tree(hidden)
+    if folder.exists():
+        folder.rename(hidden)
+        remove_tree(hidden)
+
+
 def remove_stale(folder: Path, seconds: float) -> None:
     """Remove the files and folders in `folder` that were last modified more than `seconds` seconds ago.
 

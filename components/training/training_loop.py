@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from components.core.errors import StageFailed
-from components.core.files import read_json, remove_tree, sync_tree, write_json
+from components.core.files import discard, read_json, sync_tree, write_json
 from components.core.task import dataset_version
 from components.policy.checkpoint import save_checkpoint, verify_checkpoint
 from components.training.engine import DeepSpeedEngine, NotFinite
@@ -92,15 +92,15 @@ class StateStore:
         self.world.barrier()
         if self.world.rank == 0:
             sync_tree(temporary)
-            _remove(folder)
+            discard(folder)
             temporary.rename(folder)
             kept = {path for _, path in self.complete()[-self.kept :]}
             # States of other numbers of ranks are not read any more either.
             for old in folder.parent.glob("step-*"):
                 if old not in kept and int(old.name.split("-")[1]) <= steps:
-                    _remove(old)
+                    discard(old)
             for earlier in self.stage.earlier:
-                shutil.rmtree(earlier / "state", ignore_errors=True)
+                discard(earlier / "state")
         self.world.barrier()
 
     def load(self, *, before: float = float("inf")) -> int:
@@ -118,19 +118,6 @@ class StateStore:
         for name, engine in self.engines.items():
             engine.load(folder / name)
         return steps
-
-
-def _remove(state: Path) -> None:
-    """Remove the folder `state`, if it exists.
-
-    The folder is renamed first, so that what is left of it is not taken for a complete state if the process
-    is killed.
-    """
-    hidden = state.with_name(f".{state.name}.removed")
-    remove_tree(hidden)
-    if state.exists():
-        state.rename(hidden)
-        remove_tree(hidden)
 
 
 @dataclass(frozen=True)
@@ -333,7 +320,7 @@ def finish(
     stage = state.stage
     figures = {name: value for name, value in figures.items() if math.isfinite(value)}
     if state.world.rank == 0 and not end.progress:
-        shutil.rmtree(stage.out / SAMPLING, ignore_errors=True)
+        discard(stage.out / SAMPLING)
     folder = f"{CHECKPOINT}-{end.progress[0]:04d}" if end.progress else CHECKPOINT
     file = stage.out / (UNFINISHED if end.progress else RESULT)
     manifest = save_checkpoint(

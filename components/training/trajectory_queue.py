@@ -16,7 +16,6 @@ of 0, each step samples its own wave with its own weights.
 import asyncio
 import dataclasses
 import itertools
-import shutil
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from components.agent.episode import MAX_LOST_SHARE, RolloutRequest, judge_failu
 from components.agent.in_flight import BusyMeter, keep_in_flight
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories, updates_of
 from components.core.errors import InfrastructureError, UserError
-from components.core.files import sync
+from components.core.files import discard, sync
 from components.judge.pool.local_pool import TASK_FAULTS, JudgePool
 from components.training.stage import SAMPLING
 
@@ -138,7 +137,7 @@ class TrajectoryQueue:
                         self.loop.call_soon_threadsafe(task.cancel)
                 else:
                     del self.finished[attempt]
-                    shutil.rmtree(self._path(attempt), ignore_errors=True)
+                    discard(self._path(attempt))
             outstanding = len(self.finished) + len(self.running)
             self.budget = max(0, min(self.staleness + 1, steps - step) * count - outstanding)
         if self.error is not None:
@@ -243,7 +242,7 @@ class TrajectoryQueue:
             if is_trainable(trajectory):
                 self._add(_attempt(folder), trajectory)
             else:
-                shutil.rmtree(folder)
+                discard(folder)
 
     def _add(self, attempt: Attempt, trajectory: Trajectory) -> None:
         names = [name for name, _ in trajectory.versions] or [trajectory.policy_version]
@@ -311,7 +310,7 @@ class TrajectoryQueue:
                 return  # `begin` has dropped it.
         with self.condition:
             if self.running.pop(attempt, None) is None:  # It was dropped meanwhile.
-                shutil.rmtree(self._path(attempt), ignore_errors=True)
+                discard(self._path(attempt))
                 return
             self._add(attempt, trajectory)
             self.condition.notify_all()

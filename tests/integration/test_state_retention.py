@@ -8,6 +8,7 @@ import pytest
 from engine_fixtures import engine_of
 from training_fixtures import episode, stage
 
+from components.core import files
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.training import training_loop
@@ -82,7 +83,7 @@ def test_the_state_that_a_new_one_replaces_is_never_there_in_part(
     store = StateStore(made, {"actor": double}, double.world, 1)
     store.save(1)
     removed: list[str] = []
-    monkeypatch.setattr(training_loop, "remove_tree", lambda folder: removed.append(folder.name))
+    monkeypatch.setattr(files, "remove_tree", lambda folder: removed.append(folder.name))
     store.save(2)
     assert [steps for steps, _ in store.complete()] == [2]
     assert removed and all(name.startswith(".") for name in removed)

@@ -17,7 +17,8 @@ from training_fixtures import GOOD, NoPool, episode, params, stage
 
 from components.agent.episode import RolloutRequest
 from components.agent.rewards import reward_of
-from components.agent.trajectory import Trajectory, load_trajectories, updates_of
+from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories, updates_of
+from components.core import files
 from components.core.errors import InfrastructureError, StageFailed, UserError, error_chain
 from components.core.files import digest_file
 from components.core.task import KernelTask
@@ -114,6 +115,27 @@ def test_the_trainer_does_not_wait_for_a_slow_trajectory_and_one_that_is_too_old
     assert line.queue.dropped == 1, "its first token is two steps old"
     assert len(line.begun) == len(set(line.begun))
     line.queue.close()
+
+
+def test_a_trajectory_of_which_the_removal_was_killed_is_sampled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = Line(tmp_path)
+    trajectory = asyncio.run(line.run(line.request(0), 0))
+    lost = dataclasses.replace(trajectory, verdicts=(Verdict(status="infrastructure", reason="lost"),))
+    save_trajectories(tmp_path / "sampling" / "0000-00000", [lost])
+
+    def kill(folder: Path) -> None:
+        if folder.exists():
+            (folder / "tokens.safetensors").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(files, "remove_tree", kill)
+        Line(tmp_path)
+    again = Line(tmp_path)
+    assert [0, 0] in again.step(0, tmp_path)
+    again.queue.close()
 
 
 def test_all_samples_of_a_task_are_taken_together(tmp_path: Path) -> None:

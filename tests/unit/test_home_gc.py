@@ -4,6 +4,9 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
+from components.core import files
 from components.core.files import write_json
 from flows.home_gc import note_use, removable
 
@@ -71,13 +74,38 @@ def test_an_old_night_keeps_the_stage_that_it_left_unfinished_until_a_night_cont
     assert found(tmp_path)[f"stages/{left.name}"] == "no kept run uses it"
 
 
-def test_temporary_folders_are_abandoned_after_a_day_and_what_is_removed_is_gone(tmp_path: Path) -> None:
-    write_json(tmp_path / "datasets" / ".one.abc" / "tasks.json", 1)
-    (tmp_path / "datasets" / ".git").mkdir()
+@pytest.mark.parametrize("place", ["datasets", "policies"])
+def test_temporary_folders_are_abandoned_after_a_day_and_what_is_removed_is_gone(
+    tmp_path: Path, place: str
+) -> None:
+    write_json(tmp_path / place / ".one.abc" / "tasks.json", 1)
+    (tmp_path / place / ".git").mkdir()
     aged(tmp_path, 0.5)
     assert found(tmp_path, days=0) == {}
     aged(tmp_path, 2)
     (item,) = removable(tmp_path, {}, 0)
     assert item.reason == "abandoned temporary folder" and item.bytes == 2
     item.remove()
-    assert [path.name for path in (tmp_path / "datasets").iterdir()] == [".git"]
+    assert [path.name for path in (tmp_path / place).iterdir()] == [".git"]
+
+
+def test_a_stage_of_which_the_removal_was_killed_is_not_taken_for_one_that_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = stage(tmp_path, "old", finished=False)
+    aged(tmp_path, 40)
+    (item,) = removable(tmp_path, {}, 30 * DAY)
+
+    def kill(folder: Path) -> None:
+        if folder.exists():
+            next(folder.rglob("weights.json")).unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(files, "remove_tree", kill)
+        item.remove()
+    assert not old.exists()
+    aged(tmp_path, 40)
+    (left,) = removable(tmp_path, {}, 30 * DAY)
+    left.remove()
+    assert not list((tmp_path / "stages").iterdir())
