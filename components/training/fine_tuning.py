@@ -12,6 +12,7 @@ best rejection.per_task trajectories of each task are kept, because easy tasks w
 """
 
 import itertools
+import json
 import random
 import time
 from collections import Counter
@@ -331,7 +332,8 @@ def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:
         "low_reward": trajectory.earned <= rejection.min_reward,
         "length_clipped": trajectory.finish_reason == "length",
         "invalid_call": any(not call.valid for call in calls),
-        "redundant_call": has_loop([digest_json([call.name, call.arguments]) for call in calls]),
+        # In ASCII, because the arguments of a call that is not valid may have what UTF-8 cannot represent.
+        "redundant_call": has_loop([json.dumps([one.name, one.arguments], sort_keys=True) for one in calls]),
     }
     return next((reason for reason, is_found in reasons.items() if is_found), "")
 
@@ -339,7 +341,7 @@ def rejection_reason(trajectory: Trajectory, rejection: Rejection) -> str:
 def has_loop(calls: Sequence[str]) -> bool:
     """Return whether a call is repeated and no call was made for the first time in between.
 
-    `calls` are the digests of all tool calls of a trajectory (name and arguments), in order.
+    `calls` are the tool calls of a trajectory (name and arguments) as texts, in order.
     """
     latest_new = 0
     last: dict[str, int] = {}

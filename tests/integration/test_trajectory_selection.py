@@ -9,7 +9,7 @@ from training_fixtures import params, stage
 from components.agent.trajectory import ToolCall, Trajectory, Turn
 from components.judge.verdict import Verdict
 from components.training.critic import StoredRow, split_by_task
-from components.training.fine_tuning import has_loop, select
+from components.training.fine_tuning import has_loop, rejection_reason, select
 from components.training.rejection import schedule
 from components.training.rollouts import choose_tasks
 
@@ -66,6 +66,16 @@ def test_rejection_counts_every_trajectory_under_one_reason() -> None:
         "invalid_call": 1,
         "length_clipped": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("reward", "valid", "reason"), [(-1, True, "low_reward"), (1, False, "invalid_call"), (1, True, "")]
+)
+def test_a_call_with_half_of_a_surrogate_pair_has_the_reason_of_any_other(
+    reward: float, valid: bool, reason: str
+) -> None:
+    made = example("a", reward, call("\ud800", valid), call("x"))
+    assert rejection_reason(made, params().rejection) == reason
 
 
 @pytest.mark.parametrize(
