@@ -3,7 +3,8 @@
     infra/prefect/deploy.sh [PARAMETER=VALUE]...    change parameters of every deployment; safe to repeat
 
 The server is that of PREFECT_API_URL, and prefect.yaml, pools.yaml and automations.yaml say what it gets. A
-bad profile, parameter, pool or block is refused before anything changes there. Variables and their defaults:
+bad profile, parameter, pool or block is refused before anything changes there. Variables and their defaults,
+which also stand for variables that are empty:
 
     CUDA_AGENT_PROFILE   profile of every deployment (h20-pool)
     CUDA_AGENT_POOL      work pool of nights and data sets (gpu-h20); approvals are in the pool cpu
@@ -53,12 +54,8 @@ def main(assignments: list[str]) -> None:
         "PREFECT_API_URL is not set: start a server that stays (prefect server start) and name its address"
     )
     refuse((not url, f"{unset}."))
-    # prefect.yaml names these variables.
-    environment = DEFAULTS | os.environ | {"COLUMNS": "500", "PREFECT_CLI_COLORS": "false"}
+    environment = variables()
     workers = environment["CUDA_AGENT_WORKERS"]
-    # Workers and pods start in another working directory, so the home is absolute.
-    default = "/srv/cuda-agent" if workers == "kubernetes" else str(PROJECT / ".cuda-agent")
-    environment["CUDA_AGENT_HOME"] = str((PROJECT / environment.get("CUDA_AGENT_HOME", default)).resolve())
     environment["CUDA_AGENT_SETS"] = shlex.join(assignments)
     homes = [assignment for assignment in assignments if assignment.startswith("home=")]
     refuse((homes, f"{homes}: the home of deployments is the variable CUDA_AGENT_HOME; set it."))
@@ -94,6 +91,17 @@ def main(assignments: list[str]) -> None:
         raise UserError(
             f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it (prefect server start)."
         ) from error
+
+
+def variables() -> dict[str, str]:
+    """Return the environment of this process with the variables that prefect.yaml names."""
+    given = {name: value for name, value in os.environ.items() if value or not name.startswith("CUDA_AGENT_")}
+    environment = DEFAULTS | given | {"COLUMNS": "500", "PREFECT_CLI_COLORS": "false"}
+    # Workers and pods start in another working directory, so the home is absolute.
+    is_kubernetes = environment["CUDA_AGENT_WORKERS"] == "kubernetes"
+    default = "/srv/cuda-agent" if is_kubernetes else str(PROJECT / ".cuda-agent")
+    environment["CUDA_AGENT_HOME"] = str((PROJECT / environment.get("CUDA_AGENT_HOME", default)).resolve())
+    return environment
 
 
 def pools() -> dict[str, Any]:

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -297,3 +298,19 @@ def test_deploy_is_called_with_parameters_that_exist(where: str) -> None:
     assert (PROJECT / arguments[0]).is_file()
     for argument in arguments[1:]:
         assert argument.partition("=")[0] in KNOWN, argument
+
+
+@pytest.mark.parametrize("workers", ["process", "kubernetes"])
+def test_an_empty_variable_of_deploy_has_its_default(monkeypatch: pytest.MonkeyPatch, workers: str) -> None:
+    """An empty home would otherwise be the folder of the project, and an empty profile that of no pool."""
+    deploy = runpy.run_path(str(INFRA / "prefect" / "deploy.py"))
+    names = [*deploy["DEFAULTS"], "CUDA_AGENT_HOME", "CUDA_AGENT_ALERT"]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_AGENT_WORKERS", workers)
+    unset = deploy["variables"]()
+    for name in names:
+        monkeypatch.setenv(name, workers if name == "CUDA_AGENT_WORKERS" else "")
+    assert deploy["variables"]() == unset
+    home = "/srv/cuda-agent" if workers == "kubernetes" else str(PROJECT / ".cuda-agent")
+    assert unset["CUDA_AGENT_HOME"] == home and unset["CUDA_AGENT_PROFILE"] == "h20-pool"
