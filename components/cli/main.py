@@ -106,8 +106,12 @@ def main() -> None:
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
     try:
         app()
-    except (UserError, StageFailed) as error:
+    except UserError as error:
         print(f"cuda-agent: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except StageFailed as error:
+        # Not joined: the lines of a failed rank's log may follow the sentence (training/launcher.py).
+        print(f"cuda-agent: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except Terminated:
         print("cuda-agent: ended by SIGTERM; the same command continues where it stopped.", file=sys.stderr)

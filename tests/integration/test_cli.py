@@ -303,6 +303,20 @@ def test_a_missing_compiler_and_missing_bubblewrap_are_named(tmp_path: Path) -> 
     )
 
 
+def test_the_lines_of_a_failed_ranks_log_stay_lines() -> None:
+    program = """
+import components.cli.main as main
+from components.core.errors import StageFailed
+def app():
+    raise StageFailed("rank 1 of 2 died.\\nIts log ends with:\\n  File a.py\\n  out of luck")
+main.app = app
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == ("cuda-agent: rank 1 of 2 died.\nIts log ends with:\n  File a.py\n  out of luck\n")
+
+
 HOLDER = """
 import sys, time
 from pathlib import Path
