@@ -16,7 +16,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from components.evaluation.results import BASELINES, Estimate, FastP, Interval, Pair, Summary, TaskResult
+from components.evaluation.results import (
+    BASELINES,
+    Counts,
+    Estimate,
+    FastP,
+    Figures,
+    Interval,
+    Summary,
+    TaskResult,
+)
 from components.judge.verdict import MARGIN
 
 # Number of bootstrap samples, and share of them that an interval covers.
@@ -47,8 +56,8 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
             miss = ((1 - COVERAGE) / 2) ** (1 / len(rows))
             intervals[name] = Interval(low=miss, high=1) if found.value else Interval(low=0, high=1 - miss)
 
-    def pair(figure: str) -> Pair[float | None]:
-        return Pair[float | None](eager=values[f"{figure}.eager"], compile=values[f"{figure}.compile"])
+    def pair(figure: str) -> Figures:
+        return Figures(eager=values[f"{figure}.eager"], compile=values[f"{figure}.compile"])
 
     shares = {b: tuple(values[f"fast_p.{b}.{p:g}"] or 0.0 for p in FAST_P) for b in BASELINES}
     return Summary(
@@ -59,7 +68,7 @@ def summarise(rows: Sequence[TaskResult]) -> Summary:
         faster_rate=pair("faster_rate"),
         beyond_margin=pair("beyond_margin"),
         geomean=pair("geomean"),
-        geomean_over=Pair[int](**{b: sum(row.ratio(b) is not None for row in rows) for b in BASELINES}),
+        geomean_over=Counts(**{b: sum(row.ratio(b) is not None for row in rows) for b in BASELINES}),
         fast_p=FastP(p=FAST_P, **shares),
         mean_reward=values["mean_reward"],
         milestones={

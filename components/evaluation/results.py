@@ -214,6 +214,11 @@ class Pair(FrozenModel, Generic[T]):
     compile: T
 
 
+# Not made in another class, because pickle finds only what has a name in this module.
+Figures = Pair[float | None]
+Counts = Pair[int]
+
+
 class FastP(Pair[tuple[float, ...]]):
     """Shares of tasks that are solved and more than p times as fast as each baseline, for each p in `p`.
 
@@ -249,10 +254,10 @@ class Summary(FrozenModel):
     correct: int
     errors: int
     pass_rate: float | None
-    faster_rate: Pair[float | None]
-    beyond_margin: Pair[float | None]
-    geomean: Pair[float | None]
-    geomean_over: Pair[int]
+    faster_rate: Figures
+    beyond_margin: Figures
+    geomean: Figures
+    geomean_over: Counts
     fast_p: FastP
     mean_reward: float | None
     milestones: dict[str, int]

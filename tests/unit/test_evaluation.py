@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,11 @@ FOUR = [
     result(2, eager=0.5),
     result(3, status="wrong_output", eager=9.0, compile=9.0),
 ]
+
+
+def test_a_summary_can_be_sent_to_another_process() -> None:
+    found = summarise([])
+    assert pickle.loads(pickle.dumps(found)) == found
 
 
 def test_golden_figures_of_four_tasks() -> None:
