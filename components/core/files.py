@@ -269,13 +269,15 @@ def verify_files(checkpoint: Path, remedy: str = "delete the folder and run agai
         raise UserError(
             f"{checkpoint / MANIFEST}: is missing or damaged, so this is not a checkpoint; {remedy}."
         ) from error
-    found = digest_tree(checkpoint, exclude=(MANIFEST,))
     refuse(
         (
             digest_json(expected) != digest,
             f"{checkpoint / MANIFEST}: its digest does not match the files that it lists, the checkpoint "
             f"is corrupt; {remedy}.",
-        ),
+        )
+    )
+    found = digest_tree(checkpoint, exclude=(MANIFEST,))  # of a valid list only: the files can be large
+    refuse(
         *(
             (
                 expected.get(name) != found.get(name),
@@ -283,7 +285,7 @@ def verify_files(checkpoint: Path, remedy: str = "delete the folder and run agai
                 f"{remedy}.",
             )
             for name in sorted(set(expected) | set(found))
-        ),
+        )
     )
     return digest
 

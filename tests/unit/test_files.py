@@ -96,3 +96,13 @@ def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(UserError, match=r"manifest\.json: is missing or damaged.*; delete the folder"):
         verify_files(tmp_path)
+
+
+@pytest.mark.parametrize("files", ["{}", '[[1, "x"]]'])
+def test_a_manifest_whose_digest_is_wrong_is_named_before_any_file_is_read(
+    tmp_path: Path, files: str
+) -> None:
+    (tmp_path / "manifest.json").write_text(f'{{"files": {files}, "digest": "0"}}')
+    (tmp_path / "unreadable").symlink_to("/proc/self/mem")
+    with pytest.raises(UserError, match=r"manifest\.json: its digest does not match the files that it lists"):
+        verify_files(tmp_path)
