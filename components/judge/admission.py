@@ -46,6 +46,8 @@ RUNNER_SHARE = 0.125
 TASK_SHARE = 0.25
 # Figures of an admission's evidence of which a task with workloads has the geometric means.
 MEANS = ("eager_seconds", "compile_seconds", "headroom")
+# Largest number of characters of a refusal's detail, which include a hint (`role_processes.NO_GPU`).
+MAX_DETAIL = 600
 TINY = 1e-30  # smallest divisor
 # Change of an order to the reference runner, with which it uses the initial values of the parameters.
 UNTOUCHED: dict[str, Any] = {"parameters": None}
@@ -317,7 +319,7 @@ def _spread(outputs: list[torch.Tensor]) -> float:
 def refusal(error: Exception) -> Admission:
     """Return the refusal of a task that fails with `error`, whose reason is `too_large` or `does_not_run`."""
     reason = "too_large" if isinstance(error, TaskTooLarge) else "does_not_run"
-    return Admission(False, reason, {"detail": str(error)[:300]})
+    return Admission(False, reason, {"detail": str(error)[:MAX_DETAIL]})
 
 
 def find_trivial_answer(reference: TaskReference) -> str | None:

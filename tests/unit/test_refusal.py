@@ -1,0 +1,27 @@
+"""Claims about the refusal of a task whose own source fails."""
+
+import pytest
+
+from components.core.errors import TaskError, TaskTooLarge
+from components.judge.admission import MAX_DETAIL, refusal
+from components.judge.role_processes import task_errors
+from components.sandbox.runner_process import RunnerError
+
+WITHOUT_DRIVER = (
+    "RuntimeError: Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and "
+    "installed a driver from http://www.nvidia.com/Download/index.aspx"
+)
+
+
+@pytest.mark.parametrize("end", ["", " and more" * 100])
+def test_a_refusal_has_the_whole_hint_for_a_task_that_puts_tensors_on_a_gpu(end: str) -> None:
+    with pytest.raises(TaskError) as raised, task_errors():
+        raise RunnerError("error", WITHOUT_DRIVER + end)
+    assert refusal(raised.value).evidence["detail"].endswith("or judge with --device cuda")
+
+
+def test_a_refusal_says_whether_memory_lacks_and_has_no_long_detail() -> None:
+    for error, reason in ((TaskTooLarge("x" * 9999), "too_large"), (TaskError("x" * 9999), "does_not_run")):
+        admission = refusal(error)
+        assert not admission.admitted and admission.reason == reason
+        assert admission.evidence == {"detail": "x" * MAX_DETAIL}
