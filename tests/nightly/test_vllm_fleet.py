@@ -242,6 +242,40 @@ def test_a_completion_that_a_push_interrupts_goes_on_with_the_new_weights() -> N
             assert found.logprobs[part] == pytest.approx(own[part], abs=1e-5)
 
 
+class Failing(Engine):
+    """An engine that fails to load new weights while `fails` is true."""
+
+    fails = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        assert not self.fails, "CUDA out of memory"
+        super().update_weights(update_info)
+
+
+def test_a_completion_on_a_server_that_fails_in_a_push_ends_on_another() -> None:
+    failing = Failing(tiny_policy(seed=3), tiny_tokenizer(), CONTEXT, version="0.33.0")
+    failing.token_seconds = 0.05
+    other = engine()
+    with fleet_of(failing, other) as fleet:
+        one = sampler(fleet)
+
+        async def run() -> Completion:
+            task = asyncio.create_task(
+                one.complete([1, 3, 4], max_new_tokens=60, temperature=1.0, seed=5, session="s")
+            )
+            while not failing.running:
+                await asyncio.sleep(0.01)
+            buckets = weight_buckets(tiny_policy(seed=8), 10_000)
+            await asyncio.to_thread(one.push, buckets, version="v1")
+            return await task
+
+        found = asyncio.run(asyncio.wait_for(run(), 15))
+        assert found.ids and failing.aborted == 1 and other.queries == 3
+        failing.fails = False
+        one.push(weight_buckets(tiny_policy(seed=9), 10_000), version="v2")
+        assert all(replica.is_usable() for replica in fleet.replicas)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("transfer", ["ipc", "disk"])
 def test_every_route_and_field_that_is_used_is_one_of_that_version(

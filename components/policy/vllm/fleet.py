@@ -284,15 +284,17 @@ class Fleet:
     async def _unless_lost(self, replica: Replica, request: Coroutine[Any, Any, Completion]) -> Completion:
         """Return the result of `request`, a coroutine that sends a request to the server of `replica`.
 
-        Raises ServerUnavailable as soon as the server is found not to answer, even if the request still runs.
-        Other errors of the request are raised unchanged.
+        Raises ServerUnavailable as soon as the server is found not to answer, or fails in a push, even if the
+        request still runs. Other errors of the request are raised unchanged.
         """
         asked, lost = asyncio.create_task(request), asyncio.create_task(replica.lost.wait())
         try:
             await asyncio.wait((asked, lost), return_when=asyncio.FIRST_COMPLETED)
             if asked.done():
                 return asked.result()
-            raise ServerUnavailable(f"{replica.server.url} no longer answers")
+            if replica.doubted:
+                raise ServerUnavailable(f"{replica.server.url} no longer answers")
+            raise ServerUnavailable(f"{replica.server.url} did not take the new weights", 503)
         finally:
             asked.cancel()
             lost.cancel()

@@ -29,12 +29,12 @@ class Replica:
     `workers` is their number at the last push. A server is `doubted` if it has failed and was not found to
     work since; it gets no prompts. It is `outdated` if it is known not to have the newest weights, and
     `restarted` if it was found to have lost its weights and no push began since then. `lost` is set while
-    `doubted` is true, `examining` is held while the server is examined, and `examined` is the
-    time.monotonic() at which `doubted` was last assigned. No request is sent before the time.monotonic()
-    `resting_until`; `failures` is the number of failures since the last answer. `limit` is the number of
-    sequences to keep in flight, and `completed` the number of requests completed since `limit` last changed.
-    `load` is what the server last reported. `sessions` has the time.monotonic() of the last request of each
-    trajectory, by its name, and infinity while a request is in flight.
+    `doubted` is true, and after a push in which the server failed. `examining` is held while the server is
+    examined, and `examined` is the time.monotonic() at which `doubted` was last assigned. No request is sent
+    before the time.monotonic() `resting_until`; `failures` is the number of failures since the last answer.
+    `limit` is the number of sequences to keep in flight, and `completed` the number of requests completed
+    since `limit` last changed. `load` is what the server last reported. `sessions` has the time.monotonic()
+    of the last request of each trajectory, by its name, and infinity while a request is in flight.
     """
 
     server: VllmServer
@@ -76,6 +76,12 @@ class Replica:
             self.sessions.clear()
         else:
             self.lost.clear()
+
+    def exclude(self) -> None:
+        """Record that the server failed in a push, and end its requests, which it may never resume."""
+        self.outdated = True
+        self.lost.set()
+        self.sessions.clear()
 
     def failed(self) -> None:
         """Record a failure, after which no request is sent to the server for a time.

@@ -270,8 +270,7 @@ class FleetWeights:
                     if error.status in (429, 503) and time.monotonic() < deadline:
                         await asyncio.sleep(PAUSE_SECONDS)
                         continue
-                    replica.outdated = True
-                    replica.sessions.clear()
+                    replica.exclude()
                     if error.status == 0:
                         replica.doubt(True)
                     failed[replica] = error
