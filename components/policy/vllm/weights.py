@@ -138,20 +138,23 @@ class FleetWeights:
         """Begin an update by vLLM's weight transfer engine on all servers that take part in the push.
 
         A push replaces the weights of the servers. An update that a killed training process has left
-        unfinished is finished first. Raises UserError if no server is left that answers.
+        unfinished, or that has failed, is finished first. Raises UserError if no server is left that answers.
         """
 
         async def start(replica: Replica) -> None:
             call = replica.server.call
             if self.transfer == "ipc":
                 await call("POST", "/init_weight_transfer_engine", {"init_info": {}})
+            is_unfinished = replica.outdated
             try:
                 await call("POST", "/start_weight_update", {"is_checkpoint_format": True})
             except ServerUnavailable as error:
                 if error.status != 500:
                     raise
-                # A training process that was killed may have left an update unfinished, so it is finished
-                # first. All weights are sent again after it.
+                is_unfinished = True
+            if is_unfinished:
+                # vLLM's layers may hold parts of that update, which would be mixed with those of this one.
+                # All weights are sent again after it.
                 await call("POST", "/finish_weight_update", {})
                 await call("POST", "/start_weight_update", {"is_checkpoint_format": True})
 
