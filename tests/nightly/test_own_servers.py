@@ -289,3 +289,6 @@ def test_gpus_of_samplers_are_those_after_the_trainer_s(vllm: Path, monkeypatch:
     check_own_servers(given(1))
     with pytest.raises(UserError, match=r"pool\.samplers: 2 .* CUDA_VISIBLE_DEVICES is 4,GPU-5;"):
         check_own_servers(given(2))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"pool\.samplers: 1 .* each rank of the trainer one, but"):
+        check_own_servers(given(1))

@@ -48,7 +48,7 @@ def check_own_servers(params: Params) -> None:
         ),
         (
             len(_gpus(params)) < max(1, pool.samplers),
-            f"pool.samplers: {pool.samplers} servers need a GPU each, and the trainer one more, but "
+            f"pool.samplers: {pool.samplers} servers need a GPU each, and each rank of the trainer one, but "
             f"CUDA_VISIBLE_DEVICES is {os.environ.get('CUDA_VISIBLE_DEVICES')}; name more GPUs, or lower it.",
         ),
     )
@@ -58,13 +58,14 @@ def check_own_servers(params: Params) -> None:
 def _gpus(params: Params) -> list[str]:
     """Return the names of the GPUs on which the servers are started, as in CUDA_VISIBLE_DEVICES.
 
-    They are the `pool.samplers` GPUs after the first one, which is the trainer's. If `pool.samplers` is 0,
-    the servers share the trainer's GPU. There are fewer names if CUDA_VISIBLE_DEVICES names fewer GPUs.
+    They are the `pool.samplers` GPUs after those of the trainer, which has one for each rank on this host. If
+    `pool.samplers` is 0, the servers share the trainer's first GPU. There are fewer names if
+    CUDA_VISIBLE_DEVICES names fewer GPUs.
     """
-    count = params.pool.samplers
+    count, ranks = params.pool.samplers, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    names = list(filter(None, map(str.strip, visible))) or [str(gpu) for gpu in range(count + 1)]
-    return names[1 : count + 1] if count else names[:1]
+    names = list(filter(None, map(str.strip, visible))) or [str(gpu) for gpu in range(count + ranks)]
+    return names[ranks : ranks + count] if count else names[:1]
 
 
 class OwnServers:
