@@ -13,6 +13,7 @@ import judge_fixtures as corpus
 import pytest
 
 from components.core.params import Params
+from components.core.task import KernelTask
 from components.judge.candidate import BuiltCandidate
 from components.judge.candidate_runner import start_candidate, with_compiled_kernels
 from components.judge.judge import Judge
@@ -104,6 +105,17 @@ def test_a_failure_of_the_first_call_is_a_verdict(
     status, reason, text = expected
     assert (rejected.value.status, rejected.value.reason) == (status, reason), rejected.value.log
     assert text in rejected.value.log
+
+
+def test_the_first_call_gets_inputs_with_the_strides_of_timed_calls(judge_of_any: Judge) -> None:
+    """Triton compiles another kernel for an argument that is 1, as a stride of a transposed input is."""
+    task = KernelTask(code=corpus.CODE.replace("torch.randn(256, 1024)", "torch.randn(1024, 256).t()"))
+    code = MODEL_NEW.replace(
+        "        kernel = Path", "        assert x.is_contiguous()\n        kernel = Path"
+    )
+    built = replace(judge_of_any._build(task, {"model_new.py": code}), uses_triton=True)
+    with judge_of_any.bench(task) as bench:
+        assert with_compiled_kernels(judge_of_any.params, bench.reference, built).triton_archive
 
 
 def test_a_candidate_without_triton_is_not_called_before_its_measurement(judge: Judge) -> None:

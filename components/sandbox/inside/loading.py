@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 def own_inputs(task: types.ModuleType, device: str) -> list[Any]:
     """Return the arguments of a call that the function `get_inputs` of the module `task` makes, on `device`.
 
-    Any error of the task's source is raised.
+    Tensors are contiguous, as in timed calls, because Triton and torch.compile compile kernels for the
+    strides of their arguments. Any error of the task's source is raised.
     """
     inputs = reference.make_inputs(task, device)
-    return [value.to(device) if isinstance(value, torch.Tensor) else value for value in inputs]
+    return [value.to(device).contiguous() if isinstance(value, torch.Tensor) else value for value in inputs]
 
 
 def call_with_own_inputs(header: RoleHeader, libraries: bytes) -> Callable[[], Any]:
