@@ -163,8 +163,11 @@ def compile_large(reference: TaskReference) -> None:
         scheduler.reserve_memory(needed),
         os.fdopen(os.memfd_create("artefacts"), "rb") as file,
         contextlib.suppress(RunnerError),
-        contextlib.closing(reference.processes.start(header, (file.fileno(),), seconds=seconds)) as runner,
+        contextlib.ExitStack() as cleanup,
     ):
+        runner = reference.processes.start(header, (file.fileno(),), seconds=seconds)
+        # The reservation must not end before the process, which has the memory.
+        cleanup.callback(runner.close, wait=True)
         with scheduler.background_work(runner):
             runner.receive()
         if 0 < os.fstat(file.fileno()).st_size <= MAX_ENTRY_BYTES:

@@ -1,8 +1,10 @@
 """Memory that the judge's own computations take beside the tensors of a large task."""
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from components.core.config import resolve
 from components.core.errors import TaskError
-from components.judge import correctness, input_mixing, timed_output_check
+from components.judge import compile_cache, correctness, input_mixing, timed_output_check
 from components.judge.correctness import ReferenceOutput
 from components.judge.input_mixing import InputBank
 from components.judge.memory_plan import COMPARING_BYTES
@@ -144,3 +146,32 @@ def test_a_task_that_fails_leaves_nothing_in_the_cache_of_benches() -> None:
         with pytest.raises(TaskError), cache.use(str(number), fail):
             pass
     assert not cache.users and not cache.task_locks and not cache.benches
+
+
+def test_the_memory_of_a_process_that_compiles_is_reserved_until_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[object] = []
+
+    @contextlib.contextmanager
+    def reserve_memory(size: int) -> Iterator[None]:
+        events.append(size)
+        yield
+        events.append("free")
+
+    runner = SimpleNamespace(receive=bytes, close=lambda wait=False: events.append(("closed", wait)))
+    reference: Any = SimpleNamespace(
+        bytes=1 << 40,
+        code="",
+        layout=SimpleNamespace(description=SimpleNamespace(init_inputs=[], peak_bytes=1 << 30)),
+        params=BASE,
+        processes=SimpleNamespace(start=lambda *_, **__: runner),
+        scheduler=SimpleNamespace(
+            reservable_bytes=1 << 40,
+            reserve_memory=reserve_memory,
+            background_work=contextlib.nullcontext,
+        ),
+    )
+    monkeypatch.setattr(compile_cache, "has_artefacts", lambda *_: False)
+    compile_cache.compile_large(reference)
+    assert events == [compile_cache.CONTEXT_BYTES + (2 << 30), ("closed", True), "free"]
