@@ -79,8 +79,10 @@ def described(judge: Judge, sizes: dict[str, Params], code: str) -> dict[str, An
         with (
             judge.scheduler.reserve_memory(judge.scheduler.reservable_bytes // 8),
             task_errors(),
-            contextlib.closing(judge.runner_factory.spawn(header, seconds=seconds)) as runner,
+            contextlib.ExitStack() as cleanup,
         ):
+            runner = judge.runner_factory.spawn(header, seconds=seconds)
+            cleanup.callback(runner.close, wait=True)  # it has the memory that is reserved
             description = Description.model_validate_json(runner.receive())
     except TaskTooLarge as error:
         return {"plans": {name: {"not_measurable": str(error)} for name in sizes}}
