@@ -40,6 +40,7 @@ DIVISIBLE = (
     "test_agent_shell.py",
     "test_agent_tools.py",
     "test_cli.py",
+    "test_cli_bad_input.py",
     "test_exploits.py",
     "test_exploits_in_depth.py",
     "test_honest_candidates.py",

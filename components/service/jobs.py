@@ -30,13 +30,11 @@ from components.judge.pool.local_pool import (
     Candidate,
     Job,
     admission_key,
-    admit_with_retries,
     journal_path,
-    judge_with_retries,
     verdict_key,
 )
 from components.judge.pool.service_client import JUDGE_FAILED, TASK_FAILED
-from components.judge.verdict import Admission, Verdict, protocol_digest, with_standard_labels
+from components.judge.verdict import Admission, Verdict, protocol_digest
 from components.service.job_store import JobStore, State, StoredJob
 from components.service.judges import WarmJudges
 from components.service.requests import (
@@ -362,40 +360,15 @@ class JobService:
             return "done", "", 200, ""
         with self.judges.scheduler.on_behalf_of(job.token):
             if job.kind == "admission":
-                request = AdmissionBody.model_validate_json(job.body)
-                params = with_standard_labels(request.settings(self.params))
-                with self.judges.using(params) as judge:
-                    admission = admit_with_retries(
-                        params,
-                        lambda: judge.admit(
-                            request.code,
-                            request.eager_seconds,
-                            headroom=request.headroom,
-                            memory_only=request.memory_only,
-                        ),
-                    )
+                admission = self.judges.admission(AdmissionBody.model_validate_json(job.body), self.params)
                 if admission.reason == "infrastructure":
-                    return (
-                        "failed",
-                        f"the judge failed: {admission.evidence['detail']}",
-                        JUDGE_FAILED,
-                        "judge",
-                    )
+                    text = f"the judge failed: {admission.evidence['detail']}"
+                    return "failed", text, JUDGE_FAILED, "judge"
                 write_json(path, asdict(admission))
             else:
+                report = functools.partial(self.progress.__setitem__, job.id)
                 body = JudgementBody.model_validate_json(job.body)
-                params = body.settings(self.params)
-                with self.judges.using(params) as judge:
-                    verdict = judge_with_retries(
-                        params,
-                        lambda: judge.verdict(
-                            KernelTask(code=body.code),
-                            body.files,
-                            compare_compile=body.compare_compile,
-                            against=body.against,
-                            report=functools.partial(self.progress.__setitem__, job.id),
-                        ),
-                    )
+                verdict = self.judges.verdict(body, self.params, report)
                 if verdict.status == "infrastructure":
                     cause = TASK_FAILED if verdict.reason in TASK_FAULTS else JUDGE_FAILED
                     return "failed", verdict.log, cause, verdict.reason

@@ -8,16 +8,19 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from components.core.errors import UserError
 from components.core.params import Params
+from components.core.task import KernelTask
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.judge import Judge
-from components.judge.verdict import protocol_digest
+from components.judge.pool.local_pool import admit_with_retries, judge_with_retries
+from components.judge.verdict import Admission, Verdict, protocol_digest, with_standard_labels
 from components.sandbox.runner_factory import RunnerFactory
+from components.service.requests import AdmissionBody, JudgementBody
 
 LOG = logging.getLogger(__name__)
 
@@ -95,6 +98,41 @@ class WarmJudges:
                 warm.last_used = time.monotonic()
                 if warm.judge is None and warm.users == 0:
                     del self.judges[protocol]
+
+    def admission(self, body: AdmissionBody, defaults: Params) -> Admission:
+        """Return the result of the check of a task that the request `body` asks for.
+
+        The settings are those of the request, or `defaults` if it has none. If the judge fails, the check is
+        repeated (`admit_with_retries`). Raises UserError if the settings are for another device.
+        """
+        params = with_standard_labels(body.settings(defaults))
+        with self.using(params) as judge:
+            return admit_with_retries(
+                params,
+                lambda: judge.admit(
+                    body.code, body.eager_seconds, headroom=body.headroom, memory_only=body.memory_only
+                ),
+            )
+
+    def verdict(self, body: JudgementBody, defaults: Params, report: Callable[[str], None]) -> Verdict:
+        """Return the verdict on the candidate of the request `body`, and call `report` with each step's name.
+
+        A candidate is an implementation of a task's module. The settings are those of the request, or
+        `defaults` if it has none. If the judge fails, the measurement is repeated (`judge_with_retries`).
+        Raises UserError if the settings are for another device.
+        """
+        params = body.settings(defaults)
+        with self.using(params) as judge:
+            return judge_with_retries(
+                params,
+                lambda: judge.verdict(
+                    KernelTask(code=body.code),
+                    body.files,
+                    compare_compile=body.compare_compile,
+                    against=body.against,
+                    report=report,
+                ),
+            )
 
     def _remove_unused(self) -> list[Judge]:
         """Remove from `judges`, and return, the judges to close before another judge is constructed.
