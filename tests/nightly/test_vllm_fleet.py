@@ -106,7 +106,7 @@ def test_the_capacity_is_what_the_caches_hold_and_grows_with_use() -> None:
             while fleet.capacity() == 6:
                 await sessions(fleet, 6, 2)
 
-        asyncio.run(asyncio.wait_for(run(), 15))
+        asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def test_sessions_stay_where_their_prefix_is_cached() -> None:
@@ -230,7 +230,7 @@ def test_a_completion_that_a_push_interrupts_goes_on_with_the_new_weights() -> N
             slow.token_seconds = 0.0
             return await task
 
-        found = asyncio.run(asyncio.wait_for(run(), 15))
+        found = asyncio.run(asyncio.wait_for(run(), 300))
         assert isinstance(found.versions, tuple) and len(found.versions) == len(found.ids)
         changed = found.versions.index("v1")
         assert changed > 0 and set(found.versions[:changed]) == {"default"}
@@ -269,7 +269,7 @@ def test_a_completion_on_a_server_that_fails_in_a_push_ends_on_another() -> None
             await asyncio.to_thread(one.push, buckets, version="v1")
             return await task
 
-        found = asyncio.run(asyncio.wait_for(run(), 15))
+        found = asyncio.run(asyncio.wait_for(run(), 300))
         assert found.ids and failing.aborted == 1 and other.queries == 3
         failing.fails = False
         one.push(weight_buckets(tiny_policy(seed=9), 10_000), version="v2")
