@@ -36,7 +36,7 @@ from components.judge.pool.local_pool import (
 from components.judge.pool.service_client import JUDGE_FAILED, TASK_FAILED
 from components.judge.verdict import Admission, Verdict, protocol_digest
 from components.service.job_store import JobStore, State, StoredJob
-from components.service.judges import WarmJudges
+from components.service.judges import WarmJudges, admit_request, judge_request
 from components.service.requests import (
     AdmissionBody,
     JobView,
@@ -360,7 +360,9 @@ class JobService:
             return "done", "", 200, ""
         with self.judges.scheduler.on_behalf_of(job.token):
             if job.kind == "admission":
-                admission = self.judges.admission(AdmissionBody.model_validate_json(job.body), self.params)
+                admission = admit_request(
+                    self.judges, AdmissionBody.model_validate_json(job.body), self.params
+                )
                 if admission.reason == "infrastructure":
                     text = f"the judge failed: {admission.evidence['detail']}"
                     return "failed", text, JUDGE_FAILED, "judge"
@@ -368,7 +370,7 @@ class JobService:
             else:
                 report = functools.partial(self.progress.__setitem__, job.id)
                 body = JudgementBody.model_validate_json(job.body)
-                verdict = self.judges.verdict(body, self.params, report)
+                verdict = judge_request(self.judges, body, self.params, report)
                 if verdict.status == "infrastructure":
                     cause = TASK_FAILED if verdict.reason in TASK_FAULTS else JUDGE_FAILED
                     return "failed", verdict.log, cause, verdict.reason

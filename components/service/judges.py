@@ -99,41 +99,6 @@ class WarmJudges:
                 if warm.judge is None and warm.users == 0:
                     del self.judges[protocol]
 
-    def admission(self, body: AdmissionBody, defaults: Params) -> Admission:
-        """Return the result of the check of a task that the request `body` asks for.
-
-        The settings are those of the request, or `defaults` if it has none. If the judge fails, the check is
-        repeated (`admit_with_retries`). Raises UserError if the settings are for another device.
-        """
-        params = with_standard_labels(body.settings(defaults))
-        with self.using(params) as judge:
-            return admit_with_retries(
-                params,
-                lambda: judge.admit(
-                    body.code, body.eager_seconds, headroom=body.headroom, memory_only=body.memory_only
-                ),
-            )
-
-    def verdict(self, body: JudgementBody, defaults: Params, report: Callable[[str], None]) -> Verdict:
-        """Return the verdict on the candidate of the request `body`, and call `report` with each step's name.
-
-        A candidate is an implementation of a task's module. The settings are those of the request, or
-        `defaults` if it has none. If the judge fails, the measurement is repeated (`judge_with_retries`).
-        Raises UserError if the settings are for another device.
-        """
-        params = body.settings(defaults)
-        with self.using(params) as judge:
-            return judge_with_retries(
-                params,
-                lambda: judge.verdict(
-                    KernelTask(code=body.code),
-                    body.files,
-                    compare_compile=body.compare_compile,
-                    against=body.against,
-                    report=report,
-                ),
-            )
-
     def _remove_unused(self) -> list[Judge]:
         """Remove from `judges`, and return, the judges to close before another judge is constructed.
 
@@ -181,3 +146,42 @@ def _runner_settings(params: Params) -> tuple[object, ...]:
     """
     sandbox = params.sandbox
     return sandbox.isolation, sandbox.run_seconds, sandbox.memory_bytes
+
+
+def admit_request(judges: WarmJudges, body: AdmissionBody, defaults: Params) -> Admission:
+    """Return the result of the check of a task that the request `body` asks for, made by one of `judges`.
+
+    The settings are those of the request, or `defaults` if it has none. If the judge fails, the check is
+    repeated (`admit_with_retries`). Raises UserError if the settings are for another device.
+    """
+    params = with_standard_labels(body.settings(defaults))
+    with judges.using(params) as judge:
+        return admit_with_retries(
+            params,
+            lambda: judge.admit(
+                body.code, body.eager_seconds, headroom=body.headroom, memory_only=body.memory_only
+            ),
+        )
+
+
+def judge_request(
+    judges: WarmJudges, body: JudgementBody, defaults: Params, report: Callable[[str], None]
+) -> Verdict:
+    """Return the verdict on the candidate of the request `body`, and call `report` with each step's name.
+
+    A candidate is an implementation of a task's module. The settings are those of the request, or
+    `defaults` if it has none. If the judge fails, the measurement is repeated (`judge_with_retries`).
+    Raises UserError if the settings are for another device.
+    """
+    params = body.settings(defaults)
+    with judges.using(params) as judge:
+        return judge_with_retries(
+            params,
+            lambda: judge.verdict(
+                KernelTask(code=body.code),
+                body.files,
+                compare_compile=body.compare_compile,
+                against=body.against,
+                report=report,
+            ),
+        )
