@@ -78,6 +78,14 @@ def _reopen_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
+def _check_current_folder() -> None:
+    """Raise UserError if the current folder was removed, because every relative path would fail."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the current folder was removed; change to another one (cd).") from error
+
+
 def show_logs() -> None:
     """Print what this project's modules log, from the level INFO on, as plain lines on standard error."""
     # This handler finds standard error anew for each line, which a live table of rich replaces meanwhile.
@@ -105,6 +113,7 @@ def main() -> None:
     for name in ("NO_PROXY", "no_proxy"):
         os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost")))
     try:
+        _check_current_folder()
         app()
     except UserError as error:
         print(f"cuda-agent: {' '.join(str(error).split())}", file=sys.stderr)

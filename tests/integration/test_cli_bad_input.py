@@ -1,10 +1,11 @@
 """Claims about mistakes of users: each is one sentence on standard error, before any work."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
-from cli_fixtures import command, one_sentence
+from cli_fixtures import CLI, command, one_sentence
 
 from components.core import config
 from components.core.config import resolve
@@ -204,3 +205,13 @@ def test_a_missing_compiler_and_missing_bubblewrap_are_named(tmp_path: Path) -> 
         and "no sandbox can be made here" in done.stderr
         and "(the system says: no namespaces here)" in done.stderr
     )
+
+
+def test_a_current_folder_that_was_removed_is_one_sentence(tmp_path: Path) -> None:
+    script = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", str(gone), *CLI, "doctor"], capture_output=True, text=True, check=False
+    )
+    assert "the current folder was removed" in one_sentence(done)
