@@ -106,7 +106,7 @@ def push(params: Params, home: Path, folder: Path) -> str:
     version = dataset_version(tasks)
     if not open_store(params.store, home).exists(_lock_key(version)):
         home.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home) as name:
+        with tempfile.TemporaryDirectory(prefix=".dvc.", dir=home) as name:
             workspace = initialise_workspace(Path(name), params, home)
             (workspace / "dvc.yaml").write_text(STAGE)
 
@@ -155,7 +155,7 @@ def pull(params: Params, home: Path, version: str) -> Path:
     if has_version(folder, version):
         return folder
     home.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=home) as name:
+    with tempfile.TemporaryDirectory(prefix=".dvc.", dir=home) as name:
         workspace = initialise_workspace(Path(name), params, home)
         (workspace / "dvc.yaml").write_text(STAGE)
         store.get(_lock_key(version), workspace / "dvc.lock")

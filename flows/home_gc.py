@@ -23,8 +23,8 @@ STAGE = re.compile(r"stages/([a-z]+-[0-9a-f]{12})")
 USED = "stages.txt"
 # Least age of a temporary file or folder that is taken for abandoned, in seconds.
 ABANDONED_SECONDS = 86_400.0
-# Folders of the home in which outputs are made beside their place and renamed.
-PLACES = ("stages", "stages/*", "stages/*/state", "runs", "datasets", "champions", "policies")
+# Folders of the home in which temporary folders are made, such as outputs that are renamed when complete.
+PLACES = (".", "stages", "stages/*", "stages/*/state", "runs", "datasets", "champions", "policies")
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,14 @@ from flows.night import (
 from flows.processes import Server
 from flows.progress import DiskGuard, MetricsProgress
 from flows.promotion import decide, evaluate_champion, promote, register
-from flows.run_context import RUN_FILE, PipelineRun, check_training, source_commit, undecidable_gates
+from flows.run_context import (
+    RUN_FILE,
+    PipelineRun,
+    check_training,
+    keep_request,
+    source_commit,
+    undecidable_gates,
+)
 from flows.run_page import PageProgress, verdict
 from flows.stage_keys import reward_digests
 from flows.stages import evaluate_checkpoint, load, start_policy, table, train
@@ -127,6 +134,7 @@ def nightly_pipeline(run: PipelineRun, progress: Progress, *, owns_server: bool 
     run_page.show_run(run)
     for line in undecidable_gates(run.params):
         get_run_logger().warning(line)
+    keep_request(run)
     begun = note_start(run)
     context = open_context(run, page, dataset(run, page))
     try:

@@ -53,6 +53,8 @@ from flows.stage_keys import reward_digests
 STAGES = ("dataset", "coldstart", "warmup", "rejection", "critic", "agentic", "evaluation", "promotion")
 # File in a run's folder with the run's record. It exists only if the run is finished.
 RUN_FILE = "run.json"
+# File in the home with the requests to run stages again.
+REQUESTS = "redo.json"
 # Name of Prefect's global concurrency limit, whose only slot a deployed flow takes to work in the home.
 HOME_SLOT = "cuda-agent-home"
 # Free disk space in bytes that is needed to start a run.
@@ -132,17 +134,15 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     """Return the run with these parameters, with the request to run stages again that its home stores for it.
 
     The home is the folder of all runs. If `rerun_from` names a stage, a new request is made that this stage
-    and all later stages run again. It is stored in redo.json in the home, so if the rerun is killed, the same
-    command continues it, with or without `--from`. As long as a rerun from this stage is unfinished, no new
-    request is made. If `rerun_from` is "" and the time budget ended the training of the run, another run
-    with the same parameters, which continues the unfinished stage, is returned. If `rerun_from` is not "",
-    UserError is raised if it is not a stage of the run, or if nothing was run in the home yet.
+    and all later stages run again. The run stores it when it begins (`keep_request`), so if the rerun is
+    killed, the same command continues it, with or without `--from`. As long as a rerun from this stage is
+    unfinished, no new request is made. If `rerun_from` is "" and the time budget ended the training of the
+    run, another run with the same parameters, which continues the unfinished stage, is returned. If
+    `rerun_from` is not "", UserError is raised if it is not a stage of the run, or if nothing was run in the
+    home yet.
     """
     first = PipelineRun(resolved)
-    file = first.home / "redo.json"
-    remedy = "delete it, and name the stage with --from again"
-    requests = read_as(dict[str, Rerun], file, remedy) if file.is_file() else {}
-    request = requests.get(first.base_key)
+    request = _requests(first.home).get(first.base_key)
     run = PipelineRun(resolved, request) if request else first
     if not rerun_from:
         # The time budget of each run before the last one ended in a stage, which the next run continues.
@@ -172,9 +172,24 @@ def open_run(resolved: Resolved, rerun_from: str = "") -> PipelineRun:
     if run.rerun is not None and run.rerun.stage == rerun_from and not is_finished:
         return run
     rerun = Rerun(rerun_from, run.rerun.number + 1 if run.rerun else 1)
-    prepare_home(first.home)
-    write_json(file, {key: asdict(item) for key, item in (requests | {first.base_key: rerun}).items()})
     return PipelineRun(resolved, rerun)
+
+
+def keep_request(run: PipelineRun) -> None:
+    """Store the request of `run` to run stages again, if it has one, in redo.json in the home.
+
+    The caller holds the lock of the home, the folder of all runs.
+    """
+    if run.rerun is not None:
+        requests = _requests(run.home) | {run.base_key: run.rerun}
+        write_json(run.home / REQUESTS, {key: asdict(item) for key, item in requests.items()})
+
+
+def _requests(home: Path) -> dict[str, Rerun]:
+    """Return the requests to run stages again in `home`, the folder of all runs, by the key of the run."""
+    file = home / REQUESTS
+    remedy = "delete it, and name the stage with --from again"
+    return read_as(dict[str, Rerun], file, remedy) if file.is_file() else {}
 
 
 def left_unfinished(folder: Path) -> dict[str, Any] | None:

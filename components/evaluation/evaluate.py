@@ -203,7 +203,8 @@ def _attempts(
     They are sampled in batches of as many trajectories as the parameter `policy.batch` says. An interrupted
     evaluation continues after the last batch that is complete, also with another `policy.batch`, because each
     trajectory has a seed of its own. `epoch` is part of the keys under which the judge keeps its verdicts.
-    Raises UserError if the policy's server answers no turn of a batch, and StageFailed if a failure of the
+    Raises UserError if a stored batch is of other tasks than `tasks`, as after a change of what can be
+    measured, or if the policy's server answers no turn of a batch, and StageFailed if a failure of the
     judge ended more than the share MAX_LOST_SHARE of the trajectories of a batch. In both cases the batch is
     not stored.
     """
@@ -215,6 +216,12 @@ def _attempts(
         folder = next(folders)
         if folder.is_dir():
             found += load_trajectories(folder)
+            attempted = [trajectory.task_id for trajectory in found]
+            if attempted != [task.task_id for task in requested[: len(found)]]:
+                raise UserError(
+                    f"{folder}: has attempts at other tasks than those that can be measured now; "
+                    f"delete {out}, and evaluate again."
+                )
             continue
         started = time.monotonic()
 

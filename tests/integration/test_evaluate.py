@@ -344,3 +344,26 @@ def test_tasks_too_large_for_the_device_are_left_out_before_any_attempt_and_list
     del refused[TASKS[0].code]
     with pytest.raises(UserError, match=r"; 1 tasks remain, less than the share of 0\.5"):
         evaluated(tmp_path / "few")
+
+
+def test_stored_attempts_are_not_taken_for_attempts_at_the_tasks_that_can_be_measured_now(
+    tmp_path: Path,
+) -> None:
+    refused: dict[str, str] = {}
+
+    def admit(code: str) -> Future[Admission]:
+        future: Future[Admission] = Future()
+        reason = refused.get(code, "")
+        future.set_result(Admission(not reason, reason, {"detail": "it takes 99 GB"}))
+        return future
+
+    def evaluated(pool: LinePool) -> Evaluation:
+        return evaluate(
+            Script(LINES), TASKS[:3], pool, tmp_path, epoch="e", progress=Quiet(), seed=0, admit=admit
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluated(LinePool(0))
+    refused[TASKS[0].code] = "too_large"
+    with pytest.raises(UserError, match=r"0000: has attempts at other tasks .*; delete .*, and evaluate"):
+        evaluated(LinePool())

@@ -74,7 +74,7 @@ def test_an_old_night_keeps_the_stage_that_it_left_unfinished_until_a_night_cont
     assert found(tmp_path)[f"stages/{left.name}"] == "no kept run uses it"
 
 
-@pytest.mark.parametrize("place", ["datasets", "policies"])
+@pytest.mark.parametrize("place", [".", "datasets", "policies"])
 def test_temporary_folders_are_abandoned_after_a_day_and_what_is_removed_is_gone(
     tmp_path: Path, place: str
 ) -> None:

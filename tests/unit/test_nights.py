@@ -19,7 +19,7 @@ from components.registry.tracking import RUN_KEY
 from components.training.run_stage import check_stages
 from flows import data, deployments
 from flows.night import Night, changes_since, may_begin, training_deadline
-from flows.run_context import PipelineRun, open_run
+from flows.run_context import PipelineRun, keep_request, open_run
 from flows.steps import EvaluationRecord
 
 
@@ -64,6 +64,16 @@ def test_a_run_that_its_budget_ended_is_followed_by_another_one(tmp_path: Path) 
     assert second.run_id != first.run_id and second.continues == first.run_id
     record(second, None)
     assert open_run(resolved).run_id == second.run_id
+
+
+def test_a_request_to_run_stages_again_is_stored_when_the_run_begins(tmp_path: Path) -> None:
+    resolved = resolve("ci", (f"home={tmp_path}",))
+    first = open_run(resolved)
+    write_json(first.folder / "run.json", {})
+    again = open_run(resolved, "agentic")
+    assert again.run_id != first.run_id == open_run(resolved).run_id
+    keep_request(again)
+    assert again.run_id == open_run(resolved).run_id == open_run(resolved, "agentic").run_id
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"a": [1]}', "[" * 9999])
