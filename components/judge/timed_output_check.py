@@ -223,8 +223,10 @@ def round_departures(
     """
     largest = torch.zeros(calls, dtype=torch.float64)
     for slot in reference.layout.outputs.slots:
+        # As a bool, any byte but 0 would equal True.
+        dtype = torch.uint8 if slot.dtype == "bool" else getattr(torch, slot.dtype)
         ours, theirs = (
-            rows.view(calls, -1)[:, slot.offset : slot.offset + slot.bytes].view(getattr(torch, slot.dtype))
+            rows.view(calls, -1)[:, slot.offset : slot.offset + slot.bytes].view(dtype)
             for rows in (memory, baseline)
         )
         block = block_size(torch.Size(slot.shape))

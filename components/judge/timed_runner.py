@@ -43,7 +43,10 @@ SPIN_SECONDS = 0.01
 LARGE_RESULT_BYTES, FEW_ADDRESSES = 1 << 16, 16
 # Bytes with which a candidate's results are overwritten. Repeated, each gives another number, which is very
 # large or NaN in floating-point types. A task's outputs may have one of them as a constant, but not all.
-LOUD_BYTES, BOOLEANS = (0x7B, 0x7C, 0x7D, 0x7E, 0x7F, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF), (0, 1)
+LOUD_BYTES = (0x7B, 0x7C, 0x7D, 0x7E, 0x7F, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF)
+# Values with which results of type bool are overwritten, and the number of elements after which they repeat.
+# If all elements had the same value, the candidate, which can read it, would not have to write this value.
+BOOLEANS, BOOLEANS_PERIOD = (0, 1), 65537
 
 # Kind of round: `time` for a measurement, `check` if the runner checks each result's form.
 Operation = Literal["check", "time"]
@@ -53,6 +56,12 @@ Operation = Literal["check", "time"]
 def _secret_generator(device: torch.device) -> torch.Generator:
     """Return a random number generator with a secret seed, because torch's default one is predictable."""
     return torch.Generator(device).manual_seed(secrets.randbits(63))
+
+
+def _secret_booleans(count: int) -> np.ndarray:
+    """Return `count` secret random values of `BOOLEANS` as uint8, which repeat after `BOOLEANS_PERIOD`."""
+    generator = np.random.default_rng(secrets.randbits(128))
+    return np.resize(generator.choice(np.array(BOOLEANS, np.uint8), BOOLEANS_PERIOD), count)
 
 
 class TimedRunner:
@@ -226,7 +235,10 @@ class TimedRunner:
         inspected_call = secrets.randbelow(calls)
         stride, slots = self.layout.outputs.stride, self.layout.outputs.slots
         for slot, garbage in zip(slots, self.garbage, strict=True):
-            garbage.fill(secrets.choice(BOOLEANS if slot.dtype == "bool" else LOUD_BYTES))
+            if slot.dtype == "bool":
+                np.copyto(garbage, _secret_booleans(garbage.size))
+            else:
+                garbage.fill(secrets.choice(LOUD_BYTES))
         start = runner.stopped_cpu_seconds  # so that no CPU time between two rounds is left out
         self._resume(runner)
         np.copyto(targets[0], sources[0])  # a copy by torch would wake other threads
