@@ -48,6 +48,9 @@ Measurement = tuple[Speedup, Seconds, dict[str, Any]]
 ROUNDS_SHARE = 0.1
 # Number of timed rounds that are enough for a speed-up of a task that is almost too slow to be measured.
 LEAST_ROUNDS = 3
+# Largest number of rounds that are made again because results of the candidate may have been prepared. Before
+# it is reached, a candidate that prepares results has as many of them that it is refused, or gains little.
+MOST_REPEATED = 32
 
 
 def measure_candidate(
@@ -222,14 +225,7 @@ def _compare(
     if compare_compile is False and speedups["eager"].estimate > margin:
         _add_compile(bench, runners, evidence, every_mode=False)
         time_beside(["compile"], suffix="_2")
-    if candidate.prepares_results:
-        raise Rejected(
-            "wrong_output",
-            "prepared_outputs",
-            "most outputs lie in memory in which no earlier output lay, so parts of them can have been "
-            "written before the clock ran; let each call allocate its outputs, or write all of one that is "
-            "used again.",
-        )
+    _refuse_prepared(candidate)
     limit = checked_limit(params, reference, medians)
     evidence["limit"] = asdict(limit)
     evidence["inputs"] = {
@@ -282,17 +278,18 @@ def timed_rounds(
     have taken the share `ROUNDS_SHARE` of `sandbox.run_seconds`.
 
     Raises Rejected if an output of the candidate is found to be wrong (`TimedOutputCheck.wrong_call`), if the
-    candidate changed its inputs, or if the other candidate of a comparison fails. Raises RunnerError if the
-    candidate fails, InfrastructureError if a baseline fails, and TaskError if eager is too inexact to tell
-    whether an output is wrong, or if the task's own runners use up the time limit of this thread
-    (`DeviceScheduler.limiting`). When less than half of `sandbox.run_seconds` is left of that limit and at
-    least `LEAST_ROUNDS` rounds have been made, no further round is begun. The time of making inputs and of
-    comparing outputs counts neither toward the candidate's time limit nor toward the share `ROUNDS_SHARE`.
+    candidate changed its inputs or prepares results, or if the other candidate of a comparison fails. Raises
+    RunnerError if the candidate fails, InfrastructureError if a baseline fails, and TaskError if eager is too
+    inexact to tell whether an output is wrong, or if the task's own runners use up the time limit of this
+    thread (`DeviceScheduler.limiting`). When less than half of `sandbox.run_seconds` is left of that limit
+    and at least `LEAST_ROUNDS` rounds have been made, no further round is begun. The time of making inputs
+    and of comparing outputs counts neither toward the candidate's time limit nor toward the share
+    `ROUNDS_SHARE`.
     """
     candidate, reference, spent = runners["candidate"], bench.reference, 0.0
     sandbox, calls = reference.params.sandbox, reference.layout.calls
     raw: RawSeconds = {name: [] for name in runners}
-    order, rounds, number = list(runners), sandbox.rounds, 0
+    order, rounds, number, repeated = list(runners), sandbox.rounds, 0, 0
     while number <= rounds:
         with candidate.waiting():
             staged.hold_fresh(calls, number)
@@ -330,7 +327,13 @@ def timed_rounds(
                     raise wrong_timed_output(reason)
         shares = reference.layout.placement.shares_buffers
         order = order[::-1] if shares else [*order[1:], order[0]]
-        if number == rounds and spent < ROUNDS_SHARE * sandbox.run_seconds:
+        if number > 0 and repeated < MOST_REPEATED and candidate.may_be_prepared(calls):
+            _refuse_prepared(candidate)
+            repeated += 1
+            for samples in raw.values():
+                samples.pop()
+            number -= 1
+        elif number == rounds and spent < ROUNDS_SHARE * sandbox.run_seconds:
             rounds = max(
                 wanted_rounds(speedup(raw, baseline), number, sandbox.most_rounds) for baseline in baselines
             )
@@ -338,6 +341,18 @@ def timed_rounds(
             break
         number += 1
     return raw
+
+
+def _refuse_prepared(candidate: TimedRunner) -> None:
+    """Raise Rejected if many results of the candidate may have been prepared before its clock ran."""
+    if candidate.prepares_results:
+        raise Rejected(
+            "wrong_output",
+            "prepared_outputs",
+            "most outputs lie in memory in which no earlier output lay, so parts of them can have been "
+            "written before the clock ran; let each call allocate its outputs, or write all of one that is "
+            "used again.",
+        )
 
 
 # What strangers to the judge most often overlook.

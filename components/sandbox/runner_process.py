@@ -309,8 +309,11 @@ class Runner:
                 return True
         return False
 
-    def is_written(self, address: int, size: int) -> bool:
+    def is_written(self, address: int, size: int, total: int) -> bool:
         """Return whether a random sample of the whole pages in `size` bytes at `address` was written.
+
+        `total` is the number of bytes in all ranges that are looked at. A range gets its share of
+        `SAMPLED_PAGES`, and at least one page.
 
         The pages are those of the runner, a sandboxed process. A page that was not written since it was
         mapped, or since its content was given back to the kernel, reads as zeros, but it is absent, or is the
@@ -320,7 +323,7 @@ class Runner:
         count = (address + size) // PAGE_BYTES - first
         if count <= 0 or self.pagemap is None:
             return True
-        for _ in range(SAMPLED_PAGES):
+        for _ in range(-(-SAMPLED_PAGES * size // total)):
             entry = os.pread(self.pagemap, 8, 8 * (first + secrets.randbelow(count)))
             if len(entry) == 8 and not int.from_bytes(entry, sys.byteorder) & PAGE_WRITTEN:
                 return False

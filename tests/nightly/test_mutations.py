@@ -16,6 +16,7 @@ from components.judge import (
     error_measures,
     input_mixing,
     limit,
+    measurement,
     staged_inputs,
     task_layout,
     timed_output_check,
@@ -72,7 +73,7 @@ def test_timed_outputs_unchecked(cold_judge: Judge, monkeypatch: pytest.MonkeyPa
     assert verdict(cold_judge, "stale_after_calls").status == "wrong_output"
     monkeypatch.setattr(TimedRunner, "verify", first_only)
     # A later call writes nothing, and its output may lie in memory that was never written.
-    monkeypatch.setattr(Runner, "is_written", lambda self, address, size: True)
+    monkeypatch.setattr(Runner, "is_written", lambda self, address, size, total: True)
     assert verdict(cold_judge, "stale_after_calls").status == "correct"
 
 
@@ -85,7 +86,7 @@ def test_inputs_not_marked(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -
     """A result is memory of its own: no input's, and no page of it twice."""
     monkeypatch.setattr(Runner, "is_private_memory", lambda self, address, size: True)
     assert verdict(cold_judge, "mapped_twice").reason == "output_not_written"
-    monkeypatch.setattr(Runner, "is_written", lambda self, address, size: True)
+    monkeypatch.setattr(Runner, "is_written", lambda self, address, size, total: True)
     assert verdict(cold_judge, "mapped_twice").status == "correct"
     assert verdict(cold_judge, "mapped_input").status == "wrong_output"
     monkeypatch.setattr(shared_memory, "corrupted_pages", lambda memory: contextlib.nullcontext())
@@ -111,8 +112,20 @@ def test_results_overwritten_with_what_is_known(
     assert verdict(cold_judge, name).status == "correct"
 
 
+def test_truth_values_overwritten_with_one(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_runner, "BOOLEANS_PERIOD", 1)
+    assert verdict(cold_judge, "seen_bools").status == "correct"
+
+
+def test_places_of_results_not_counted(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timed_runner, "FEW_ADDRESSES", 1 << 20)
+    monkeypatch.setattr(measurement, "MOST_REPEATED", 0)
+    monkeypatch.setattr(Runner, "is_written", lambda self, address, size, total: True)
+    assert verdict(cold_judge, "small_outputs").status == "correct"
+
+
 def test_pages_not_looked_at(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runner, "is_written", lambda self, address, size: True)
+    monkeypatch.setattr(Runner, "is_written", lambda self, address, size, total: True)
     assert verdict(cold_judge, "dropped_pages").status == "correct"
 
 
