@@ -165,9 +165,8 @@ class Tools:
         Returns an empty string, or a sentence that says why the text is refused, which is that it is too
         long.
         """
-        limit = untrusted_folder.MAX_FILE_BYTES
-        if len(text) > limit:
-            return f"{path}: {len(text)} characters are more than the {limit} that a source file may have."
+        if len(text) > untrusted_folder.MAX_FILE_BYTES:
+            return f"{path}: {_too_long(len(text))}"
         with self.lock:
             self.workspace.files[path] = self.last_seen[path] = text
         return ""
@@ -354,6 +353,11 @@ def _no_job(name: str) -> str:
     return f"{name[:40]}: no background command of this name."
 
 
+def _too_long(length: int) -> str:
+    limit = untrusted_folder.MAX_FILE_BYTES
+    return f"{length} characters are more than the {limit} that a source file may have."
+
+
 def _edited(text: str, edit: tool_schemas.OneEdit | tool_schemas.Edit) -> tuple[str, str]:
     """Return `text` after `edit`, and an empty string.
 
@@ -365,6 +369,9 @@ def _edited(text: str, edit: tool_schemas.OneEdit | tool_schemas.Edit) -> tuple[
         return text, f"old_string occurs {count} times; it must occur {needed}."
     if edit.old_string == edit.new_string:
         return text, "old_string and new_string are the same."
+    length = len(text) + count * (len(edit.new_string) - len(edit.old_string))
+    if length > untrusted_folder.MAX_FILE_BYTES:  # known before the text is made, which could fill the memory
+        return text, _too_long(length)
     return text.replace(edit.old_string, edit.new_string), ""
 
 

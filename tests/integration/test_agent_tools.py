@@ -151,6 +151,14 @@ def test_an_edit_must_be_unambiguous(use: Use, tools: Tools) -> None:
     assert tools.workspace.files["kernels/a.h"] == "y y\n"
 
 
+def test_an_edit_that_multiplies_a_file_is_refused_before_it_is_made(use: Use, tools: Tools) -> None:
+    use("Write", file_path="kernels/a.h", content="x" * 1_000_000)
+    edit = {"old_string": "x", "new_string": "y" * 1_000_000, "replace_all": True}  # a terabyte
+    assert "1000000000001 characters are more than" in use("Edit", file_path="kernels/a.h", **edit)
+    assert "characters are more than" in use("MultiEdit", file_path="kernels/a.h", edits=[edit])
+    assert tools.workspace.files["kernels/a.h"] == "x" * 1_000_000 + "\n"
+
+
 def test_several_edits_are_all_made_or_none(use: Use, tools: Tools) -> None:
     use("Write", file_path="kernels/a.h", content="one two\n")
     edits = [{"old_string": "one", "new_string": "1"}, {"old_string": "three", "new_string": "3"}]
