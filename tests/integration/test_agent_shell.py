@@ -246,6 +246,41 @@ def test_a_folder_that_cannot_be_looked_into_hides_no_bytes(use: Use) -> None:
     assert "more than 256 MB" in use("Bash", command=fill, timeout=50_000)
 
 
+SWAPPING = """
+import ctypes, os, shutil, sys, time
+libc = ctypes.CDLL(None)
+folder, link = "/workspace/kernels", "/workspace/link"
+while True:
+    try:
+        if not os.path.islink(folder) and not os.path.islink(link):
+            shutil.rmtree(link, ignore_errors=True)
+            os.symlink(sys.argv[1], link)
+        for path in (folder, link):
+            if not os.path.islink(path) and not os.path.isdir(path + "/kept"):
+                if os.path.lexists(path + "/kept"):
+                    os.unlink(path + "/kept")
+                os.makedirs(path + "/kept/a/b")
+    except OSError:
+        pass
+    libc.renameat2(-100, folder.encode(), -100, link.encode(), 2)
+    time.sleep(0.001)
+"""
+
+
+def test_a_folder_that_becomes_a_link_at_any_time_leads_nowhere(use: Use, tmp_path: Path) -> None:
+    """A file is written into kernels/, in place of a folder, while a command swaps kernels/ for a link."""
+    outside = tmp_path / "outside"
+    (outside / "kept").mkdir(parents=True)
+    outside.chmod(0o711)
+    use("Bash", command=f"cat > /tmp/swap.py <<'END'\n{SWAPPING}END")
+    use("Bash", command=f"python3 /tmp/swap.py {outside}", run_in_background=True)
+    for number in range(25):
+        use("Write", file_path="kernels/kept", content=f"{number}\n")
+        use("Bash", command="true")
+    assert (outside / "kept").is_dir() and outside.stat().st_mode & 0o777 == 0o711
+    assert list(outside.iterdir()) == [outside / "kept"]
+
+
 DETACHING = """
 import sys
 fixtures, marker = sys.argv[1:]
