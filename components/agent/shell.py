@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from components.agent.workspace import TEMPLATE
 from components.core.files import remove_tree, scratch_folder
 from components.core.params import Sandbox
 from components.sandbox import isolation
+from components.sandbox.process_tree import children, halted_by_pid, process_descriptor, removed_bytes
 from components.sandbox.unsuspended_time import unsuspended_seconds
 
 # Capacity of the shell's /tmp, in bytes.
@@ -46,6 +48,10 @@ MAX_REPLY_BYTES = 4096
 # Limit of the CPU time of one process, in seconds.
 CPU_SECONDS = 3600
 POLL_SECONDS = 0.25
+# Seconds between two looks at what the commands in the background occupy, and their share of the time.
+WATCH_SECONDS, WATCH_SHARE = 1.0, 0.05
+# Limit of the seconds in which all processes of a killed shell have ended.
+END_SECONDS = 10
 # Number of shell commands that may run at the same time for each core; more than 1, because many commands
 # wait, for instance for a verdict.
 COMMANDS_PER_CORE = 8
@@ -129,6 +135,8 @@ class Shell:
         # Number of bytes of output that were already returned, by the number of the background command.
         self.read_until: dict[str, int] = {}
         self.lock = threading.Lock()
+        self.closing = threading.Event()
+        threading.Thread(target=self._watch, name="shell-watch", daemon=True).start()
 
     # --- files ---
 
@@ -216,6 +224,7 @@ class Shell:
 
     def close(self) -> None:
         """End all processes of the shell and remove its folders."""
+        self.closing.set()
         self._end()
         self.socket.close()
         remove_tree(self.base)
@@ -262,6 +271,7 @@ class Shell:
         found: re.Match[bytes] | None = None
         output = select.poll()  # select() would refuse descriptors above 1023
         output.register(process.stdout, select.POLLIN)
+        looked = time.monotonic()
         while found is None:
             if output.poll(POLL_SECONDS * 1000):
                 part = os.read(process.stdout.fileno(), MAX_REPLY_BYTES)
@@ -269,13 +279,14 @@ class Shell:
                 if not part or len(reply) > MAX_REPLY_BYTES:
                     return self._died(process)
                 found = re.search(rb"(?<!\d)%b (\d+)\n" % number.encode(), reply)
-            elif untrusted_folder.used_bytes(self.base, MAX_DISK_BYTES, MAX_ENTRIES) > MAX_DISK_BYTES:
-                self._end()
-                return (
-                    f"ended: more than {MAX_DISK_BYTES >> 20} MB or {MAX_ENTRIES} files, or a folder "
-                    f"that is closed "
-                    "to its owner; remove some in the next command, which starts a new shell"
-                )
+            # Other text must not keep this process from looking.
+            if found is None and time.monotonic() - looked >= POLL_SECONDS:
+                if self._occupies_too_much(process):
+                    return (
+                        f"ended: more than {MAX_DISK_BYTES >> 20} MB or {MAX_ENTRIES} files, or a folder "
+                        f"that is closed to its owner or too deep; {self._end_full()}"
+                    )
+                looked = time.monotonic()
             judged = self.socket.judging.seconds() - judge_seconds
             if found is None and unsuspended_seconds() - began - judged > seconds:
                 self._end()
@@ -333,17 +344,71 @@ class Shell:
                 start_new_session=True,
             )
 
+    def _watch(self) -> None:
+        """End the shell while no command is waited for, if what others do in the background fills the disk.
+
+        While a command is waited for, `_reply` looks.
+        """
+        pause = WATCH_SECONDS
+        while not self.closing.wait(pause):
+            if not self.lock.acquire(blocking=False):
+                continue
+            try:
+                began = time.monotonic()
+                if self.process is not None and self._occupies_too_much(self.process):
+                    self._end_full()
+                pause = max(WATCH_SECONDS, (time.monotonic() - began) / WATCH_SHARE)
+            finally:
+                self.lock.release()
+
+    def _occupies_too_much(self, process: subprocess.Popen[bytes]) -> bool:
+        """Return whether the shell's files, with those that are removed but still open, exceed a limit."""
+        used = untrusted_folder.used_bytes(self.base, MAX_DISK_BYTES, MAX_ENTRIES)
+        if used <= MAX_DISK_BYTES:
+            used += removed_bytes(halted_by_pid(process.pid), self.base.stat().st_dev)
+        return used > MAX_DISK_BYTES
+
+    def _end_full(self) -> str:
+        """End the shell because its files exceed a limit, and return what happens to the files.
+
+        They stay, but not if they exceed twice the limit: otherwise each further command could add some.
+        """
+        self._end()
+        used = untrusted_folder.used_bytes(self.base, 2 * MAX_DISK_BYTES, 2 * MAX_ENTRIES)
+        if used <= 2 * MAX_DISK_BYTES:
+            return "remove some in the next command, which starts a new shell"
+        kernels, model = self.workspace / "kernels", self.workspace / "model_new.py"
+        untrusted_folder.open_up(self.workspace, "kernels")
+        for folder, kept in (
+            (self.workspace, {"model_new.py", "kernels", "utils", *self.texts}),
+            (kernels, untrusted_folder.contents(self.workspace, "kernels").keys()),
+            (self.output, set[str]()),
+        ):
+            if folder.is_dir() and not folder.is_symlink():
+                for path in folder.iterdir():
+                    if path.name not in kept or (path == model and path.is_dir()):
+                        remove_tree(path)
+        return "all files but those in kernels/ and model_new.py were removed"
+
     def _end(self) -> None:
         """Kill the shell.
 
         If the shell is isolated, bubblewrap's process namespace ends with it, so the kernel also kills all
-        processes that commands have started.
+        processes that commands have started. When this method returns they have ended, so that none of them
+        can change files that are then removed.
         """
         process, self.process = self.process, None
         if process is None:
             return
+        # The first process of the namespace, which ends after all others of it.
+        first = [descriptor for pid in children(process.pid) if (descriptor := process_descriptor(pid))]
         with process, contextlib.suppress(ProcessLookupError):  # closes the pipes and waits
             os.killpg(process.pid, 9)
+        for descriptor in first:
+            ended = select.poll()  # select() would refuse descriptors above 1023
+            ended.register(descriptor, select.POLLIN)
+            ended.poll(END_SECONDS * 1000)
+            os.close(descriptor)
 
     def _read(self, number: str, start: int = 0) -> tuple[str, int]:
         """Return the output of command `number` from byte `start` on, and the offset of its end in bytes.

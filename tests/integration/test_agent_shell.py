@@ -18,6 +18,8 @@ from agent_tool_fixtures import Use
 from agent_tool_fixtures import tools as tools
 from agent_tool_fixtures import use as use
 
+from components.agent import untrusted_folder
+from components.agent.shell import MAX_DISK_BYTES
 from components.agent.tools import JudgeFailed, Tools
 from components.core.config import PROJECT
 from components.core.errors import UserError
@@ -244,6 +246,36 @@ def test_a_folder_that_cannot_be_looked_into_hides_no_bytes(use: Use) -> None:
         " done; sleep 60"
     )
     assert "more than 256 MB" in use("Bash", command=fill, timeout=50_000)
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        pytest.param(
+            "d=$(printf 'a%.0s' $(seq 250)); for i in $(seq 20); do mkdir $d; cd $d; done; "
+            "for i in $(seq 6); do head -c 60000000 /dev/zero > big$i; done; sleep 60",
+            id="too-deep",
+        ),
+        pytest.param(
+            "python3 -c \"import os, time\nkept = []\nfor i in range(6):\n    file = open('big', 'wb')\n"
+            "    os.unlink('big')\n    file.write(bytes(60000000))\n    file.flush()\n"
+            '    kept.append(file)\ntime.sleep(60)"',
+            id="removed",
+        ),
+    ],
+)
+def test_no_bytes_are_hidden_from_the_limit(use: Use, fill: str) -> None:
+    assert "more than 256 MB" in use("Bash", command=fill, timeout=50_000)
+    assert use("Bash", command="cd /workspace; ls") != ""
+
+
+def test_what_runs_in_the_background_cannot_fill_the_disk(use: Use, tools: Tools) -> None:
+    fill = "for i in $(seq 100); do head -c 60000000 /dev/zero > big$i; sleep 0.3; done; sleep 60"
+    name = use("Bash", command=fill, run_in_background=True).split()[1]
+    assert comes_to_pass(lambda: "[killed with its shell]" in use("BashOutput", bash_id=name))
+    assert tools._shell is not None
+    assert untrusted_folder.used_bytes(tools._shell.base, 1 << 40, 1 << 20) < 2 * MAX_DISK_BYTES
+    assert "model_new.py" in use("Bash", command="ls")
 
 
 SWAPPING = """
