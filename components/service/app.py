@@ -39,6 +39,7 @@ from components.service.tokens import Token, TokenFile
 # Largest number of bytes of a request's body, and of a larger body that are read and dropped before the
 # answer, because the client of a connection that is closed while it sends gets no answer.
 BODY_BYTES, DROPPED_BYTES = 8 << 20, 32 << 20
+NO_TOKEN = "Authorization: give a token, as in Authorization: Bearer TOKEN."
 # Longest wait of one request for a result, in seconds.
 WAIT_SECONDS = 60.0
 # Host names of requests to a service without tokens; others are requests that a web page redirected.
@@ -60,7 +61,7 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
         version=VERSION,
         description="Judges CUDA and C++ kernels: secret inputs, a clock outside, an interval.",
     )
-    app.add_middleware(with_body_limit)
+    app.add_middleware(with_body_limit, callers=callers)
     if isinstance(callers, Token):
         app.add_middleware(for_own_hosts)
     _add_error_handlers(app)
@@ -72,7 +73,7 @@ def make_app(service: JobService, callers: TokenFile | Token) -> FastAPI:
         if isinstance(callers, Token):
             return callers
         if credentials is None:
-            raise ServiceError(401, "Authorization: give a token, as in Authorization: Bearer TOKEN.")
+            raise ServiceError(401, NO_TOKEN)
         return callers.find(credentials.credentials)
 
     Caller = Annotated[Token, Depends(caller)]
@@ -221,10 +222,10 @@ def for_own_hosts(app: ASGIApp) -> ASGIApp:
     return answer
 
 
-def with_body_limit(app: ASGIApp) -> ASGIApp:
+def with_body_limit(app: ASGIApp, callers: TokenFile | Token) -> ASGIApp:
     """Return ASGI middleware around `app` that answers 413 to a request body of more than BODY_BYTES.
 
-    A larger body is not kept.
+    A larger body is not kept, nor is that of a caller without one of the tokens `callers`, who gets 401.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -233,19 +234,38 @@ def with_body_limit(app: ASGIApp) -> ASGIApp:
         async def limited() -> Message:
             nonlocal received
             message = await receive()
+            is_first = received == 0
             received += len(message.get("body", b""))
+            refusal = _unknown_caller(callers, Headers(scope=scope)) if is_first and received else None
             if received > BODY_BYTES:
+                refusal = HTTPException(
+                    413, f"body: larger than {BODY_BYTES} bytes; send the sources of one candidate."
+                )
+            if refusal is not None:
                 while message.get("more_body", False) and received < DROPPED_BYTES:
                     message = await receive()
                     received += len(message.get("body", b""))
-                raise HTTPException(
-                    413, f"body: larger than {BODY_BYTES} bytes; send the sources of one candidate."
-                )
+                raise refusal
             return message
 
         await app(scope, limited, send)
 
     return answer
+
+
+def _unknown_caller(callers: TokenFile | Token, headers: Headers) -> HTTPException | None:
+    """Return the answer to a caller without a token that is known, or None if the token is known."""
+    if isinstance(callers, Token):
+        return None
+    scheme, _, secret = headers.get("authorization", "").partition(" ")
+    try:
+        if scheme.lower() != "bearer" or not secret:
+            raise ServiceError(401, NO_TOKEN)
+        callers.find(secret)
+    except ServiceError as error:
+        challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+        return HTTPException(error.status, str(error), challenge)
+    return None
 
 
 async def ended(service: JobService, token: Token, job_id: str, seconds: float) -> JobView:

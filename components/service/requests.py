@@ -13,6 +13,9 @@ from components.service.job_store import Kind, State
 
 # Largest number of characters of a task's source.
 TASK_CHARACTERS = 256 << 10
+# Largest number of entries of a request's objects and lists together. Each entry that is faulty is an error
+# of its own, which takes a hundred times the memory and time of the entry's text.
+MOST_ENTRIES = 10_000
 # Entries of a verdict's evidence that callers get. The seeds of the correctness sets, which later candidates
 # of the task get too, and the numbers by which verification differs from timing are not among them.
 PUBLIC_EVIDENCE = (
@@ -81,6 +84,21 @@ class Body(FrozenModel):
 
     precision: Precision | None = Field(None, description="by default the service's")
     params: SkipJsonSchema[Params | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_entries(cls, body: Any) -> Any:
+        count, waiting = 0, [body]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict | list):
+                count += len(value)
+                if count > MOST_ENTRIES:
+                    raise ValueError(
+                        f"it has more than {MOST_ENTRIES} entries; send the sources of one candidate"
+                    )
+                waiting += value.values() if isinstance(value, dict) else value
+        return body
 
     def settings(self, params: Params) -> Params:
         """Return the parameters with which this request is judged.

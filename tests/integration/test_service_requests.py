@@ -113,6 +113,8 @@ def test_an_admission_is_checked_with_the_callers_window(client: TestClient) -> 
         (json.dumps(body("\ud800")), 422, "lone surrogate"),
         (json.dumps(body() | {"files": {"model_new.py": 3}}), 422, "valid string"),
         (json.dumps(body("a" * BODY_BYTES)), 413, "larger than"),
+        (json.dumps(body() | {"files": dict.fromkeys(map(str, range(200_000)), 3)}), 422, "10000 entries"),
+        (json.dumps(dict.fromkeys(map(str, range(200_000)), 3)), 422, "10000 entries"),
     ],
 )
 def test_bad_input_is_one_sentence(client: TestClient, content: str, status: int, sentence: str) -> None:
@@ -163,6 +165,10 @@ def test_tokens_are_told_apart_by_their_digest_and_expire(tmp_path: Path, judges
 
         assert client.get("/v1/tasks").status_code == 401
         assert get("/v1/tasks", "guess")[0] == 401
+        # Nothing of a body is parsed before the token is known.
+        for credentials in ({}, {"Authorization": "Bearer guess"}):
+            headers = {"Content-Type": "application/json", **credentials}
+            assert client.post("/v1/judgements", content="{", headers=headers).status_code == 401
         assert get("/v1/tasks", secrets["eve"])[0] == 200
         assert get("/metrics", secrets["eve"])[0] == 403
         job = client.post(
