@@ -264,7 +264,8 @@ def test_a_release_manager_decides_by_commands_alone(home: Path) -> None:
     )
     assert found["entry"]["reason"] == "read" and {"name", "version", "gates"} <= set(found)
     assert command(home, "rollback")[1]["aliases"]["champion"] == "1"
-    assert command(home, "promote", "2")[1]["aliases"] == {"champion": "2", "previous": "1"}
+    aliases = command(home, "promote", "2")[1]["aliases"]
+    assert aliases == {"candidate": "3", "champion": "2", "previous": "1"}, "3 is registered and undecided"
     code, found, _ = command(home, "audit")
     assert code == 0 and [entry["action"] for entry in found["entries"][3:]] == [
         "promoted",
