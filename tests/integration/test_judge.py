@@ -294,7 +294,7 @@ def test_a_task_that_sleeps_in_timed_rounds_holds_the_device_no_longer_than_a_ca
     started = time.monotonic()
     verdict = judge.verdict(KernelTask(code=code), files)
     assert verdict.status in ("correct", "infrastructure"), verdict
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
 
 
 def test_a_large_input_is_mixed_in_pieces_as_a_small_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -338,16 +338,21 @@ def test_a_judge_that_dies_in_the_middle_of_a_step_ends_the_stage_and_the_next_o
 
 
 def test_an_error_of_one_trajectory_is_raised_by_the_step_and_keeps_the_finished_ones(tmp_path: Path) -> None:
+    made = stage(tmp_path, "warmup", "warmup.steps=1")
+
+    def finished() -> int:
+        return len(list((made.out / "sampling").glob("[0-9]*")))
+
     async def failing(request: RolloutRequest, index: int, *rest: Any) -> Trajectory:
         if index == 31:
-            await asyncio.sleep(3)
+            while finished() < 31:
+                await asyncio.sleep(0.01)
             raise UserError("sampler: gone.")
         return await episode(request, index, *rest)
 
-    made = stage(tmp_path, "warmup", "warmup.steps=1")
     with pytest.raises(UserError, match="gone"):
         run_stage(made, failing)
-    assert len(list((made.out / "sampling").glob("[0-9]*"))) == 31
+    assert finished() == 31
     again: list[int] = []
 
     async def counting(request: RolloutRequest, index: int, *rest: Any) -> Trajectory:
