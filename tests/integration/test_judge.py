@@ -90,7 +90,8 @@ def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:
     # A machine that is so busy that the time limit is near makes fewer than sandbox.rounds.
     assert measurement.LEAST_ROUNDS <= len(raw["candidate"]) <= judge.params.sandbox.most_rounds
     rounds = sum(1 + len(raw[name]) for name in ("candidate", "candidate_2") if name in raw)
-    assert evidence["inputs"]["different_calls"] == rounds * evidence["sets_per_round"]
+    # Rounds that are made again, since results lay in new memory, have other inputs too.
+    assert evidence["inputs"]["different_calls"] >= rounds * evidence["sets_per_round"]
 
 
 @pytest.mark.parametrize(
