@@ -151,6 +151,7 @@ def page(trajectory: Trajectory, name: str) -> str:
     return template.render(
         name=name,
         trajectory=trajectory,
+        reward=reward_text(trajectory),
         steps=steps(trajectory),
         words=words,
         final=words(trajectory.final),

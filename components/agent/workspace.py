@@ -8,6 +8,7 @@ the files from memory. Shell commands work on a copy of the files inside the san
 
 import ast
 import fnmatch
+import keyword
 from typing import Any
 
 from components.core.config import PROJECT
@@ -108,9 +109,10 @@ def starter(task: KernelTask) -> str | None:
 
     A policy begins with this file. The output shapes are taken from `task.evidence`, what the judge recorded
     when it checked that the task can be judged. Returns None if the evidence has no output shapes, if a
-    parameter belongs to a numbered submodule, or if the arguments of forward() do not correspond to the
-    inputs. Returns None also if the task names workloads (several calls of its get_inputs) and one expression
-    cannot allocate an output for all of them. In these cases the policy has to write the whole file.
+    parameter's name is no expression, such as that of a numbered submodule, or if the arguments of forward()
+    do not correspond to the inputs. Returns None also if the task names workloads (several calls of its
+    get_inputs) and one expression cannot allocate an output for all of them. In these cases the policy has to
+    write the whole file.
     """
     shapes = task.evidence.get("workloads", [task.evidence])
     if len(shapes) != len(workloads_of(task.code, task.name)):
@@ -123,11 +125,13 @@ def _starter(code: str, evidence: dict[str, Any]) -> str | None:
     """Return a `model_new.py` for the task `code` whose forward allocates outputs and calls the kernel.
 
     The shapes are those in `evidence`, whose keys are `inputs` and `outputs` (dicts with the list `shape`)
-    and `parameters` (names in the state dict). Returns None if there are no `outputs`, if a parameter belongs
-    to a numbered submodule, or if the arguments of forward() do not correspond to the inputs.
+    and `parameters` (names in the state dict). Returns None if there are no `outputs`, if a parameter's name
+    is no expression, or if the arguments of forward() do not correspond to the inputs.
     """
     if "outputs" not in evidence or any(
-        part.isdigit() for name in evidence["parameters"] for part in name.split(".")
+        not part.isidentifier() or keyword.iskeyword(part)
+        for name in evidence["parameters"]
+        for part in name.split(".")
     ):
         return None
     tree = parse_python(code)

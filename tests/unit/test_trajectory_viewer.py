@@ -71,6 +71,11 @@ def test_the_page_stands_alone_and_shows_each_change_and_each_measurement(trajec
     assert '<span class="cut">-0.8</span>' in text and '<span class="add">+2.5</span>' in text
 
 
+def test_a_trajectory_on_which_the_judge_failed_has_a_page(trajectory: Trajectory) -> None:
+    page = trajectory_viewer.page(dataclasses.replace(trajectory, reward=None), "lost")
+    assert "Reward none," in page
+
+
 def test_turns_know_their_verdicts_and_their_changes(trajectory: Trajectory) -> None:
     steps = trajectory_viewer.steps(trajectory)
     assert [[len(action.verdicts) for action in step.actions] for step in steps] == [

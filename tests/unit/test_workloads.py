@@ -245,6 +245,12 @@ def test_a_starter_allocates_the_outputs_of_every_workload_or_is_left_out() -> N
     assert not Workspace(task.model_copy(update={"evidence": ended})).files
 
 
+@pytest.mark.parametrize("name", ["a b", "layers.0.weight", "part.import"])
+def test_a_parameter_that_no_expression_names_leaves_the_starter_out(name: str) -> None:
+    task = admitted([form(16, 8192), form(64, 2048)])
+    assert not Workspace(task.model_copy(update={"evidence": task.evidence | {"parameters": [name]}})).files
+
+
 def test_the_skill_says_which_shapes_are_coming() -> None:
     template = (PROJECT / "agent_workdir" / "SKILL.md").read_text()
     text = Workspace(admitted([form(16), form(64)])).read("SKILL.md")
