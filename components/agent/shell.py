@@ -136,7 +136,8 @@ class Shell:
         self.read_until: dict[str, int] = {}
         self.lock = threading.Lock()
         self.closing = threading.Event()
-        threading.Thread(target=self._watch, name="shell-watch", daemon=True).start()
+        self.watcher = threading.Thread(target=self._watch, name="shell-watch", daemon=True)
+        self.watcher.start()
 
     # --- files ---
 
@@ -227,6 +228,7 @@ class Shell:
         self.closing.set()
         self._end()
         self.socket.close()
+        self.watcher.join()  # it looks into the folders
         remove_tree(self.base)
 
     # --- the process ---

@@ -272,10 +272,11 @@ def timed_rounds(
     which the candidate is compared. In each round all runners get the same new inputs (`staged`), and their
     order rotates from one round to the next. If the baselines share their memory, the order is reversed
     instead, so that the candidate and eager, whose outputs are compared, always follow each other. The first
-    round is left out, because a runner that has been stopped for a while is slow in it. There are
-    `sandbox.rounds` rounds at first. Their number is doubled, up to `sandbox.most_rounds`, until the
-    candidate's speed-up over each of `baselines` is precise enough (`statistics.wanted_rounds`) or the rounds
-    have taken the share `ROUNDS_SHARE` of `sandbox.run_seconds`.
+    round is left out, because a runner that has been stopped for a while is slow in it. A round in which
+    results of the candidate may have been prepared (`TimedRunner.may_be_prepared`) is made again, up to
+    `MOST_REPEATED` times in all. There are `sandbox.rounds` rounds at first. Their number is doubled, up to
+    `sandbox.most_rounds`, until the candidate's speed-up over each of `baselines` is precise enough
+    (`statistics.wanted_rounds`) or the rounds have taken the share `ROUNDS_SHARE` of `sandbox.run_seconds`.
 
     Raises Rejected if an output of the candidate is found to be wrong (`TimedOutputCheck.wrong_call`), if the
     candidate changed its inputs or prepares results, or if the other candidate of a comparison fails. Raises

@@ -62,10 +62,13 @@ def _secret_generator(device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(secrets.randbits(63))
 
 
-def _secret_booleans(count: int) -> np.ndarray:
-    """Return `count` secret random values of `BOOLEANS` as uint8, which repeat after `BOOLEANS_PERIOD`."""
+def _fill_with_booleans(memory: np.ndarray) -> None:
+    """Fill `memory` (uint8) with secret random values of `BOOLEANS`, which repeat after `BOOLEANS_PERIOD`."""
     generator = np.random.default_rng(secrets.randbits(128))
-    return np.resize(generator.choice(np.array(BOOLEANS, np.uint8), BOOLEANS_PERIOD), count)
+    values = generator.choice(np.array(BOOLEANS, np.uint8), BOOLEANS_PERIOD)
+    whole = memory.size - memory.size % BOOLEANS_PERIOD
+    memory[:whole].reshape(-1, BOOLEANS_PERIOD)[:] = values
+    memory[whole:] = values[: memory.size - whole]
 
 
 class TimedRunner:
@@ -242,7 +245,7 @@ class TimedRunner:
         stride, slots = self.layout.outputs.stride, self.layout.outputs.slots
         for slot, garbage in zip(slots, self.garbage, strict=True):
             if slot.dtype == "bool":
-                np.copyto(garbage, _secret_booleans(garbage.size))
+                _fill_with_booleans(garbage)
             else:
                 garbage.fill(secrets.choice(LOUD_BYTES))
         total_bytes, self.new_in_round = sum(self.output_bytes), 0.0

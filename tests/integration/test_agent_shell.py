@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from agent_tool_fixtures import Use
 from agent_tool_fixtures import tools as tools
 from agent_tool_fixtures import use as use
 
-from components.agent import untrusted_folder
+from components.agent import shell, untrusted_folder
 from components.agent.shell import MAX_DISK_BYTES
 from components.agent.tools import JudgeFailed, Tools
 from components.core.config import PROJECT
@@ -364,3 +365,22 @@ def test_a_command_that_writes_to_the_descriptor_of_the_replies_deceives_only_it
         ("[took longer than 2 s", "[the shell ended")
     )
     assert use("Bash", command="(exit 6)") == "[exit 6]"
+
+
+def test_a_shell_leaves_its_folders_alone_once_it_is_closed(
+    use: Use, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Semaphore(0), list[bool]()
+
+    def look(watched: shell.Shell, process: object) -> bool:
+        begun.release()
+        time.sleep(0.3)
+        ended.append(watched.base.exists())
+        return False
+
+    monkeypatch.setattr(shell, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(shell.Shell, "_occupies_too_much", look)
+    assert use("Bash", command="true") == "[no output]"
+    assert begun.acquire(timeout=60)
+    tools.close()
+    assert ended and all(ended)
