@@ -4,7 +4,8 @@ A check notices a push that was lost.
 """
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,24 @@ def test_a_push_that_did_not_arrive_is_noticed(url: str, engine: Engine) -> None
     engine.workers[0].model.loses_updates = True
     with pytest.raises(UserError, match="does not hold the weights"):
         sampler(url).push(weight_buckets(tiny_policy(seed=8), BUCKET), version="v1")
+
+
+def test_two_commands_that_push_to_one_server_wait_for_each_other(url: str, engine: Engine) -> None:
+    trained = tiny_policy(seed=8)
+    second = threading.Thread(target=lambda: sampler(url).push(weight_buckets(trained, BUCKET), version="v1"))
+
+    def buckets() -> Iterator[Mapping[str, torch.Tensor]]:
+        for number, bucket in enumerate(weight_buckets(trained, BUCKET)):
+            yield bucket
+            if number == 1:
+                second.start()
+                second.join(1.0)  # long enough for the other push to begin
+
+    sampler(url).push(buckets(), version="v1")
+    second.join()
+    assert torch.equal(engine.model.lm_head.weight, trained.lm_head.weight)
+    updates = [call for call in engine.calls if "weight_update" in call]
+    assert updates == ["/start_weight_update", "/finish_weight_update"] * 2
 
 
 def test_an_update_that_a_killed_trainer_left_open_is_closed_first_and_a_sleeping_server_woken(

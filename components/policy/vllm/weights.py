@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import quote
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from components.core.errors import UserError
+from components.core.files import locked, user_cache
 from components.policy.vllm.fleet import Fleet
 from components.policy.vllm.replica import Replica
 from components.policy.vllm.server_client import ServerUnavailable
@@ -61,8 +64,17 @@ class FleetWeights:
         `buckets` are dictionaries of complete tensors by name. With the transfer by disk, the servers load
         the checkpoint `folder`, which has the same weights. `version` is the name of the new weights, and
         `pause` the parameter `policy.push_pause`, which says whether running requests are kept, aborted or
-        awaited. Raises UserError if a server answers but has other weights, or if no server answers.
+        awaited. Another process of this user that pushes to one of the servers is waited for. Raises
+        UserError if a server answers but has other weights, or if no server answers.
         """
+        with contextlib.ExitStack() as locks:
+            for url in sorted({replica.server.url for replica in self.fleet.replicas}):
+                locks.enter_context(locked(user_cache("pushes") / quote(url, safe="")))
+            self._push(buckets, version, folder, pause)
+
+    def _push(
+        self, buckets: Iterable[Mapping[str, Tensor]], version: str, folder: Path | None, pause: str
+    ) -> None:
         try:
             workers = self._begin(pause)
             sent = Sent(getattr(torch, workers[0]["dtype"]))
