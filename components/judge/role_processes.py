@@ -26,6 +26,9 @@ NO_GPU = (
     "device='cuda', because the judge moves the tensors itself, or judge with --device cuda"
 )
 
+# What is said of a process that left no text, by the kind of its error.
+ENDED = {"timed_out": "its source needs longer than sandbox.run_seconds; make it smaller or raise the limit"}
+
 
 @contextlib.contextmanager
 def task_errors() -> Iterator[None]:
@@ -38,7 +41,8 @@ def task_errors() -> Iterator[None]:
     try:
         yield
     except RunnerError as error:
-        last_line = "".join(error.text.strip().splitlines()[-1:])
+        lines = error.text.strip().splitlines()
+        last_line = lines[-1] if lines else ENDED.get(error.kind, "without a message")
         text = f"{error.kind}: {last_line}"[:300] + (NO_GPU if NEEDS_GPU.search(last_line) else "")
         raise TaskError(text, out_of_memory=error.kind == "out_of_memory") from error
     except ValidationError as error:

@@ -25,3 +25,9 @@ def test_a_refusal_says_whether_memory_lacks_and_has_no_long_detail() -> None:
         admission = refusal(error)
         assert not admission.admitted and admission.reason == reason
         assert admission.evidence == {"detail": "x" * MAX_DETAIL}
+
+
+def test_a_source_that_takes_too_long_is_refused_by_a_sentence() -> None:
+    expected = r"timed_out: its source needs longer than sandbox\.run_seconds"
+    with pytest.raises(TaskError, match=expected), task_errors():
+        raise RunnerError("timed_out")
