@@ -82,7 +82,7 @@ def checks(out: Path, suite: Path | None) -> list[Check]:
     found = [
         Check("isolation", 1, 5, ("-c", PREFLIGHT)),
         Check("isolation-ordinary", 1, 5, ("-c", PREFLIGHT), ORDINARY),
-        Check("exact-answers", 1, 25, ("tests/device/exact_answers.py",)),
+        Check("exact-answers", 1, 100, ("tests/device/exact_answers.py",)),
         Check(
             "counters", 1, 60, (*corpus, "--set", "sandbox.counters=true", "float4", "plain"), program="ncu"
         ),

@@ -1,11 +1,14 @@
-"""Seconds of a push of weights by disk and by NCCL, to a vLLM server on the second of two GPUs.
+"""Seconds of a push of weights to a vLLM server, by each transfer.
 
     PYTHONPATH=. python tests/device/push_weights.py [--vllm FILE] [--sizes 135M 1.7B 8B]
+        [--transfers disk nccl ipc]
 
 Needs two GPUs, this project's base packages, and vLLM 0.24 or newer in an environment of its own, whose
 executable --vllm names and whose NCCL has the version of this one. For each size, a model with random weights
-on the first GPU and one server are started. Every push changes all weights, and fails unless the server then
-has exactly the new ones. A push by disk includes the writing of the checkpoint. One line for each transfer:
+on the first GPU and a server are started: on the second GPU for disk and NCCL, and on the first one for ipc.
+Every push changes all weights, and fails unless the server then has exactly the new ones. A push by disk
+includes the writing of the checkpoint. The server's cache has a fixed size, because vLLM cannot measure how
+much fits while other processes use its GPU. One line for each transfer:
 
     first s   seconds of the first push, in which NCCL connects the processes
     push s    seconds of a later push, mean of three
@@ -16,6 +19,7 @@ the end of the server's log is.
 
 import argparse
 import faulthandler
+import itertools
 import os
 import shutil
 import signal
@@ -37,7 +41,9 @@ from components.policy.vllm.sampler import VllmSampler
 from components.policy.vllm.start import launches, running
 from components.policy.weight_stream import weight_buckets
 
-CONTEXT = 4096
+CONTEXT, CACHE_BYTES = 4096, 4_000_000_000
+# Transfers by the GPU of the server.
+TRANSFERS = {"1": ("disk", "nccl"), "0": ("ipc",)}
 # Width, layers, heads, key and value heads, head dimension, feed-forward width and vocabulary of a model.
 SIZES = {
     "135M": (576, 30, 9, 3, 64, 1536, 49152),
@@ -48,8 +54,9 @@ SIZES = {
 
 def params_of(transfer: str) -> Params:
     sets = ("policy.backend=vllm-server", "policy.servers=http://127.0.0.1", f"policy.context={CONTEXT}")
-    sets += (f"policy.weight_transfer={transfer}", "policy.gpu_memory_share=0.85", "engine.dtype=bfloat16")
-    return resolve("", (*sets, "policy.vllm_options=[--enforce-eager]")).params
+    sets += (f"policy.weight_transfer={transfer}", "policy.gpu_memory_share=0.3", "engine.dtype=bfloat16")
+    options = f"[--enforce-eager,--kv-cache-memory-bytes,{CACHE_BYTES}]"
+    return resolve("", (*sets, f"policy.vllm_options={options}")).params
 
 
 def make_model(size: str) -> PreTrainedModel:
@@ -102,11 +109,16 @@ def main() -> None:
     )
     parser.add_argument("--vllm", default="vllm", help="vllm executable of the environment of vLLM")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    every = sum(TRANSFERS.values(), ())
+    parser.add_argument("--transfers", nargs="+", choices=every, default=every)
     arguments = parser.parse_args()
     # So that the servers are stopped too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     print(f"{'size':<8}{'GB':>8}  {'transfer':<10}{'first s':>10}{'push s':>10}", flush=True)
-    for size in arguments.sizes:
+    for size, (gpu, transfers) in itertools.product(arguments.sizes, TRANSFERS.items()):
+        chosen = [transfer for transfer in transfers if transfer in arguments.transfers]
+        if not chosen:
+            continue
         with tempfile.TemporaryDirectory() as temporary, socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -115,10 +127,10 @@ def main() -> None:
             model.save_pretrained(folder)
             train_tokenizer([{"role": "user", "content": "x"}], 320, CONTEXT).save_pretrained(folder)
             fleet = launches(
-                params_of("nccl"),
+                params_of(chosen[0]),
                 folder,
                 vllm=arguments.vllm,
-                gpus=["1"],
+                gpus=[gpu],
                 tensor_parallel=1,
                 host="127.0.0.1",
                 ports=[port],
@@ -126,7 +138,7 @@ def main() -> None:
             )
             gigabytes = sum(parameter.nbytes for parameter in model.parameters()) / 1e9
             with running(fleet, print):
-                for transfer in ("disk", "nccl"):
+                for transfer in chosen:
                     try:
                         first, *later = measure(transfer, fleet[0].url, model, Path(temporary) / "published")
                     except BaseException:
