@@ -273,7 +273,7 @@ def timed_rounds(
     order rotates from one round to the next. If the baselines share their memory, the order is reversed
     instead, so that the candidate and eager, whose outputs are compared, always follow each other. The first
     round is left out, because a runner that has been stopped for a while is slow in it. A round in which
-    results of the candidate may have been prepared (`TimedRunner.may_be_prepared`) is made again, up to
+    results of the candidate may have been prepared (`ResultMemory.may_be_prepared`) is made again, up to
     `MOST_REPEATED` times in all. There are `sandbox.rounds` rounds at first. Their number is doubled, up to
     `sandbox.most_rounds`, until the candidate's speed-up over each of `baselines` is precise enough
     (`statistics.wanted_rounds`) or the rounds have taken the share `ROUNDS_SHARE` of `sandbox.run_seconds`.
@@ -328,7 +328,7 @@ def timed_rounds(
                     raise wrong_timed_output(reason)
         shares = reference.layout.placement.shares_buffers
         order = order[::-1] if shares else [*order[1:], order[0]]
-        if number > 0 and repeated < MOST_REPEATED and candidate.may_be_prepared(calls):
+        if number > 0 and repeated < MOST_REPEATED and candidate.result_memory.may_be_prepared(calls):
             _refuse_prepared(candidate)
             repeated += 1
             for samples in raw.values():
@@ -346,7 +346,7 @@ def timed_rounds(
 
 def _refuse_prepared(candidate: TimedRunner) -> None:
     """Raise Rejected if many results of the candidate may have been prepared before its clock ran."""
-    if candidate.prepares_results:
+    if candidate.result_memory.is_prepared:
         raise Rejected(
             "wrong_output",
             "prepared_outputs",

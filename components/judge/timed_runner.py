@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import secrets
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import torch
 
 from components.judge.correctness import Mismatch
 from components.judge.input_mixing import as_bits
+from components.judge.result_memory import LOUD_BYTES, ResultMemory
 from components.judge.staged_inputs import StagedInputs
 from components.judge.task_reference import TaskReference
 from components.sandbox.inside import shared_memory
@@ -39,19 +39,6 @@ COLD_CACHES = 4
 # Largest number of seconds for which the judge waits for one call without sleeping.
 SPIN_SECONDS = 0.01
 
-# Smallest size in bytes of all results of a call together for which the addresses of those of a page or more
-# are recorded, and the number of calls with results at new addresses that is never suspicious; an allocator
-# gives a kernel up to eleven while its heap grows.
-LARGE_RESULT_BYTES, FEW_ADDRESSES = 1 << 16, 16
-# Share of the calls, or of the bytes of their results, that may lie at new addresses in any case.
-NEW_SHARE = 1 / 16
-# Bytes with which a candidate's results are overwritten. Repeated, each gives another number, which is very
-# large or NaN in floating-point types. A task's outputs may have one of them as a constant, but not all.
-LOUD_BYTES = (0x7B, 0x7C, 0x7D, 0x7E, 0x7F, 0xFB, 0xFC, 0xFD, 0xFE, 0xFF)
-# Values with which results of type bool are overwritten, and the number of elements after which they repeat.
-# If all elements had the same value, the candidate, which can read it, would not have to write this value.
-BOOLEANS, BOOLEANS_PERIOD = (0, 1), 65537
-
 # Kind of round: `time` for a measurement, `check` if the runner checks each result's form.
 Operation = Literal["check", "time"]
 
@@ -60,15 +47,6 @@ Operation = Literal["check", "time"]
 def _secret_generator(device: torch.device) -> torch.Generator:
     """Return a random number generator with a secret seed, because torch's default one is predictable."""
     return torch.Generator(device).manual_seed(secrets.randbits(63))
-
-
-def _fill_with_booleans(memory: np.ndarray) -> None:
-    """Fill `memory` (uint8) with secret random values of `BOOLEANS`, which repeat after `BOOLEANS_PERIOD`."""
-    generator = np.random.default_rng(secrets.randbits(128))
-    values = generator.choice(np.array(BOOLEANS, np.uint8), BOOLEANS_PERIOD)
-    whole = memory.size - memory.size % BOOLEANS_PERIOD
-    memory[:whole].reshape(-1, BOOLEANS_PERIOD)[:] = values
-    memory[whole:] = values[: memory.size - whole]
 
 
 class TimedRunner:
@@ -100,14 +78,7 @@ class TimedRunner:
         # Whether the candidate's last round changed its inputs.
         self.inputs_changed = False
         self.output_bytes = [slot.bytes for slot in self.layout.outputs.slots]
-        # Bytes that replace a candidate's results, for each output.
-        self.garbage = [np.empty(size, np.uint8) for size in self.output_bytes]
-        # Addresses of results that were overwritten on cpu.
-        self.overwritten: set[int] = set()
-        # Number of timed calls on cpu with large results, and how many of them had results where no earlier
-        # one had been: in all rounds and in the last one. A call of which a part of the bytes is new counts
-        # as this part of a call.
-        self.results, self.new_results, self.new_in_round = 0, 0.0, 0.0
+        self.result_memory = ResultMemory(self.layout.outputs.slots)
         # Whether torch.compile had an archive from the judge's cache and nothing to add to it.
         self.is_cached = False
         self.runner: Runner | None = None
@@ -243,13 +214,7 @@ class TimedRunner:
         is_candidate = self.role == "candidate"
         inspected_call = secrets.randbelow(calls)
         stride, slots = self.layout.outputs.stride, self.layout.outputs.slots
-        for slot, garbage in zip(slots, self.garbage, strict=True):
-            if slot.dtype == "bool":
-                _fill_with_booleans(garbage)
-            else:
-                garbage.fill(secrets.choice(LOUD_BYTES))
-        total_bytes, self.new_in_round = sum(self.output_bytes), 0.0
-        least_bytes = shared_memory.PAGE_BYTES if total_bytes >= LARGE_RESULT_BYTES else math.inf
+        self.result_memory.begin_round()
         start = runner.stopped_cpu_seconds  # so that no CPU time between two rounds is left out
         self._resume(runner)
         np.copyto(targets[0], sources[0])  # a copy by torch would wake other threads
@@ -259,8 +224,6 @@ class TimedRunner:
             into = [self.memory.results.data_ptr() + index * stride + slot.offset for slot in slots]
             # What is done to catch candidates is done to baselines too, without an effect, because code is
             # slower after a longer wait. An output of a baseline may be a view of its inputs.
-            results = zip(addresses, self.output_bytes, strict=True)
-            large = [(address, size) for address, size in results if size >= least_bytes]
             if not is_candidate:
                 runner.read_memory(addresses, into, self.output_bytes)
             with shared_memory.corrupted_pages(torch.from_numpy(targets[index])):
@@ -268,23 +231,21 @@ class TimedRunner:
                     runner.read_memory(addresses, into, self.output_bytes)
             if index == inspected_call:
                 private = [*map(runner.is_private_memory, addresses, self.output_bytes)]
-                is_written = [runner.is_written(*result, total_bytes) for result in large]
+                is_written = [
+                    runner.is_written(*result, self.result_memory.total_bytes)
+                    for result in self.result_memory.large(addresses)
+                ]
                 if is_candidate and not all(private):
                     raise RunnerError("wrong", "output_is_mapped")
                 if is_candidate and not all(is_written):
                     raise RunnerError("wrong", "output_not_written")
             # A baseline's own bytes are written back, so that its cache lines move as the candidate's do.
-            replacing = [garbage.ctypes.data for garbage in self.garbage] if is_candidate else into
-            runner.write_memory(addresses, replacing, self.output_bytes)
-            if operation == "time":
-                new_bytes = sum(size for address, size in large if address not in self.overwritten)
-                self.results += bool(large)
-                self.new_in_round += new_bytes / max(1, total_bytes)
-            self.overwritten.update(addresses)
+            garbage = [replacing.ctypes.data for replacing in self.result_memory.garbage]
+            runner.write_memory(addresses, garbage if is_candidate else into, self.output_bytes)
+            self.result_memory.add(addresses, is_timed=operation == "time")
             if index + 1 < calls:
                 np.copyto(targets[index + 1], sources[index + 1])
             runner.acknowledge()
-        self.new_results += self.new_in_round
         runner.receive()
         runner.stop()
         seconds = runner.stopped_cpu_seconds - start
@@ -396,26 +357,6 @@ class TimedRunner:
         avoid.
         """
         return self.role == "candidate" and not torch.equal(as_bits(inputs), as_bits(staged))
-
-    @property
-    def prepares_results(self) -> bool:
-        """Whether results of many timed calls lay in memory that had no earlier result, as if prepared.
-
-        Results are the output tensors of a call. They are considered if they have a page or more each and
-        `LARGE_RESULT_BYTES` or more together. A kernel that allocates its results gets the same memory again
-        and again. The judge has overwritten memory with an earlier result, so that all of a result there must
-        be written in its call, which does not hold for other memory. Up to `FEW_ADDRESSES` calls with results
-        in other memory and the share `NEW_SHARE` are not suspicious. The property is always False on cuda.
-        """
-        return self.new_results > FEW_ADDRESSES + NEW_SHARE * self.results
-
-    def may_be_prepared(self, calls: int) -> bool:
-        """Return whether the time of the last round of `calls` timed calls may be too short.
-
-        This is so if more than the share `NEW_SHARE` of its results lay in memory that had no earlier result,
-        where a part of them can have been written before the clock ran. It is False on cuda.
-        """
-        return self.new_in_round > NEW_SHARE * calls
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

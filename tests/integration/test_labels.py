@@ -9,8 +9,8 @@ import pytest
 
 from components.core.task import KernelTask
 from components.judge.judge import Judge
+from components.judge.result_memory import ResultMemory
 from components.judge.task_bench import BenchCache
-from components.judge.timed_runner import TimedRunner
 from components.judge.verdict import Labels
 
 pytestmark = pytest.mark.usefixtures("no_compile_baseline")
@@ -243,7 +243,7 @@ def test_after_timed_rounds_no_number_of_wrong_elements_is_told(
 ) -> None:
     """A candidate that has seen timed inputs could encode them in the number."""
     # A round that is made again would have calls that the test does not count.
-    monkeypatch.setattr(TimedRunner, "may_be_prepared", lambda *_: False)
+    monkeypatch.setattr(ResultMemory, "may_be_prepared", lambda *_: False)
     judge = copy.copy(judge_with(rules="any"))
     sandbox = judge.params.sandbox.model_copy(update={"most_rounds": judge.params.sandbox.rounds})
     judge.params = judge.params.model_copy(update={"sandbox": sandbox})

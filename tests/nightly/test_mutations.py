@@ -17,10 +17,10 @@ from components.judge import (
     input_mixing,
     limit,
     measurement,
+    result_memory,
     staged_inputs,
     task_layout,
     timed_output_check,
-    timed_runner,
 )
 from components.judge.input_mixing import InputBank, InputMix
 from components.judge.judge import Judge
@@ -108,17 +108,17 @@ def test_results_not_overwritten(cold_judge: Judge, monkeypatch: pytest.MonkeyPa
 def test_results_overwritten_with_what_is_known(
     name: str, place: str, known: int, cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timed_runner, place, (known,))
+    monkeypatch.setattr(result_memory, place, (known,))
     assert verdict(cold_judge, name).status == "correct"
 
 
 def test_truth_values_overwritten_with_one(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timed_runner, "BOOLEANS_PERIOD", 1)
+    monkeypatch.setattr(result_memory, "BOOLEANS_PERIOD", 1)
     assert verdict(cold_judge, "seen_bools").status == "correct"
 
 
 def test_places_of_results_not_counted(cold_judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timed_runner, "FEW_ADDRESSES", 1 << 20)
+    monkeypatch.setattr(result_memory, "FEW_ADDRESSES", 1 << 20)
     monkeypatch.setattr(measurement, "MOST_REPEATED", 0)
     monkeypatch.setattr(Runner, "is_written", lambda self, address, size, total: True)
     assert verdict(cold_judge, "small_outputs").status == "correct"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from components.judge.timed_runner import TimedRunner
+from components.judge.result_memory import ResultMemory
 
 
 @pytest.mark.parametrize(
@@ -16,9 +16,9 @@ from components.judge.timed_runner import TimedRunner
     ],
 )
 def test_many_results_in_new_memory_are_suspicious(results: int, new: int, is_suspicious: bool) -> None:
-    runner = object.__new__(TimedRunner)
-    runner.results, runner.new_results = results, new
-    assert runner.prepares_results is is_suspicious
+    memory = ResultMemory([])
+    memory.results, memory.new_results = results, new
+    assert memory.is_prepared is is_suspicious
 
 
 @pytest.mark.parametrize(
@@ -26,6 +26,6 @@ def test_many_results_in_new_memory_are_suspicious(results: int, new: int, is_su
     [(1, 0.0, False), (1, 1.0, True), (8, 1.0, True), (32, 2.0, False), (32, 3.0, True)],
 )
 def test_a_round_with_results_in_new_memory_may_be_too_fast(calls: int, new: float, may_be: bool) -> None:
-    runner = object.__new__(TimedRunner)
-    runner.new_in_round = new
-    assert runner.may_be_prepared(calls) is may_be
+    memory = ResultMemory([])
+    memory.new_in_round = new
+    assert memory.may_be_prepared(calls) is may_be
