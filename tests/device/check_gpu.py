@@ -1,15 +1,15 @@
 """All checks that need a GPU, as a table: name, user, budget, seconds, result. Each part takes ten minutes.
 
-    python tests/device/check_gpu.py [--part 1|2|3|4] [--seconds 580] [--out FOLDER] [--suite FOLDER] [--list]
-        [NAME...]
+    python tests/device/check_gpu.py [--part 1|2|3|4|5] [--seconds 580] [--out FOLDER] [--suite FOLDER]
+        [--list] [NAME...]
 
 Part 1 has what the judge's verdicts depend on, part 2 training and sampling, part 3 the whole corpus and
-KernelBench's baselines, and part 4 the speed of updates, in three minutes. Each check is a script of
-tests/device or tests/bench and has a budget of seconds; what a check leaves of its budget goes to those after
-it, and the most telling come first. With NAMEs only these checks run, of whatever part. Checks that need a
-package that is missing, or `--suite` (a checkout of KernelBench), are listed as not run. As root, two of them
-run a second time as an ordinary account without a name, on a copy of the checkout that this account may read.
-Needs torch and this project, no pytest.
+KernelBench's baselines, part 4 the speed of updates, in three minutes, and part 5 pushes of weights from one
+GPU to another. Each check is a script of tests/device or tests/bench and has a budget of seconds; what a
+check leaves of its budget goes to those after it, and the most telling come first. With NAMEs only these
+checks run, of whatever part. Checks that need a package that is missing, or `--suite` (a checkout of
+KernelBench), are listed as not run. As root, two of them run a second time as an ordinary account without a
+name, on a copy of the checkout that this account may read. Needs torch and this project, no pytest.
 
 Each check's output is FOLDER/NAME.log, and its last lines are printed. Ends with 0 if no check failed and all
 of those that could run were finished, with 1 otherwise, and with 2 where there is no GPU.
@@ -116,6 +116,7 @@ def checks(out: Path, suite: Path | None) -> list[Check]:
             needs=("deepspeed",),
         ),
         Check("update", 2, 120, ("tests/bench/bench_update.py", *adapter), needs=("deepspeed", "peft")),
+        Check("push-weights", 5, 560, ("tests/device/push_weights.py",), program="vllm"),
         Check("sampling", 2, 140, ("tests/device/vllm_backends.py",), program="vllm"),
         Check("corpus", 3, 300, (*corpus, "--table", str(out / "corpus.md"))),
     ]
@@ -186,7 +187,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4), default=1, help="if no NAME is given")
+    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4, 5), default=1, help="if no NAME is given")
     parser.add_argument("--seconds", type=float, default=580, help="for all checks together")
     parser.add_argument(
         "--out",
