@@ -109,7 +109,7 @@ class Shell:
         code. The duration of such a call does not count towards the time limit of the command that uses the
         utility.
         """
-        self.sandbox, self.texts = sandbox, texts
+        self.sandbox, self.texts, self.uid = sandbox, texts, isolation.shell_uid()
         self.base = Path(tempfile.mkdtemp(prefix="agent-", dir=scratch_folder()))
         self.workspace, self.control, self.output = (
             self.base / name for name in ("workspace", "control", "output")
@@ -327,7 +327,7 @@ class Shell:
                         memory_bytes=MEMORY_BYTES,
                         file_bytes=MAX_FILE_BYTES,
                         seconds=CPU_SECONDS,
-                        uid=isolation.SHELL,
+                        uid=self.uid,
                     )
                 )
                 pass_fds, environment = [filter_fd], isolation.BUBBLEWRAP_ENVIRONMENT

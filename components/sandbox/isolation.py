@@ -2,7 +2,7 @@
 
 The user who starts a sandbox determines how it is made (`can_change_uid`):
 
-- For root, no user namespace is made if the present one has the uids 65532 to 65534. Untrusted processes get
+- For root, no user namespace is made if the present one has the uids 65021 to 65534. Untrusted processes get
   one of these as their real uid, so that limits per user apply to them, and an interpreter that only root may
   read can be bound into the sandbox.
 - For every other user, a user namespace is made. Inside, untrusted processes have the uid 65534; outside,
@@ -16,9 +16,11 @@ the same paths for every checkout, and these contain no blanks, which would brea
 import contextlib
 import functools
 import importlib.util
+import itertools
 import os
 import re
 import resource
+import secrets
 import shutil
 import subprocess
 import sys
@@ -33,11 +35,12 @@ from components.sandbox.seccomp_filter import seccomp_program
 
 # The uid of runners.
 NOBODY = 65534
-# The uids of compilers and of agents' shells. They differ from the uid of runners and from each other,
-# because the limit of processes applies per uid: a candidate's threads, or a shell's processes, would
-# otherwise use up the limit of compilers.
+# The uids of compilers, and those of agents' shells, which are given out in turn. They differ from the uid of
+# runners and from each other, because the limit of processes applies per uid: a candidate's threads, or a
+# shell's processes, would otherwise use up the limit of compilers or of other shells.
 BUILDER = 65533
-SHELL = 65532
+SHELLS = range(65021, BUILDER)
+_shell_numbers = itertools.count(secrets.randbelow(len(SHELLS)))
 # RLIMIT_SIGPENDING of every untrusted process.
 PENDING_SIGNALS = 1024
 # The environment of the bubblewrap process. It does not contain the judge's own variables, such as keys,
@@ -49,14 +52,19 @@ KILLED_FIRST = ("/bin/sh", "-c", 'echo 1000 2>/dev/null >/proc/self/oom_score_ad
 
 @functools.cache
 def can_change_uid() -> bool:
-    """Return whether this process may start processes with the uids 65532 to 65534.
+    """Return whether this process may start processes with the uids of `SHELLS` up to `NOBODY`.
 
     This requires that it is root and that its user namespace contains these uids.
     """
     if os.geteuid() != 0:
         return False
     ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    return any(first <= SHELL and first + count > NOBODY for first, _, count in ranges)
+    return any(first <= SHELLS.start and first + count > NOBODY for first, _, count in ranges)
+
+
+def shell_uid() -> int:
+    """Return the uid of the next agent's shell, which differs from those of the last 511 in this process."""
+    return SHELLS[next(_shell_numbers) % len(SHELLS)]
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,8 @@ class RunnerFactory:
             "temporary_bytes": AUTOTUNE_BYTES if autotunes else TEMPORARY_BYTES,
             "seccomp": program.hex(),
             "folder": str(self.folder / f"runner-{os.urandom(8).hex()}"),
+            # On cuda no other runner works while a candidate exists.
+            "own_limits": self.sandbox.isolation == "bubblewrap" and self.device == "cpu",
         }
 
     def _zygote(self, kind: ZygoteKind) -> Zygote:

@@ -99,6 +99,18 @@ def test_a_shell_that_ends_itself_is_replaced(use: Use) -> None:
     assert use("Bash", command="echo here") == "here\n"
 
 
+def test_a_shell_with_all_processes_that_it_may_have_leaves_other_shells_theirs(tools: Tools) -> None:
+    full, other = (shell.Shell(tools.sandbox, {}, lambda _: ("", 0)) for _ in range(2))
+    try:
+        name = full.start("while sleep 300 & do :; done; sleep 300")
+        assert comes_to_pass(lambda: "fork" in (full.new_output(name) or ("", ""))[0])
+        answer = other.run("for i in $(seq 20); do sleep 0.01 & done; wait; echo fine", 60)
+        assert answer.output == "fine\n"
+    finally:
+        full.close()
+        other.close()
+
+
 def test_a_background_command_is_followed_and_killed(use: Use) -> None:
     name = use("Bash", command="echo one; sleep 0.3; echo two; sleep 300", run_in_background=True).split()[1]
     deadline, said = time.monotonic() + 120, ""

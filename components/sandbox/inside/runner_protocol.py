@@ -111,10 +111,12 @@ class Confinement(TypedDict):
 
     `limits` has resource limits by name, such as RLIMIT_AS, and `temporary_bytes` is the capacity of the
     private /workspace. `seccomp` is the system-call filter as hexadecimal BPF, or empty for none. `folder` is
-    the working folder of a process that is not isolated.
+    the working folder of a process that is not isolated. `own_limits` is whether limits per user shall count
+    nothing of other runners.
     """
 
     limits: dict[str, int]  # resource limits by name, such as RLIMIT_AS
     temporary_bytes: int  # capacity of the runner's private /workspace
     seccomp: str  # system-call filter as hexadecimal BPF; empty if no filter is to be applied
     folder: str  # working folder of a runner that is not isolated
+    own_limits: bool  # whether limits per user count nothing of other runners

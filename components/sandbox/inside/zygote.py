@@ -43,7 +43,7 @@ from typing import Any
 
 # linux/sched.h, linux/mount.h, linux/prctl.h, linux/capability.h
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
-CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 0x1000, 0x4000, 1 << 18
 PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 4, 22, 24, 38
 CAPABILITIES, CAPABILITY_VERSION = 64, 0x20080522
@@ -145,16 +145,22 @@ def drop_privileges(message: Message) -> None:
     """Set the resource limits, drop all capabilities and root's uid, and apply the system-call filter.
 
     `message` has the limits and the filter (runner_protocol.Confinement); an empty filter is not applied. A
-    process of root gets the uid 65534 instead. Raises OSError or ValueError if the kernel refuses a step.
+    process of root gets the uid 65534 instead. With `own_limits`, the numbers of threads and of pending
+    signals of other runners do not count towards the limits. Raises OSError or ValueError if the kernel
+    refuses a step.
     """
-    for name, value in message["limits"].items():
-        resource.setrlimit(getattr(resource, name), (value, value))
-    for capability in range(CAPABILITIES):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails if the kernel does not know the capability
+    drop_bounding_set()
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
+    if message["own_limits"]:
+        # Limits per user apply in each user namespace separately. In this one no uid is mapped, so every uid
+        # reads as 65534. Where the kernel refuses it, all runners share the limits.
+        libc.unshare(CLONE_NEWUSER)
+        drop_bounding_set()  # it is complete again
+    for name, value in message["limits"].items():  # later, as the limits of now apply to all such namespaces
+        resource.setrlimit(getattr(resource, name), (value, value))
     check(libc.capset(struct.pack("Ii", CAPABILITY_VERSION, 0), bytes(24)), "capset")
     check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl DUMPABLE")
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl NO_NEW_PRIVS")
@@ -167,6 +173,11 @@ def drop_privileges(message: Message) -> None:
             libc.prctl(PR_SET_SECCOMP, mode, ctypes.create_string_buffer(program, len(program)), 0, 0),
             "seccomp",
         )
+
+
+def drop_bounding_set() -> None:
+    for capability in range(CAPABILITIES):
+        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)  # fails if the kernel does not know the capability
 
 
 def redirect_stdio() -> None:
