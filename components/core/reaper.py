@@ -49,3 +49,6 @@ def start_reaper() -> None:
     # `write_end` is never closed and never inherited, so the pipe closes exactly when this process ends.
     assert not os.get_inheritable(write_end)
     os.environ[VARIABLE] = mark
+    # Otherwise setproctitle, with which vLLM names its engine's process, overwrites the environment that the
+    # reaper reads.
+    os.environ["SPT_NOENV"] = "1"

@@ -217,7 +217,15 @@ RUN = """
 import subprocess, sys, time
 from components.core.reaper import start_reaper
 start_reaper()
-child = "import subprocess, time; print(subprocess.Popen(['sleep', '300']).pid, flush=True); time.sleep(300)"
+titled = '''
+import ctypes, os, time
+begin, end = map(int, open("/proc/self/stat").read().rpartition(")")[2].split()[47:49])
+if "SPT_NOENV" not in os.environ:  # as setproctitle does
+    ctypes.memset(begin, 0, end - begin)
+print(os.getpid(), flush=True)
+time.sleep(300)
+'''
+child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {titled!r}])"
 print(subprocess.Popen([sys.executable, "-c", child]).pid, flush=True)
 time.sleep(300)
 """
@@ -231,7 +239,7 @@ def alive(process: int) -> bool:
 
 
 def test_everything_dies_with_the_run() -> None:
-    """A killed run cannot clean up: the reaper kills its children and theirs."""
+    """A killed run cannot clean up: the reaper kills its children and theirs, also those that set a title."""
     with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         started = [int(process.stdout.readline()) for _ in range(2)]
