@@ -10,11 +10,13 @@ the server and prepares the tasks; steps an hour; the mean reward of these steps
 steps; the share of the time for which sampler, judge and trainer were idle; and the mean age of the tokens.
 
 With --kills, another run of three steps loses its vLLM server, then the judge's processes that hold torch,
-and at last itself, each by SIGKILL after some trajectories were finished, and is started again. Then every
-trajectory that was finished before a kill must have been trained on once, unchanged. Ends with 1 otherwise.
+and at last itself, each by SIGKILL after some trajectories were finished, and is started again. It must go on
+after the first two. Then every trajectory that was finished and judged before a kill must have been trained
+on once, unchanged. Ends with 1 otherwise.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -71,13 +73,28 @@ def row(staleness: int, out: Path) -> str:
 
 
 def finished(out: Path) -> dict[str, bytes]:
-    """Return the contents of all finished trajectories of the stage in the folder `out`, by attempt."""
-    places = [*out.glob("sampling/*/trajectories.jsonl"), *out.glob("trajectories/*/*/trajectories.jsonl")]
-    return {place.parent.name: place.read_bytes() for place in places}
+    """Return the contents of all finished trajectories of the stage in the folder `out`, by attempt.
+
+    Those on which the judge failed are left out, because a stage that is started again repeats them.
+    """
+    found = {}
+    # Names that begin with a dot are of folders that are still written. A trajectory may move meanwhile.
+    for pattern in ("sampling/[0-9]*/trajectories.jsonl", "trajectories/*/[0-9]*/trajectories.jsonl"):
+        for place in out.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                content = place.read_bytes()
+                if json.loads(content)["reward"] is not None:
+                    found[place.parent.name] = content
+    return found
 
 
 def kill(words: tuple[bytes, ...], trainer: subprocess.Popen[bytes]) -> int:
-    """Kill the trainer's descendants whose command line has all `words`, or the trainer if there are none."""
+    """Kill the trainer's descendants whose command line has all `words`, or the trainer if there are none.
+
+    Returns how many were killed, which is 0 if the trainer has ended.
+    """
+    if trainer.poll() is not None:
+        return 0
     if not words:
         trainer.kill()
         return 1
@@ -96,18 +113,21 @@ def kill(words: tuple[bytes, ...], trainer: subprocess.Popen[bytes]) -> int:
         if ancestor == trainer.pid and process != trainer.pid and all(word in command for word in words):
             chosen.append(process)
     for process in chosen:
-        os.kill(process, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it ended with another one
+            os.kill(process, signal.SIGKILL)
     return len(chosen)
 
 
 def survive(arguments: argparse.Namespace, out: Path) -> bool:
     """Run three steps of stage 4 in `out`, kill its processes one after the other, and check what is left."""
     process, begun, kept = start(arguments, out, "agentic.steps=3"), time.monotonic(), dict[str, bytes]()
+    is_killed = True
     for number, (name, words) in enumerate(VICTIMS.items(), 1):
         while len(finished(out)) < number * BETWEEN and process.poll() is None:
             time.sleep(0.2)
         kept |= finished(out)
         killed = kill(words, process)
+        is_killed = is_killed and killed > 0
         print(f"{time.monotonic() - begun:6.0f} s: {len(kept)} finished, {killed} killed: {name}", flush=True)
         if not words:
             process.wait()
@@ -122,7 +142,7 @@ def survive(arguments: argparse.Namespace, out: Path) -> bool:
         f"{len(missing)} are missing, {len(changed)} changed; {len(twice)} trained twice",
         flush=True,
     )
-    return not (code or missing or changed or twice or not trained)
+    return is_killed and not (code or missing or changed or twice or not trained)
 
 
 def main() -> int:
