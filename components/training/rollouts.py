@@ -15,7 +15,7 @@ from components.agent.episode import RolloutRequest
 from components.agent.rewards import load_reward
 from components.agent.trajectory import Trajectory, load_trajectories
 from components.core import stage_params
-from components.core.errors import StageFailed
+from components.core.errors import StageFailed, UserError
 from components.core.files import atomic_folder
 from components.core.task import KernelTask
 from components.judge.pool.measurable import left_out, refused_tasks
@@ -29,7 +29,8 @@ from components.policy.checkpoint import (
 )
 from components.policy.sampler import Sampler
 from components.policy.transformers_sampler import TransformersSampler
-from components.policy.vllm.sampler import VllmSampler, open_vllm_sampler
+from components.policy.vllm.own_servers import OWN_SERVERS
+from components.policy.vllm.sampler import VllmSampler, has_ended, open_vllm_sampler
 from components.policy.weight_stream import weight_buckets
 from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.metrics import Figures, ages
@@ -180,7 +181,24 @@ class TrainedPolicy:
                 self._help_to_gather()
 
     def _push(self, sampler: VllmSampler, version: str) -> None:
-        sampler.push(weight_buckets(self.model, BUCKET_BYTES), version=version, folder=self.published)
+        """Send the present weights to the vLLM servers, and name them `version`.
+
+        If all servers that this process has started have ended, the first one is waited for, because they
+        are started again. If the last one ends during the push, all weights are sent again, unless other
+        ranks would have to help to gather them.
+        """
+        while True:
+            was_healthy = OWN_SERVERS.wait(any)
+            try:
+                sampler.push(weight_buckets(self.model, BUCKET_BYTES), version=version, folder=self.published)
+                return
+            except UserError as error:
+                if not (was_healthy and has_ended(error)) or self._gathers():
+                    raise
+
+    def _gathers(self) -> bool:
+        """Return whether the weights are sharded by ZeRO 3 among several ranks."""
+        return self.world.size > 1 and self.stage.params.engine.zero_stage == 3
 
     def _restore(self) -> None:
         """Send the present weights again if all vLLM servers lost them by a restart.
@@ -189,7 +207,7 @@ class TrainedPolicy:
         are sharded by ZeRO 3 among several ranks, because the other ranks would have to help to gather them.
         """
         if isinstance(self.sampler, VllmSampler) and self.sampler.fleet.has_lost_weights():
-            if self.world.size > 1 and self.stage.params.engine.zero_stage == 3:
+            if self._gathers():
                 raise StageFailed(
                     f"{self.stage.name}: the vLLM servers lost their weights by a restart, and several ranks "
                     "under engine.zero_stage 3 send them only between steps; run the same command again, "

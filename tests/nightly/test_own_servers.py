@@ -29,6 +29,7 @@ from components.policy.sampler import Completion
 from components.policy.vllm import start
 from components.policy.vllm.own_servers import OWN_SERVERS, check_own_servers
 from components.policy.vllm.sampler import VllmSampler
+from components.policy.vllm.weights import FleetWeights
 from components.training.rollouts import TrainedPolicy
 from components.training.run_stage import run_stage
 from components.training.stage import CHECKPOINT, Stage
@@ -114,6 +115,25 @@ def test_a_server_that_is_killed_within_a_step_is_started_again_with_the_weights
     assert len(versions) == 1 and versions.pop().endswith("+1")
     last = json.loads((made.out / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["sampler_difference"] < 1e-4 and last["sampler_retries"] > 0
+
+
+@pytest.mark.parametrize("method", ["_begin", "_end"])
+def test_a_server_that_is_killed_before_or_during_a_push_is_waited_for_and_gets_all_weights(
+    method: str, vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(FleetWeights, method)
+
+    def killing(weights: FleetWeights, *arguments: Any) -> Any:
+        if weights.fleet.replicas[0].version.endswith("+0") and len(starts(vllm)) == 1:
+            os.kill(starts(vllm)[0][0], signal.SIGKILL)
+        return original(weights, *arguments)
+
+    monkeypatch.setattr(FleetWeights, method, killing)
+    made = stage(tmp_path, "warmup", *sets(vllm, *SMALL))
+    run_stage(made, episode)
+    assert len(starts(vllm)) == 2
+    last = json.loads((made.out / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 1 and last["sampler_difference"] < 1e-4
 
 
 def test_a_server_that_ends_in_an_evaluation_is_started_again_with_its_weights_but_not_for_ever(
@@ -207,6 +227,7 @@ def test_weights_that_several_ranks_would_have_to_gather_within_a_step_are_not_w
         stage=made,
         world=SimpleNamespace(size=2),
         sampler=VllmSampler(fleet, (2,), made.params.policy, version="v"),
+        _gathers=lambda: TrainedPolicy._gathers(policy),
     )
     with pytest.raises(
         StageFailed, match=r"^warmup: the vLLM servers lost their weights .* same command again"

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +116,7 @@ class OwnServers:
         described = {name: value for name, value in config.to_dict().items() if name not in STORAGE}
         served = (described, plan(Path(), ports=[0] * count))
         if self.urls and served == self.served and self.fault is None:
-            deadline = time.monotonic() + START_SECONDS
-            while not all(map(is_healthy, self.urls)) and time.monotonic() < deadline:
-                self.check()
-                time.sleep(POLL_SECONDS)
+            self.wait(all)
             return self.urls
         self.close()
         started = plan(model.resolve(), ports=_free_ports(count))
@@ -137,6 +134,20 @@ class OwnServers:
             watch()
         except (StageFailed, UserError) as error:
             self.fault = error
+
+    def wait(self, enough: Callable[[Iterable[bool]], bool]) -> bool:
+        """Wait until `all` or `any` of the servers of `open` are healthy, and return whether they are.
+
+        The wait ends after START_SECONDS. A server is not healthy while it is started again, for instance.
+        If no server was started, the result is False. Raises the errors of `check`.
+        """
+        healthy, deadline = False, time.monotonic() + START_SECONDS
+        while self.urls and not (healthy := enough(map(is_healthy, self.urls))):
+            self.check()
+            if time.monotonic() > deadline:
+                break
+            time.sleep(POLL_SECONDS)
+        return healthy
 
     def check(self) -> None:
         """Raise the error after which this process no longer restarts its vLLM servers, if there was one.

@@ -26,6 +26,11 @@ from components.policy.vllm.weights import FleetWeights
 TEND_SECONDS = 2.0
 
 
+def has_ended(error: UserError) -> bool:
+    """Return whether a push failed with `error` because no server answered any more."""
+    return isinstance(error.__cause__, ServerUnavailable) and error.__cause__.status == 0
+
+
 class VllmSampler:
     """A sampler that sends prompts to a fleet of vLLM servers and can replace their weights.
 
@@ -89,7 +94,7 @@ class VllmSampler:
                     push_again()
             except UserError as error:
                 # A server that ended again is started again.
-                if not (isinstance(error.__cause__, ServerUnavailable) and error.__cause__.status == 0):
+                if not has_ended(error):
                     raise
 
     def push(
