@@ -10,6 +10,7 @@ import contextlib
 import functools
 import platform
 import resource
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,9 @@ from components.sandbox.runner_factory import RunnerFactory
 TASK_DESCRIPTORS = 40
 # Number of file descriptors that are reserved for everything else in the judge's process.
 OTHER_DESCRIPTORS = 512
+# Reasons of a verdict if a sandboxed process was killed, and seconds after which the zygote from which it was
+# forked is known to have ended too, if that was killed.
+KILLED_REASONS, ZYGOTE_SECONDS = ("process_died", "task"), 0.1
 # Largest number of characters in the log of a verdict; the middle of a longer log is cut out.
 LOG_CHARACTERS = 2000
 REASON_CHARACTERS = 200
@@ -126,8 +130,11 @@ class Judge:
         other than `correct`. Raises InfrastructureError if the judge itself fails.
         """
         call = ""  # that makes the inputs of the present workload
+        ended = self.runner_factory.ended_zygotes()
 
         def failed(status: Status, reason: str, log: str) -> Verdict:
+            if reason in KILLED_REASONS:
+                self._check_zygotes(ended)
             failing = (WorkloadFigures(call=call),) if call else ()
             log = f"with the inputs of {call}: {log}" if call else log
             return make_verdict(self.params, status, reason, log, workloads=failing)
@@ -244,7 +251,14 @@ class Judge:
         torch.compile and the no-op. Entering the context raises TaskError if the task's own source fails.
         """
         make = functools.partial(TaskBench, self.params, self.runner_factory, self.scheduler, task.code)
-        return self.bench_cache.use(task.code_digest, make)
+        return self.bench_cache.use(self.bench_key(task), make)
+
+    def bench_key(self, task: KernelTask) -> str:
+        """Return the key of the task's bench (reference data and baselines) in the cache.
+
+        It changes when a zygote has ended, because the processes of earlier benches have ended with it.
+        """
+        return f"{task.code_digest}-{self.runner_factory.ended_zygotes()}"
 
     def _evidence(self, bench: TaskBench) -> dict[str, Any]:
         cuda, reference = self.params.device == "cuda", bench.reference
@@ -287,7 +301,24 @@ class Judge:
                 params, self.runner_factory, self.scheduler, source, eager_seconds, headroom=headroom
             )
 
-        return admit_workloads(code, admit_one)
+        ended = self.runner_factory.ended_zygotes()
+        admission = admit_workloads(code, admit_one)
+        if not admission.admitted:
+            self._check_zygotes(ended)
+        return admission
+
+    def _check_zygotes(self, ended: int) -> None:
+        """Raise InfrastructureError if more than `ended` zygotes have ended by themselves until now.
+
+        A zygote is a process with torch that sandboxed processes are forked from, and that ends them if it is
+        killed. A failure of a candidate or task at that time may therefore not be its own.
+        """
+        time.sleep(ZYGOTE_SECONDS)
+        if self.runner_factory.ended_zygotes() > ended:
+            raise InfrastructureError(
+                "a process of the judge that holds torch ended while it judged; if that happens again, see "
+                "whether the machine runs out of memory."
+            )
 
     def _admit_memory(self, code: str) -> Admission:
         """Return whether the task with source `code` runs and the memory suffices to judge candidates of it.

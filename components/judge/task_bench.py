@@ -139,7 +139,7 @@ class TaskBench:
 
 
 class BenchCache:
-    """Cache of the reference data and baselines of tasks, by the digest of the task's source.
+    """Cache of the reference data and baselines of tasks, by a key that identifies the task's source.
 
     A bench has those of one task: its inputs and reference outputs, and the running processes of eager,
     torch.compile and the no-op (`TaskBench`). If there are more benches than `capacity`, the least recently
@@ -154,41 +154,40 @@ class BenchCache:
         self.lock = threading.Lock()
 
     @contextlib.contextmanager
-    def use(self, code_digest: str, make: Callable[[], TaskBench]) -> Iterator[TaskBench]:
-        """Yield the bench of the task with the digest `code_digest`, and keep it open until the context ends.
+    def use(self, key: str, make: Callable[[], TaskBench]) -> Iterator[TaskBench]:
+        """Yield the bench of the task with the key `key`, and keep it open until the context ends.
 
-        A bench has the reference data and running baselines of one task, and the digest is that of the task's
-        source. If the cache has no bench for the task, `make` is called to make one. An error of `make` is
-        raised and not cached, because the machine may have caused it and the next call may succeed.
+        A bench has the reference data and running baselines of one task. If the cache has no bench for the
+        task, `make` is called to make one. An error of `make` is raised and not cached, because the machine
+        may have caused it and the next call may succeed.
         """
         with self.lock:
-            self.users[code_digest] += 1
-            task_lock = self.task_locks[code_digest]
+            self.users[key] += 1
+            task_lock = self.task_locks[key]
         try:
             with task_lock:
-                bench = self.benches.get(code_digest) or make()
+                bench = self.benches.get(key) or make()
                 with self.lock:
-                    self.benches[code_digest] = bench
-                    self.benches.move_to_end(code_digest)
+                    self.benches[key] = bench
+                    self.benches.move_to_end(key)
                     surplus = len(self.benches) - self.capacity
             for _ in range(surplus):
                 self.close_unused()
             yield bench
         finally:
             with self.lock:
-                self.users[code_digest] -= 1
-                self._forget(code_digest)
+                self.users[key] -= 1
+                self._forget(key)
 
-    def _forget(self, code_digest: str) -> None:
+    def _forget(self, key: str) -> None:
         """Drop the lock and the user count of a task whose bench is closed and that no call uses.
 
-        A bench has the reference data and running baselines of one task, and `code_digest` is the digest of
-        the task's source. Nothing is done if the bench is open or in use. The caller holds the lock of the
-        cache.
+        A bench has the reference data and running baselines of one task. Nothing is done if the bench is open
+        or in use. The caller holds the lock of the cache.
         """
-        if code_digest not in self.benches and self.users[code_digest] == 0:
-            del self.users[code_digest]
-            self.task_locks.pop(code_digest, None)
+        if key not in self.benches and self.users[key] == 0:
+            del self.users[key]
+            self.task_locks.pop(key, None)
 
     def close_unused(self) -> None:
         """Close the least recently used bench that is not in use, if there is one.
@@ -196,7 +195,7 @@ class BenchCache:
         A bench has the reference data and running baselines of one task.
         """
         with self.lock:
-            unused = next((code_digest for code_digest in self.benches if self.users[code_digest] == 0), None)
+            unused = next((key for key in self.benches if self.users[key] == 0), None)
             bench = None if unused is None else self.benches.pop(unused)
             if unused is not None:
                 self._forget(unused)

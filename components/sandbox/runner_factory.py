@@ -129,6 +129,8 @@ class RunnerFactory:
         # Descriptor of an empty file, sent in place of the library if a role has no library.
         self.empty_library = sealed_file(b"")
         self.failed_starts: dict[ZygoteKind, int] = {}
+        # Number of zygotes that ended by themselves and were replaced.
+        self.replaced = 0
         # Process descriptors of the runners that may not have ended yet.
         self.pidfds: list[int] = []
 
@@ -192,6 +194,14 @@ class RunnerFactory:
             on_failure.pop_all()
         return runner
 
+    def ended_zygotes(self) -> int:
+        """Return how many zygotes have ended by themselves until now, for instance because they were killed.
+
+        A zygote is a process that has loaded torch. The sandboxed processes that were forked from it end too.
+        """
+        with self.lock:
+            return self.replaced + sum(one.process.poll() is not None for one in self.zygotes.values())
+
     def close(self) -> None:
         """End all zygotes and runners and wait until they have ended, so that their GPU memory is free.
 
@@ -249,9 +259,17 @@ class RunnerFactory:
         A zygote is a process that runners are forked from.
         """
         zygote = self.zygotes.get(kind)
-        if zygote is None or zygote.process.poll() is not None:
+        if zygote is not None and zygote.process.poll() is not None:
+            self._remove(kind)
+            zygote = None
+        if zygote is None:
             zygote = self.zygotes[kind] = self.starter.submit(self._start, kind).result()
         return zygote
+
+    def _remove(self, kind: ZygoteKind) -> None:
+        """Forget the zygote of this kind, which has ended by itself; the caller holds the lock."""
+        self.zygotes.pop(kind).close()
+        self.replaced += 1
 
     def _start(self, kind: ZygoteKind) -> Zygote:
         self.folder.chmod(0o700)  # other users must not read or run files that runners write below it
@@ -315,7 +333,7 @@ class RunnerFactory:
             zygote.process.wait(1)
         output = " ".join(log.read_text(errors="replace").split())[-500:]
         if zygote.process.poll() is not None and self.zygotes.get(kind) is zygote:
-            self.zygotes.pop(kind).close()
+            self._remove(kind)
             self.failed_starts[kind] = 0 if zygote.has_served else self.failed_starts.get(kind, 0) + 1
         if self.failed_starts.get(kind, 0) < MAX_FAILED_STARTS:
             return InfrastructureError(

@@ -1,5 +1,6 @@
 """Verdicts on honest and on mistaken candidates, and the journal."""
 
+import contextlib
 import os
 import resource
 import subprocess
@@ -158,7 +159,7 @@ def test_dead_baseline_is_not_the_candidates_fault(judge: Judge, tmp_path: Path)
     pool = LocalPool(judge.params, tmp_path / "verdicts")
     pool._judge = judge
     judge.verdict(corpus.TASK, SIMD)
-    runner = judge.bench_cache.benches[corpus.TASK.code_digest].baselines.runners[EAGER].runner
+    runner = judge.bench_cache.benches[judge.bench_key(corpus.TASK)].baselines.runners[EAGER].runner
     assert runner is not None
     runner.signal(9)  # as the kernel does when memory runs out
     assert pool.submit(Job(corpus.TASK, Candidate.of(SIMD), "0")).result(600).status == "correct"
@@ -201,6 +202,23 @@ def test_a_closed_runner_factory_has_no_process_left(ci_params: Params, tmp_path
     runner_factory.close()
     assert lingers.poll() is not None
     assert runner_factory.pidfds == []
+
+
+def test_a_candidate_is_not_blamed_when_the_process_is_killed_that_its_own_was_forked_from(
+    ci_params: Params, tmp_path: Path
+) -> None:
+    steps: list[str] = []
+    endless = corpus.files("exploits", "endless_loop")
+    with contextlib.closing(Judge(ci_params, tmp_path)) as judge, ThreadPoolExecutor(1) as executor:
+        judged = executor.submit(judge.verdict, corpus.TASK, endless, report=steps.append)
+        while "comparing outputs with the reference" not in steps:
+            assert not judged.done(), judged.result()
+            time.sleep(0.05)
+        started = psutil.Process(judge.runner_factory.zygotes["plain"].process.pid).children(recursive=True)
+        min((one for one in started if "python" in one.name()), key=psutil.Process.create_time).kill()
+        with pytest.raises(InfrastructureError, match="holds torch ended while it judged"):
+            judged.result(60)
+        assert judge.verdict(corpus.TASK, SIMD).status == "correct"
 
 
 def test_pool_measures_once_per_epoch(ci_params: Params, judge: Judge, tmp_path: Path) -> None:
