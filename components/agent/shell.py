@@ -66,10 +66,11 @@ while IFS=' ' read -r __kind __n; do
   case $__kind in
     run) . "$CONTROL/$__n.sh" </dev/null >"$OUTPUT/$__n" 2>&1; printf '%s %s\n' "$__n" "$?" ;;
     start) set -m
-      ( trap - XFSZ; . "$CONTROL/$__n.sh"; echo $? >"$OUTPUT/$__n.exit" ) </dev/null >"$OUTPUT/$__n" 2>&1 &
+      { ( trap - XFSZ; . "$CONTROL/$__n.sh" ); echo $? >"$OUTPUT/$__n.exit"
+      } </dev/null >"$OUTPUT/$__n" 2>&1 &
       __job[$__n]=$!; set +m; printf '%s 0\n' "$__n" ;;
     kill) kill -KILL -- "-${__job[$__n]}" 2>/dev/null
-      { wait "${__job[$__n]}"; } 2>/dev/null; printf '%s 0\n' "$__n" ;;
+      { wait "${__job[$__n]}" || echo $? >"$OUTPUT/$__n.exit"; } 2>/dev/null; printf '%s 0\n' "$__n" ;;
   esac
 done
 """
@@ -134,6 +135,8 @@ class Shell:
         self.commands = 0
         # Number of bytes of output that were already returned, by the number of the background command.
         self.read_until: dict[str, int] = {}
+        # The bash in which each background command was started, by its number; None if it ended at once.
+        self.started_in: dict[str, subprocess.Popen[bytes] | None] = {}
         self.lock = threading.Lock()
         self.closing = threading.Event()
         self.watcher = threading.Thread(target=self._watch, name="shell-watch", daemon=True)
@@ -180,22 +183,22 @@ class Shell:
         number = self._save(command)
         with COMMAND_PLACES:
             line = self._send(f"run {number}", seconds)
-        code = int(line) if line.lstrip("-").isdigit() else None
+        code = int(line) if line.isdigit() else None
         return CommandResult(self._read(number)[0], code, line if code is None else "")
 
     def start(self, command: str) -> str:
         """Start `command` in the background and return the name that `new_output` and `kill` expect."""
         number = self._save(command)
         self._send(f"start {number}", CONTROL_SECONDS)
-        self.read_until[number] = 0
+        self.read_until[number], self.started_in[number] = 0, self.process
         return f"bash_{number}"
 
     def new_output(self, name: str) -> tuple[str, str] | None:
         """Return the output of a background command since the last call, and a text about its state.
 
         `name` is what `start` returned for the command. The text says that the command is running, that it
-        ended (with its exit code), or that it was killed with its shell. Returns None if there is no
-        background command of this name.
+        ended (with its exit code, 137 after `kill`), or that it was killed with its shell. Returns None if
+        there is no background command of this name.
         """
         number = name.removeprefix("bash_")
         if number not in self.read_until:
@@ -204,12 +207,7 @@ class Shell:
         text, self.read_until[number] = self._read(number, self.read_until[number])
         if ended is not None:
             return text, f"ended with exit code {ended.decode(errors='replace').strip()[:8]}"
-        return (
-            text,
-            "running"
-            if self.process is not None and self.process.poll() is None
-            else "killed with its shell",
-        )
+        return text, "running" if self._has_its_shell(number) else "killed with its shell"
 
     def kill(self, name: str) -> bool:
         """Kill a background command and its child processes.
@@ -220,8 +218,14 @@ class Shell:
         number = name.removeprefix("bash_")
         if number not in self.read_until:
             return False
-        self._send(f"kill {number}", CONTROL_SECONDS)
+        if self._has_its_shell(number):
+            self._send(f"kill {number}", CONTROL_SECONDS)
         return True
+
+    def _has_its_shell(self, number: str) -> bool:
+        """Return whether the bash runs in which the background command `number` was started."""
+        shell = self.started_in[number]
+        return shell is not None and shell is self.process and shell.poll() is None
 
     def close(self) -> None:
         """End all processes of the shell and remove its folders."""

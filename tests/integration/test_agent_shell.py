@@ -123,6 +123,24 @@ def test_a_background_command_is_followed_and_killed(use: Use) -> None:
     assert use("BashOutput", bash_id="bash_99") == "bash_99: no background command of this name."
 
 
+def test_a_background_command_that_exits_or_is_killed_has_ended(use: Use) -> None:
+    name = use("Bash", command="exit 3", run_in_background=True).split()[1]
+    assert comes_to_pass(lambda: use("BashOutput", bash_id=name) == "[ended with exit code 3]")
+    assert use("KillBash", shell_id=name) == f"Killed {name}."
+    assert use("BashOutput", bash_id=name) == "[ended with exit code 3]"
+    name = use("Bash", command="sleep 300", run_in_background=True).split()[1]
+    use("KillBash", shell_id=name)
+    assert use("BashOutput", bash_id=name) == "[ended with exit code 137]"
+
+
+def test_a_background_command_does_not_run_in_the_shell_that_replaces_its_own(use: Use) -> None:
+    name = use("Bash", command="sleep 300", run_in_background=True).split()[1]
+    use("Bash", command="exit")
+    assert use("Bash", command="echo here") == "here\n"
+    assert use("KillBash", shell_id=name) == f"Killed {name}."
+    assert use("BashOutput", bash_id=name) == "[killed with its shell]"
+
+
 def test_a_shell_answers_a_process_that_holds_a_thousand_descriptors(use: Use) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
