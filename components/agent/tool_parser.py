@@ -310,7 +310,7 @@ def _call(value: Any) -> Request:
     arguments = value.get("arguments", value.get("parameters")) if isinstance(value, dict) else None
     if isinstance(arguments, str):
         arguments = JSON.decode(arguments)
-    return Request(str(value["name"]), dict(arguments or {}))
+    return Request(str(value["name"]), {**(arguments or {})})  # which a list of pairs would not be
 
 
 def _limited(request: Request) -> Request:

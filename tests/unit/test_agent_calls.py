@@ -101,6 +101,7 @@ def test_text_that_was_not_meant_as_a_call_is_none(text: str) -> None:
         "<tool_call>[]</tool_call>",
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": "Write", "arguments": 7}</tool_call>',
+        '<tool_call>{"name": "Bash", "arguments": [["command", "ls"]]}</tool_call>',
         '```json\n{"name": "Write", "arguments": {"content": }}\n```',
         '<|channel|>commentary to=functions.Write<|message|>{"file_path": <|call|>',
         "<|channel|>commentary to=functions.Write<|message|>7<|call|>",
