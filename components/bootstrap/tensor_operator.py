@@ -41,9 +41,7 @@ class TensorOperator:
     build: Callable[..., Parts]
     draw: Draw | None
     init: str = ""
-    # Endings of the names of the entries of the state dict, in their order.
     state: tuple[str, ...] = ()
-    # Ranks of x, and C++ types of further inputs, that `build` supports.
     ranks: tuple[int, ...] = (2, 3, 4, 5)
     types: tuple[str, ...] = ("float",)
 
@@ -64,15 +62,8 @@ def constants_of(**palettes: Sequence[str]) -> Drawn:
     return lambda rng, shape: {name: float(rng.choice(values)) for name, values in palettes.items()}
 
 
-def same_shape(rng: random.Random, shape: Shape) -> Arguments:
-    """Return the argument `inputs` of an operator with a second input `y` of the shape of x.
-
-    `shape` is the shape of x. `rng` is not used, because there is nothing to draw.
-    """
-    return {"inputs": {"y": shape}}
-
-
 def channels(rng: random.Random, shape: Shape) -> Arguments:
+    """Return the argument `channels`, the size of the second dimension of x; `rng` is not used."""
     return {"channels": shape[1]}
 
 

@@ -30,7 +30,7 @@ from components.bootstrap.tensor_operator import (
     TensorOperator,
     channels,
     constants_of,
-    same_shape,
+    further_inputs,
 )
 from components.bootstrap.tensor_products import PRODUCTS
 from components.bootstrap.tensor_reductions import ALONG, REDUCTIONS, RESHAPES
@@ -140,7 +140,11 @@ LINES |= {
 }
 LINES |= {
     name: TensorOperator(
-        f"x {sign} y", partial(_line, code=code, operand="y"), same_shape, ranks=ALL_RANKS, types=ALL_TYPES
+        f"x {sign} y",
+        partial(_line, code=code, operand="y"),
+        further_inputs("y"),
+        ranks=ALL_RANKS,
+        types=ALL_TYPES,
     )
     for name, sign, code in (
         ("add_input", "+", "v = v + y@;"),

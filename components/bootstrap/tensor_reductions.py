@@ -18,7 +18,6 @@ from components.bootstrap.tensor_operator import (
     Arguments,
     Parts,
     TensorOperator,
-    same_shape,
 )
 
 
@@ -178,7 +177,7 @@ REDUCTIONS |= {
                 (Loop((("sum", "dot", "v * y@"), ("sum", "left", "v * v"), ("sum", "right", "y@ * y@"))),),
                 "dot / (vmax(std::sqrt(left), 1e-8f) * vmax(std::sqrt(right), 1e-8f))",
             ),
-            lambda rng, shape: {**_dim(rng, shape), **same_shape(rng, shape)},
+            lambda rng, shape: {**_dim(rng, shape), "inputs": {"y": shape}},
         ),
     )
 }
@@ -279,7 +278,7 @@ ALONG: dict[str, TensorOperator] = {
             "cumsum_masked",
             "torch.cumsum(x * y, dim={dim})",
             Code(apply=("total += v * y@;", "v = total;"), carry=(("total", "0"),)),
-            lambda rng, shape: {**_dim(rng, shape), **same_shape(rng, shape)},
+            lambda rng, shape: {**_dim(rng, shape), "inputs": {"y": shape}},
         ),
         (
             "cummax",
