@@ -1,9 +1,9 @@
 """All parameters with their types, meanings and permitted values.
 
 The parameters of the training stages and of the engine are in stage_params.py and included here. The values
-are read from `params.yaml` by `config.resolve`. No value has a default in this file. Every parameter has the
-kind `result` (it changes what a run computes, measures or publishes) or `throughput` (it does not), which
-records.py defines.
+are read from `params.yaml` by `config.resolve`. No value has a default in this file. The description of each
+field gives its meaning and its unit. Every parameter has the kind `result` (it changes what a run computes,
+measures or publishes) or `throughput` (it does not), which records.py defines.
 """
 
 from pathlib import Path
@@ -39,10 +39,7 @@ def _listed(value: Any) -> Any:
 
 
 class Data(FrozenModel):
-    """Parameters of the data set of kernel tasks: what the tasks are made of, and which of them are admitted.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of the data set of kernel tasks: what tasks are made of, and which of them are admitted."""
 
     tasks: Tasks = result("admitted training tasks to make")
     held_out: Tasks = result("admitted held-out tasks to make; never seen in any stage")
@@ -89,10 +86,7 @@ class Data(FrozenModel):
 
 
 class Sandbox(FrozenModel):
-    """Parameters of the judge, which builds, checks and measures kernels, and of its sandbox.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of the judge, which builds, checks and measures kernels, and of its sandbox."""
 
     isolation: Literal["bubblewrap", "none"] = result(
         "isolation of candidates; none must be written by a person and is recorded in every verdict"
@@ -168,10 +162,7 @@ class Sandbox(FrozenModel):
 
 
 class Adapter(FrozenModel):
-    """Parameters of low-rank adapters (LoRA, arXiv 2106.09685), made by peft.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of low-rank adapters (LoRA, arXiv 2106.09685), made by peft."""
 
     rank: Natural = result("rank of the adapters; 0 trains all parameters instead")
     alpha: Count = result("the adapters' product is scaled by alpha / rank")
@@ -181,10 +172,7 @@ class Adapter(FrozenModel):
 
 
 class Policy(FrozenModel):
-    """Parameters of the policy, which is the language model that writes kernels, and of its sampler.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of the policy, which is the language model that writes kernels, and of its sampler."""
 
     source: str = result(
         "what a run starts from: scratch, champion, or a Hugging Face causal LM: its folder, or a GGUF file"
@@ -237,8 +225,7 @@ class Pool(FrozenModel):
     """Parameters of the placement: the GPUs, or processor cores on cpu, of trainers, samplers and judges.
 
     Judges are processes that build, check and measure kernels. Trainers and judges are placed on the Ray
-    cluster that the environment variable RAY_ADDRESS names, unless their number is 0. The description of each
-    field gives its meaning and its unit.
+    cluster that the environment variable RAY_ADDRESS names, unless their number is 0.
     """
 
     trainers: Natural = throughput(
@@ -266,10 +253,7 @@ class Pool(FrozenModel):
 
 
 class Evaluation(FrozenModel):
-    """Parameters of the evaluation of a policy on a suite, which is a set of kernel tasks.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of the evaluation of a policy on a suite, which is a set of kernel tasks."""
 
     suite: str = result(
         "held-out, shipped, or the path of a suite: task files, a KernelBench checkout, or parquet"
@@ -290,10 +274,7 @@ DATABASE = Path("mlflow", "mlflow.db")
 
 
 class Registry(FrozenModel):
-    """Parameters of MLflow, and of the audit chain, which is the signed log of decisions on policy versions.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of MLflow, and of the audit chain, the signed log of decisions on policy versions."""
 
     tracking_uri: str = result("MLflow tracking URI; empty is SQLite in the home folder")
     experiment: str = result("MLflow experiment")
@@ -325,8 +306,7 @@ class GateThresholds(FrozenModel):
     """Thresholds of the gates: the conditions under which a trained policy may become the champion.
 
     The champion is the promoted version of the policy in the registry. `approval` and `approval_seconds` say
-    whether a person has to approve a version that passes the gates, and how long it waits. The description of
-    each field gives its meaning and its unit.
+    whether a person has to approve a version that passes the gates, and how long it waits.
     """
 
     pass_rate: Share = result("least lower end of the share of tasks that are solved")
@@ -363,10 +343,7 @@ class GateThresholds(FrozenModel):
 
 
 class StoreParams(FrozenModel):
-    """Parameters of the artifact store, which keeps copies of checkpoints and of the files of runs.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of the artifact store, which keeps copies of checkpoints and of the files of runs."""
 
     url: str = result(
         "artifact store: empty is a folder in the home folder; "
@@ -376,10 +353,7 @@ class StoreParams(FrozenModel):
 
 
 class Night(FrozenModel):
-    """Parameters of a night, which is one run of the pipeline in a series of runs.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of a night, which is one run of the pipeline in a series of runs."""
 
     hours: Annotated[float, Field(ge=0, allow_inf_nan=False)] = throughput(
         "time budget in hours, for which training ends after a whole update; 0 is off"
@@ -394,7 +368,7 @@ class Night(FrozenModel):
 class JudgeParams(FrozenModel):
     """Parameters of a judge, which builds, checks and measures kernels: device, precision and sandbox.
 
-    All verdicts of the judge depend on them. The description of each field gives its meaning and its unit.
+    All verdicts of the judge depend on them.
     """
 
     device: Device = result("what kernels run on")
@@ -405,7 +379,7 @@ class JudgeParams(FrozenModel):
 class Params(JudgeParams):
     """All parameters of a run of the pipeline, with one field for each parameter or section in params.yaml.
 
-    `config.resolve` makes this record. The description of each field gives its meaning and its unit.
+    `config.resolve` makes this record.
     """
 
     seed: Seed = result("seed of sampling and of the training stages")

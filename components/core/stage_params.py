@@ -1,7 +1,8 @@
 """Parameters of the cold start, of the training stages and of their engine.
 
 The cold start is the supervised training on demonstrations before the first training stage. The engine is
-DeepSpeed. The class `Params` in params.py includes these parameters.
+DeepSpeed. The class `Params` in params.py includes these parameters. The description of each field gives its
+meaning and its unit.
 """
 
 from typing import Annotated, Literal
@@ -24,8 +25,7 @@ from components.core.records import (
 class Coldstart(FrozenModel):
     """Parameters of the cold start, which trains a policy from scratch, or fine-tunes a language model.
 
-    The cold start comes before the training stages, and its training data are demonstrations. The description
-    of each field gives its meaning and its unit.
+    The cold start comes before the training stages, and its training data are demonstrations.
     """
 
     language_model: bool = result(
@@ -48,10 +48,7 @@ class Coldstart(FrozenModel):
 
 
 class Rollouts(FrozenModel):
-    """Parameters of the sampling of trajectories, which are attempts of the policy at kernel tasks.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of the sampling of trajectories, which are attempts of the policy at kernel tasks."""
 
     tasks: Count = result("tasks of one step")
     samples: Count = result("trajectories per task")
@@ -61,10 +58,7 @@ class Rollouts(FrozenModel):
 
 
 class Ppo(FrozenModel):
-    """Parameters of a PPO stage, the training stage `warmup` (single-turn) or `agentic` (multi-turn).
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of a PPO stage, the training stage `warmup` (single-turn) or `agentic` (multi-turn)."""
 
     steps: Count = result("updates of this stage")
     learning_rate: Positive = result("actor's learning rate; the paper uses 3e-6")
@@ -121,10 +115,7 @@ class Ppo(FrozenModel):
 
 
 class Rejection(FrozenModel):
-    """Parameters of rejection fine-tuning: supervised training on sampled trajectories with enough reward.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of rejection fine-tuning: supervised training on sampled trajectories with enough reward."""
 
     rollouts: Rollouts = Field(description="how trajectories are sampled")
     min_reward: float = result("keep trajectories whose reward is greater than this; the paper uses 0")
@@ -146,10 +137,7 @@ class Rejection(FrozenModel):
 
 
 class Critic(FrozenModel):
-    """Parameters of value pretraining, which trains the critic on trajectories before multi-turn PPO.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of value pretraining, which trains the critic on trajectories before multi-turn PPO."""
 
     epochs: Count = result("passes over the trajectories")
     batch: Count = result("trajectories of one optimizer step")
@@ -162,10 +150,7 @@ class Critic(FrozenModel):
 
 
 class Engine(FrozenModel):
-    """Parameters of the training engine, DeepSpeed: precision, use of memory, and division among ranks.
-
-    The description of each field gives its meaning and its unit.
-    """
+    """Parameters of the training engine, DeepSpeed: precision, use of memory, and division among ranks."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = throughput("DeepSpeed ZeRO stage")
     dtype: Literal["float32", "bfloat16"] = result("precision of the trained weights")
