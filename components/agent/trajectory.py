@@ -250,5 +250,5 @@ def _load(folder: Path) -> Iterator[Trajectory]:
         except (TypeError, KeyError, ValueError) as error:
             raise UserError(
                 f"{folder / 'trajectories.jsonl'}: line {index + 1} is no trajectory ({error}); restore the "
-                f"file from its run."
+                "file from its run."
             ) from error

@@ -156,10 +156,10 @@ def simulate_outcome(kernel: str, right: bool, device: Device, rng: random.Rando
     kernel fails to build if its parentheses do not match or a line has a wrong end, and otherwise has wrong
     output.
     """
-    written = f"Written {kernel_path(device)}."
+    path = kernel_path(device)
+    written = f"Written {path}."
     if not right:
         if not _balanced(kernel):
-            path = kernel_path(device)
             return Outcome(f"{written}\nBuild failed: {path}: error: expected ';' before '}}' token", -1)
         return Outcome(f"{written}\n[FAIL] wrong_output: {rng.choice(WRONG_OUTPUT_REASONS)}", -1)
     milestone = rng.choices((1, 2, 3), MILESTONES)[0]
@@ -243,7 +243,7 @@ def make_demonstration(
     assistant writes a kernel and measures it, and writes and measures a second kernel unless the first
     reached milestone 3, which is faster than torch.compile. If the second kernel is no better, the assistant
     writes the first one again, or a third one if both are wrong, without measuring it. The last turn of such
-    an episode has no tool call. Raises ValueError if `task` is no composed task.
+    an episode has no tool call. Raises ValueError if no rule writes kernels for `task` (`draw_kernel`).
     """
     # The prompt of an episode on this task has the same source (`agent.episode.first_prompt`).
     code = canonicalize(task.code) or task.code

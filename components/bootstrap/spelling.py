@@ -236,7 +236,7 @@ class Speller(ast.NodeTransformer):
         return line if any(pattern.fullmatch(line) for pattern in self.known.patterns) else None
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """Spell the transposition of a matrix, the first of a function's results, and a number of `self`."""
+        """Spell a transposed matrix, the first of a function's results, a number of `self`, and `math.pi`."""
         self.generic_visit(node)
         value = self.attributes.get(node.attr) if ast.unparse(node.value) == "self" else None
         if value is not None and is_value(value):

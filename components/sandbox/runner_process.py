@@ -137,9 +137,8 @@ def has_ended(pidfd: int, seconds: float) -> bool:
 class Runner:
     """One sandboxed process, to which the judge sends messages and whose memory and CPU time it reads.
 
-    `connection` is the socket to the process, `pidfd` its process descriptor, and `deadline` the value of
-    unsuspended_seconds() at which it has used up its wall time. Methods raise RunnerError if the process
-    caused the failure, and InfrastructureError if the machine did.
+    `connection` is the socket to the process, and `pidfd` its process descriptor. Methods raise RunnerError
+    if the process caused the failure, and InfrastructureError if the machine did.
     """
 
     connection: socket.socket
