@@ -351,10 +351,7 @@ class Shell:
             )
 
     def _watch(self) -> None:
-        """End the shell while no command is waited for, if what others do in the background fills the disk.
-
-        While a command is waited for, `_reply` looks.
-        """
+        """End the shell if background commands fill the disk; while a command is awaited, `_reply` looks."""
         pause = WATCH_SECONDS
         while not self.closing.wait(pause):
             if not self.lock.acquire(blocking=False):

@@ -14,7 +14,8 @@ from components.bootstrap.loop_nest import Line, Nest, Shape
 
 Parts = Sequence[Nest | Line]
 # Values of the arguments in an operator's source, by name. In what a composer draws, `inputs` has the shapes
-# of the task's further inputs.
+# of the task's further inputs, and `classes` is the number of integers from which y is drawn if it is not of
+# floats.
 Arguments = dict[str, Any]
 Draw = Callable[[random.Random, Shape], Arguments | None]
 Drawn = Callable[[random.Random, Shape], Arguments]

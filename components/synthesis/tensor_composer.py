@@ -99,7 +99,7 @@ def fill(choices: Sequence[Choice], shape: Shape) -> tuple[list[Step], dict[str,
         fits = len(shape) in operator.ranks
         drawn = operator.draw(random.Random(choice.seed), shape) if fits else None
         more = {} if drawn is None else drawn.pop("inputs", {})
-        if drawn is None or more.keys() & inputs.keys() or ("classes" in drawn and "y" not in more):
+        if drawn is None or more.keys() & inputs.keys():
             return None
         steps.append(Step(choice.name, drawn, f"self.{choice.name}_{index}"))
         inputs |= more
