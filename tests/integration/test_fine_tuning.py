@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from cold_start_fixtures import params as tiny_params
+from cold_start_fixtures import params as params
 from cold_start_fixtures import tasks as tasks
 from training_fixtures import stage
 
@@ -28,7 +28,6 @@ from components.training.fine_tuning import demonstrated_tasks, plan_steps
 from components.training.run_stage import run_stage
 from components.training.stage import Stage
 
-params = tiny_params
 SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou help.<|im_end|>\n' }}{% endif %}"
 )
