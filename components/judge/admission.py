@@ -132,21 +132,18 @@ def admit(
     `eager_seconds` has the smallest and the largest time in seconds that one eager call may take. `headroom`
     is set for a task of a data set. Such a task must compile and must leave device memory for other tasks,
     and its time under torch.compile is measured too. A faulty task is refused and raises nothing; the reason
-    of the result is then a code such as `eager_time`, `not_deterministic` or `does_not_compile`. On a GPU a
-    task that runs out of memory is tried a second time, with as much memory reserved as its process may have
-    at most. This is `RUNNER_SHARE` of the memory if `headroom` is set, and all memory if it is not set, as
-    for a user's module.
+    of the result is then a code such as `eager_time`, `not_deterministic` or `does_not_compile`. On a GPU the
+    task's process may have the share `RUNNER_SHARE` of the memory if `headroom` is set, and all memory if it
+    is not set, as for a user's module, which may be large. A task that runs out of memory is tried a second
+    time, with that much memory reserved.
     """
     try:
         check_contract(code, "task")
     except UserError as error:
         return refusal(error)
-    largest_share = RUNNER_SHARE if headroom else 1.0
-    attempts = (
-        ((RUNNER_SHARE, 0), (largest_share, int(largest_share * scheduler.reservable_bytes)))
-        if scheduler.is_exclusive
-        else ((1.0, 0),)
-    )
+    share = RUNNER_SHARE if headroom and scheduler.is_exclusive else 1.0
+    # Bytes that are reserved beyond the estimated need, for each attempt.
+    attempts = (0, int(share * scheduler.reservable_bytes)) if scheduler.is_exclusive else (0,)
     sizing = Sizing(
         round_share=ROUND_SHARE if scheduler.is_exclusive else 1.0,
         min_correctness_sets=2,  # the outputs of two seeds are compared
@@ -155,7 +152,7 @@ def admit(
         one_process=True,
     )
     largest = int(TASK_SHARE * scheduler.reservable_bytes) if headroom and scheduler.is_exclusive else None
-    for share, extra_bytes in attempts:
+    for extra_bytes in attempts:
         processes = OneProcess(params.device, runner_factory, "compile" if headroom else "plain", share)
         try:
             reference = TaskReference(
