@@ -215,6 +215,7 @@ class TimedRunner:
         inspected_call = secrets.randbelow(calls)
         stride, slots = self.layout.outputs.stride, self.layout.outputs.slots
         self.result_memory.begin_round()
+        garbage = [replacing.ctypes.data for replacing in self.result_memory.garbage]
         start = runner.stopped_cpu_seconds  # so that no CPU time between two rounds is left out
         self._resume(runner)
         np.copyto(targets[0], sources[0])  # a copy by torch would wake other threads
@@ -240,7 +241,6 @@ class TimedRunner:
                 if is_candidate and not all(is_written):
                     raise RunnerError("wrong", "output_not_written")
             # A baseline's own bytes are written back, so that its cache lines move as the candidate's do.
-            garbage = [replacing.ctypes.data for replacing in self.result_memory.garbage]
             runner.write_memory(addresses, garbage if is_candidate else into, self.output_bytes)
             self.result_memory.add(addresses, is_timed=operation == "time")
             if index + 1 < calls:
