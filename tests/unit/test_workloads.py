@@ -17,10 +17,10 @@ from components.core.workloads import MAX_WORKLOADS, workloads_of
 from components.evaluation.metrics import summarise
 from components.evaluation.results import TaskResult
 from components.judge.admission import admit_workloads
-from components.judge.judge import verdict_over_workloads
 from components.judge.pool.local_pool import Candidate, Job, verdict_key
 from components.judge.statistics import geometric_mean, mean_ratio
 from components.judge.verdict import Admission, Ratio, Seconds, Speedup, Verdict, WorkloadFigures, milestone
+from components.judge.verdict_making import verdict_over_workloads
 from components.policy.prompts import user_message
 from components.service.requests import public_verdict
 
