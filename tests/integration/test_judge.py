@@ -1,12 +1,9 @@
 """Verdicts on honest and on mistaken candidates, and the journal."""
 
-import contextlib
 import os
 import resource
-import subprocess
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +31,7 @@ from components.judge.judge import Judge
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
 from components.judge.timed_output_check import TimedOutputCheck
 from components.judge.verdict import MARGIN, Verdict
-from components.sandbox.build import build_result_channel
 from components.sandbox.inside import shared_memory
-from components.sandbox.runner_factory import RunnerFactory
 
 SIMD = corpus.files("honest", "simd")
 KERNEL = "kernels/forward.cpp"
@@ -184,41 +179,6 @@ def test_timed_rounds_on_a_gpu_have_a_core_of_their_own(monkeypatch: pytest.Monk
     ), "nothing else works on the timed core's other thread"
     moved.clear()
     assert device_scheduler.cores.__wrapped__("cpu") == (set(range(8)),) * 2 and not moved
-
-
-def test_zygote_outlives_the_thread_that_asked_for_it(ci_params: Params, tmp_path: Path) -> None:
-    runner_factory = RunnerFactory(ci_params.sandbox, "cpu", tmp_path, build_result_channel())
-    with ThreadPoolExecutor(1) as executor:
-        process = executor.submit(runner_factory._zygote, "plain").result().process
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1)
-    runner_factory.close()
-
-
-def test_a_closed_runner_factory_has_no_process_left(ci_params: Params, tmp_path: Path) -> None:
-    runner_factory = RunnerFactory(ci_params.sandbox, "cpu", tmp_path, build_result_channel())
-    lingers = subprocess.Popen(["sleep", "1"])
-    runner_factory.pidfds.append(os.pidfd_open(lingers.pid))
-    runner_factory.close()
-    assert lingers.poll() is not None
-    assert runner_factory.pidfds == []
-
-
-def test_a_candidate_is_not_blamed_when_the_process_is_killed_that_its_own_was_forked_from(
-    ci_params: Params, tmp_path: Path
-) -> None:
-    steps: list[str] = []
-    endless = corpus.files("exploits", "endless_loop")
-    with contextlib.closing(Judge(ci_params, tmp_path)) as judge, ThreadPoolExecutor(1) as executor:
-        judged = executor.submit(judge.verdict, corpus.TASK, endless, report=steps.append)
-        while "comparing outputs with the reference" not in steps:
-            assert not judged.done(), judged.result()
-            time.sleep(0.05)
-        started = psutil.Process(judge.runner_factory.zygotes["plain"].process.pid).children(recursive=True)
-        min((one for one in started if "python" in one.name()), key=psutil.Process.create_time).kill()
-        with pytest.raises(InfrastructureError, match="holds torch ended while it judged"):
-            judged.result(60)
-        assert judge.verdict(corpus.TASK, SIMD).status == "correct"
 
 
 def test_pool_measures_once_per_epoch(ci_params: Params, judge: Judge, tmp_path: Path) -> None:
