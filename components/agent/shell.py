@@ -21,13 +21,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.agent import untrusted_folder
+from components.agent import shell_disk, untrusted_folder
 from components.agent.utilities import JudgeSocket, Utility
 from components.agent.workspace import TEMPLATE
 from components.core.files import remove_tree, scratch_folder
 from components.core.params import Sandbox
 from components.sandbox import isolation
-from components.sandbox.process_tree import children, halted_by_pid, process_descriptor, removed_bytes
+from components.sandbox.process_tree import children, process_descriptor
 from components.sandbox.unsuspended_time import unsuspended_seconds
 
 # Capacity of the shell's /tmp, in bytes.
@@ -36,10 +36,6 @@ TEMPORARY_BYTES = 1 << 28
 MEMORY_BYTES = 4 << 30
 # Limit of the size of one file that the shell writes, in bytes.
 MAX_FILE_BYTES = 64 << 20
-# Limit of the total size of all files of the shell, in bytes.
-MAX_DISK_BYTES = 256 << 20
-# Limit of the number of files and folders of the shell.
-MAX_ENTRIES = 10_000
 # Bytes of a command's output that are read at its beginning, and again at its end.
 KEPT_BYTES = 1 << 16
 # Bytes of other text before the reply to a command after which the shell counts as ended. Only a command that
@@ -287,11 +283,8 @@ class Shell:
                 found = re.search(rb"(?<!\d)%b (\d+)\n" % number.encode(), reply)
             # Other text must not keep this process from looking.
             if found is None and time.monotonic() - looked >= POLL_SECONDS:
-                if self._occupies_too_much(process):
-                    return (
-                        f"ended: more than {MAX_DISK_BYTES >> 20} MB or {MAX_ENTRIES} files, or a folder "
-                        f"that is closed to its owner or too deep; {self._end_full()}"
-                    )
+                if shell_disk.is_full(self.base, process.pid):
+                    return f"ended: {shell_disk.LIMIT}; {self._end_full()}"
                 looked = time.monotonic()
             judged = self.socket.judging.seconds() - judge_seconds
             if found is None and unsuspended_seconds() - began - judged > seconds:
@@ -358,40 +351,16 @@ class Shell:
                 continue
             try:
                 began = time.monotonic()
-                if self.process is not None and self._occupies_too_much(self.process):
+                if self.process is not None and shell_disk.is_full(self.base, self.process.pid):
                     self._end_full()
                 pause = max(WATCH_SECONDS, (time.monotonic() - began) / WATCH_SHARE)
             finally:
                 self.lock.release()
 
-    def _occupies_too_much(self, process: subprocess.Popen[bytes]) -> bool:
-        """Return whether the shell's files, with those that are removed but still open, exceed a limit."""
-        used = untrusted_folder.used_bytes(self.base, MAX_DISK_BYTES, MAX_ENTRIES)
-        if used <= MAX_DISK_BYTES:
-            used += removed_bytes(halted_by_pid(process.pid), self.base.stat().st_dev)
-        return used > MAX_DISK_BYTES
-
     def _end_full(self) -> str:
-        """End the shell because its files exceed a limit, and return what happens to the files.
-
-        They stay, but not if they exceed twice the limit: otherwise each further command could add some.
-        """
+        """End the shell because its files exceed a limit, and return what happens to the files."""
         self._end()
-        used = untrusted_folder.used_bytes(self.base, 2 * MAX_DISK_BYTES, 2 * MAX_ENTRIES)
-        if used <= 2 * MAX_DISK_BYTES:
-            return "remove some in the next command, which starts a new shell"
-        kernels, model = self.workspace / "kernels", self.workspace / "model_new.py"
-        untrusted_folder.open_up(self.workspace, "kernels")
-        for folder, kept in (
-            (self.workspace, {"model_new.py", "kernels", "utils", *self.texts}),
-            (kernels, untrusted_folder.contents(self.workspace, "kernels").keys()),
-            (self.output, set[str]()),
-        ):
-            if folder.is_dir() and not folder.is_symlink():
-                for path in folder.iterdir():
-                    if path.name not in kept or (path == model and path.is_dir()):
-                        remove_tree(path)
-        return "all files but those in kernels/ and model_new.py were removed"
+        return shell_disk.after_end(self.base, self.workspace, self.output, self.texts)
 
     def _end(self) -> None:
         """Kill the shell.

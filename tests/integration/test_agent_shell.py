@@ -19,8 +19,8 @@ from agent_tool_fixtures import Use
 from agent_tool_fixtures import tools as tools
 from agent_tool_fixtures import use as use
 
-from components.agent import shell, untrusted_folder
-from components.agent.shell import MAX_DISK_BYTES
+from components.agent import shell, shell_disk, untrusted_folder
+from components.agent.shell_disk import MAX_DISK_BYTES
 from components.agent.tools import JudgeFailed, Tools
 from components.core.config import PROJECT
 from components.core.errors import UserError
@@ -402,14 +402,14 @@ def test_a_shell_leaves_its_folders_alone_once_it_is_closed(
 ) -> None:
     begun, ended = threading.Semaphore(0), list[bool]()
 
-    def look(watched: shell.Shell, process: object) -> bool:
+    def look(base: Path, pid: int) -> bool:
         begun.release()
         time.sleep(0.3)
-        ended.append(watched.base.exists())
+        ended.append(base.exists())
         return False
 
     monkeypatch.setattr(shell, "WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(shell.Shell, "_occupies_too_much", look)
+    monkeypatch.setattr(shell_disk, "is_full", look)
     assert use("Bash", command="true") == "[no output]"
     assert begun.acquire(timeout=60)
     tools.close()
