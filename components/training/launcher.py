@@ -5,12 +5,13 @@ states the cause. A rank writes its error to the file that the environment varia
 names.
 """
 
+import contextlib
 import ctypes
 import json
 import os
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from components.core.errors import StageFailed, UserError
@@ -55,6 +56,21 @@ def raise_first_error(logs: Path, ranks: int) -> None:
             )
 
 
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables, which child processes inherit, for the duration of the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
     """Run `command` as `ranks` ranks; return 0, or TERMINATED (143) if ranks ended because of SIGTERM.
 
@@ -68,7 +84,6 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     shutil.rmtree(logs, ignore_errors=True)
-    os.environ.update(SHUTDOWN | {LAUNCHED: str(ranks)})
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -84,7 +99,8 @@ def launch(command: Sequence[str], ranks: int, logs: Path) -> int:
         logs_specs=DefaultLogsSpecs(log_dir=str(logs), redirects=dict.fromkeys(range(1, ranks), Std.ALL)),
     )
     try:
-        elastic_launch(config, command[0])(*command[1:])
+        with _environment(SHUTDOWN | {LAUNCHED: str(ranks)}):
+            elastic_launch(config, command[0])(*command[1:])
     except SignalException:
         raise_first_error(logs, ranks)
         return TERMINATED

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from components.core.config import PROJECT
 from components.core.errors import StageFailed, UserError
-from components.training.launcher import TERMINATED, launch
+from components.training.launcher import LAUNCHED, TERMINATED, launch
 from components.training.run_stage import RankLost
 
 PROGRAM = """
@@ -156,8 +156,13 @@ os.kill(os.getpid(), signal.SIGKILL) if os.environ["RANK"] == "1" else time.slee
 
 
 def test_ranks_that_end_well_or_on_request_are_no_failure(tmp_path: Path) -> None:
+    before = dict(os.environ)
     assert launch([sys.executable, "-c", "raise SystemExit(143)"], 2, tmp_path) == TERMINATED
     slow = "import os, time; time.sleep(60 * int(os.environ['RANK'])); raise SystemExit(143)"
     assert launch([sys.executable, "-c", slow], 2, tmp_path) == TERMINATED
-    program = "import os; assert os.environ['MASTER_PORT'] and os.environ['LOCAL_RANK'] == os.environ['RANK']"
+    program = (
+        "import os; assert os.environ['MASTER_PORT'] and os.environ['LOCAL_RANK'] == os.environ['RANK']; "
+        f"assert os.environ[{LAUNCHED!r}] == '2'"
+    )
     assert launch([sys.executable, "-c", program], 2, tmp_path) == 0
+    assert dict(os.environ) == before
