@@ -20,7 +20,7 @@ from components.policy.prompts import workloads_section
 
 TEMPLATE = PROJECT / "agent_workdir"
 # Files of the template, which the policy may read but not write; the first are those outside utils/.
-TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "vec.h")
+TEMPLATE_FILES = ("SKILL.md", "binding.cpp", "binding_registry.h", "cuda_libraries.h", "vec.h")
 READ_ONLY = (
     *TEMPLATE_FILES,
     "utils/compile.sh",

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from components.bootstrap.size import calculated
+
 # Name of the axis `rows` of a product of matrices.
 PRODUCT_ROWS = "i"
 Shape = tuple[int, ...]
@@ -194,6 +196,8 @@ def broadcast(shape: Shape, stride: int, following: Shape) -> int:
     if not fits(shape, following):
         raise ValueError(f"an operand of the shape {shape} for a tensor of the shape {following}")
     padded = (1,) * (len(following) - len(shape)) + shape
+    # Sizes that are equal are written with the names that they have in the tensor.
+    padded = tuple(1 if size == 1 else same for size, same in zip(padded, following, strict=True))
     for size, step, own in zip(padded, strides_of(following), strides_of(padded), strict=True):
         if 0 < step <= stride:
             return 0 if size == 1 else stride // step * own
@@ -270,10 +274,12 @@ class Slide:
     @property
     def out(self) -> int:
         """Return the size of the output in this dimension."""
-        reach = self.dilation * (self.kernel - 1)
-        if self.transposed:
-            return (self.size - 1) * self.stride - 2 * self.padding + reach + self.output_padding + 1
-        return (self.size + 2 * self.padding - reach - 1) // self.stride + 1
+        formula = (
+            "({size} - 1) * {stride} - 2 * {padding} + {dilation} * ({kernel} - 1) + {output_padding} + 1"
+            if self.transposed
+            else "({size} + 2 * {padding} - {dilation} * ({kernel} - 1) - 1) / {stride} + 1"
+        )
+        return calculated(formula, vars(self))
 
     def window(self, index: int, stride: int) -> Window:
         """Return the window, the index of the input at a position of the output and a tap of the kernel.

@@ -11,6 +11,7 @@ from math import prod
 
 from components.bootstrap.kernel_writer import indent
 from components.bootstrap.loop_nest import Axis, Nest, Window
+from components.bootstrap.size import as_float, bare, ceil_div
 
 # For each kind of accumulated value: its C++ type, first value, update, and OpenMP reduction.
 FOLDS = {
@@ -31,11 +32,11 @@ def for_axis(axis: Axis, body: Sequence[str], *, backwards: bool = False, thread
     If `backwards` is true, the loop begins with the last index. If `threads`, the number of threads of a CUDA
     block, is not 0, the loop goes only over the indices of one thread, which are `threads` apart.
     """
-    head = f"int64_t {axis.name} = 0; {axis.name} < {axis.size}; ++{axis.name}"
+    head = f"int64_t {axis.name} = 0; {axis.name} < {bare(axis.size)}; ++{axis.name}"
     if backwards:
-        head = f"int64_t {axis.name} = {axis.size - 1}; {axis.name} >= 0; --{axis.name}"
+        head = f"int64_t {axis.name} = {bare(axis.size - 1)}; {axis.name} >= 0; --{axis.name}"
     elif threads:
-        head = f"int64_t {axis.name} = threadIdx.x; {axis.name} < {axis.size}; {axis.name} += {threads}"
+        head = f"int64_t {axis.name} = threadIdx.x; {axis.name} < {bare(axis.size)}; {axis.name} += {threads}"
     return [f"for ({head}) {{", *indent(body), "}"]
 
 
@@ -93,7 +94,8 @@ class Group:
     def over_tile(self, body: list[str]) -> list[str]:
         """Return the lines of C++ loops over the groups of the tile, whose body has the lines `body`."""
         for index, (name, size) in enumerate(reversed(self.tiles.items())):
-            body = [f"const int64_t {name} = {name}_s + {name}_t;", *body] if size > 1 else body
+            if size > 1 and re.search(rf"\b{name}\b", "\n".join(body)):
+                body = [f"const int64_t {name} = {name}_s + {name}_t;", *body]
             if size > 1:
                 body = for_axis(Axis(f"{name}_t", size, False, {}), body)
                 if index == 0 and self.simd:
@@ -120,7 +122,7 @@ class Group:
             if around[0] and within <= PART < within * axis.size:
                 step, size = PART // within, axis.size
                 lines = [
-                    f"for (int64_t {name}_q = 0; {name}_q < {size}; {name}_q += {step}) {{",
+                    f"for (int64_t {name}_q = 0; {name}_q < {bare(size)}; {name}_q += {step}) {{",
                     f"  const int64_t end = {name}_q + {step} < {size} ? {name}_q + {step} : {size};",
                     *indent([*around[0], f"for (int64_t {name} = {name}_q; {name} < end; ++{name}) {{"]),
                     *indent([*indent(lines), "}", *around[1]]),
@@ -144,7 +146,7 @@ class Group:
         count = prod(axis.size for axis in nest.axes if axis.reduced)
 
         def text(lines: Iterable[str]) -> list[str]:
-            result = [line.replace("COUNT", f"{count}.0f") for line in lines]
+            result = [line.replace("COUNT", as_float(count)) for line in lines]
             result = [
                 re.sub(r"\b(\w+)@", lambda m: f"{m[1]}[{_address(nest, m[1])}]", line) for line in result
             ]
@@ -221,18 +223,21 @@ def is_lane(nest: Nest, axis: Axis) -> bool:
     return axis.size > 1 and all(abs(step) <= MAX_LANE_STRIDE for step in (*axis.strides.values(), inside))
 
 
-def position(axis: Axis, tiles: dict[str, int], index: str) -> str:
-    """Return the C++ line that declares the index in an axis, or the first index of a tile of the axis.
+def position(axis: Axis, tiles: dict[str, int], index: str) -> list[str]:
+    """Return the C++ lines that declare the index in an axis, or the first index of a tile of the axis.
 
     `tiles` has the sizes of tiles by axis, and `index` is the expression of the tile's number. An axis with
     tiles of one element has the variable `NAME`, such as `const int64_t d0 = t;`, and another one `NAME_s`.
     """
     size = tiles.get(axis.name, 1)
     if size == 1:
-        return f"const int64_t {axis.name} = {index};"
-    last = axis.size - size
-    return f"const int64_t {axis.name}_s = {index} * {size} < {last} ? {index} * {size} : {last};"
+        return [f"const int64_t {axis.name} = {index};"]
+    first, last = f"{axis.name}_s", bare(axis.size - size)
+    if size == axis.size:
+        return [f"const int64_t {first} = 0;"]
+    return [f"int64_t {first} = {index} * {size};", f"if ({first} > {last}) {first} = {last};"]
 
 
 def tile_count(axis: Axis, tiles: dict[str, int]) -> int:
-    return -(-axis.size // tiles.get(axis.name, 1))
+    """Return the number of tiles of an axis, the last of which may overlap the one before."""
+    return ceil_div(axis.size, tiles.get(axis.name, 1))

@@ -7,21 +7,25 @@ size is not a multiple of the tile's, so that no loop has a remainder.
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, get_args, get_type_hints
 
 from components.bootstrap.kernel_writer import indent
-from components.bootstrap.library_calls import declarations, library_call
+from components.bootstrap.library_calls import library_call
 from components.bootstrap.loop_nest import Axis, Code, Line, Nest, attach, merge, over_dims, reads_elsewhere
 from components.bootstrap.nest_group import Group, for_axis, is_lane, position, tile_count, tiles_of
 from components.bootstrap.nest_layout import with_near_columns, without_windows
 from components.bootstrap.operator_code import replace_functions
+from components.bootstrap.size import Size, bare, ceil_div
 from components.bootstrap.tensor_operators import Program
 from components.core.records import Device
 
 # Least size of the innermost reduced axis of groups that the threads of a block share.
 MIN_SHARED = 32
+# Names of cuda_libraries.h.
+LIBRARIES = re.compile(r"device_buffer|matrix_product|Convolution ")
 
 
 @dataclass(frozen=True)
@@ -162,14 +166,39 @@ def write_program(program: Program, schedule: NestSchedule) -> str:
         source = source if nest.target else target
     used = "\n".join(calls)
     lines = [*(line for line in arguments if re.search(rf"\b{line.split()[-3]}\b", used)), *calls]
-    text = "\n".join([*functions, "KERNEL(forward) {", *indent(lines), "}", ""])
+    text = _with_names(
+        "\n".join([*functions, "KERNEL(forward) {", *indent(lines), "}", ""]), nests, program.sizes
+    )
     if schedule.accumulator == "float":
         text = text.replace("double ", "float ").replace("(double)", "")
     if isinstance(schedule, CpuNestSchedule) and schedule.math == "libm":
         text = replace_functions(text)
-    elif isinstance(schedule, CudaNestSchedule):
-        text = "\n".join([*declarations(text), text])
-    return f'#include "binding_registry.h"\n#include "vec.h"\n{text}'
+    headers = ["binding_registry.h", "vec.h", *["cuda_libraries.h"] * bool(LIBRARIES.search(text))]
+    return "\n".join([*(f'#include "{header}"' for header in headers), text])
+
+
+def _with_names(text: str, nests: Sequence[Nest], sizes: dict[str, int]) -> str:
+    """Return the C++ lines `text` with names for sizes, which are declared before them.
+
+    `sizes` has the sizes of the inputs by name. Each size of an output of `nests` that is calculated gets a
+    name, too, which replaces its expression.
+    """
+    sizes_of = (size for nest in nests for size in nest.shape if isinstance(size, Size))
+    found = {factor: None for size in sizes_of for factor in size.factors if factor[0] in "(["}
+    calculated: dict[str, str] = {}
+    for factor in sorted(found, key=len):  # a size from which another one is calculated is part of its text
+        for known, name in calculated.items():
+            factor = factor.replace(known, name)
+        calculated[factor] = f"S{len(calculated)}"
+        text = text.replace(factor, calculated[factor])
+    lines = [f"constexpr int64_t {name} = {factor[1:-1]};" for factor, name in calculated.items()]
+    used = [
+        f"{name} = {size}"
+        for name, size in sizes.items()
+        if re.search(rf"\b{name}\b", "".join([*lines, text]))
+    ]
+    first = [f"constexpr int64_t {', '.join(used)};"] if used else []
+    return "\n".join([*first, *lines, text])
 
 
 def _buffer(name: str, size: int, device: Device) -> list[str]:
@@ -179,13 +208,10 @@ def _buffer(name: str, size: int, device: Device) -> list[str]:
     """
     if device == "cpu":
         return [
-            f"static std::vector<float> {name}_values({size});",
+            f"static std::vector<float> {name}_values({bare(size)});",
             f"float* {name} = {name}_values.data();",
         ]
-    return [
-        f"static float* {name} = nullptr;",
-        f"if ({name} == nullptr) cudaMalloc((void**)&{name}, {size}ll * sizeof(float));",
-    ]
+    return [f"static float* {name} = device_buffer({bare(size)});"]
 
 
 # --- passes -------------------------------------------------------------------------------------------------
@@ -201,7 +227,7 @@ def _cpu_pass(nest: Nest, schedule: CpuNestSchedule) -> list[str]:
         if axis.name in tiles:
             index = f"{axis.name}_q"
             lines = for_axis(
-                Axis(index, tile_count(axis, tiles), False, {}), [position(axis, tiles, index), *lines]
+                Axis(index, tile_count(axis, tiles), False, {}), [*position(axis, tiles, index), *lines]
             )
         else:
             lines = for_axis(axis, lines)
@@ -232,12 +258,16 @@ def _cuda_pass(
     parameters = ["const float* a", *(f"const {types[key]} {key}" for key in operands)]
     body = ["int64_t tile = blockIdx.x;"] if kept else []
     if not by_block:
-        body = [f"int64_t tile = blockIdx.x * {threads}ll + threadIdx.x;", f"if (tile >= {total}) return;"]
-    for axis in reversed(kept):
+        body = [
+            f"int64_t tile = blockIdx.x * {threads}ll + threadIdx.x;",
+            f"if (tile >= {bare(total)}) return;",
+        ]
+    for axis in reversed(kept[1:]):
         count = tile_count(axis, tiles)
-        body += [position(axis, tiles, f"(tile % {count})"), f"tile /= {count};"]
+        body += [*position(axis, tiles, f"tile % {count}"), f"tile /= {bare(count)};"]
+    body += [line for axis in kept[:1] for line in position(axis, tiles, "tile")]
     body += Group(nest, tiles, False, threads if by_block else 0, schedule.accumulator == "float").write()
-    grid = total if by_block else -(-total // threads)
+    grid = total if by_block else ceil_div(total, threads)
     arguments = ", ".join([source, *operands, target])
     return (
         [
@@ -245,5 +275,5 @@ def _cuda_pass(
             *indent(body),
             "}",
         ],
-        [f"{name}<<<{grid}, {threads}, 0, (cudaStream_t)stream>>>({arguments});"],
+        [f"{name}<<<{bare(grid)}, {threads}, 0, (cudaStream_t)stream>>>({arguments});"],
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 from components.bootstrap.loop_nest import Code, Loop, Shape, over_dims
 from components.bootstrap.operator_chain import PALETTE, SLOPES
+from components.bootstrap.size import as_float
 from components.bootstrap.tensor_operator import Parts, TensorOperator, further_inputs
 from components.bootstrap.tensor_reductions import TOP, reduction, sum_of
 
@@ -25,7 +26,7 @@ def _loss(
     """
     rows, total = shape[0], prod(shape) if elements else shape[0]
     dims = tuple(range(1, len(shape)))
-    mean = Code((sum_of("total", "v"),), f"total / {total}.0f")
+    mean = Code((sum_of("total", "v"),), f"total / {as_float(total)}")
     return [
         *reduction(shape, inputs, name, dims, code=code, **numbers),
         over_dims((rows,), (0,), mean),

@@ -17,6 +17,7 @@ from typing import Any
 from components.bootstrap.loop_nest import Code, Line, Nest, Shape, fits, over_dims
 from components.bootstrap.operator_chain import CORE_OPERATORS, PALETTE, SLOPES, SOURCE
 from components.bootstrap.operator_code import ELEMENTWISE
+from components.bootstrap.size import literal, named
 from components.bootstrap.source_names import plain_layout
 from components.bootstrap.source_parts import UNREADABLE
 from components.bootstrap.spelling import spellings
@@ -43,13 +44,15 @@ class Program:
 
     `parts` are loop nests (loop_nest.py), and C++ lines for elementwise operators, in the order of
     computation. `shape` is the shape of the first input. `tensors` has the names of the kernel's arguments in
-    their order, and `types` the C++ types of those that are not float, by name.
+    their order, and `types` the C++ types of those that are not float, by name. `sizes` has the sizes of the
+    inputs' dimensions by the names that they have in the kernel.
     """
 
     parts: tuple[Nest | Line, ...]
     shape: Shape
     tensors: tuple[str, ...]
     types: dict[str, str]
+    sizes: dict[str, int]
 
 
 # --- elementwise operators ----------------------------------------------------------------------------------
@@ -227,6 +230,8 @@ SPELLINGS = spellings(
     (row.init for row in OPERATORS.values()),
     (line for line, _ in PATTERNS.values()),
 )
+# Arguments of operators that are sizes of tensors. Kernels write products of them, and not their values.
+LITERALS = {"ins", "outs", "kernel", "size"}
 INPUT = re.compile(r"torch\.(randn?\(|randint\(0, \d+, \()([\d, ]+?),?\)+(\.bool\(\))?")
 
 
@@ -256,7 +261,14 @@ def _read(code: str) -> Program | None:
         return None
     created = {match[1]: match[2] for match in made if match is not None and match[1]}
     found = [match for match in texts if match is not None]
-    shapes = {name: ast.literal_eval(f"({match[2]},)") for name, match in zip(names, found, strict=True)}
+    shapes: dict[str, Shape] = {
+        name: tuple(
+            named(f"{name.upper()}{index}", value)
+            for index, value in enumerate(ast.literal_eval(f"({match[2]},)"))
+        )
+        for name, match in zip(names, found, strict=True)
+    }
+    given = {str(value): int(value) for shape in shapes.values() for value in shape if value > 1}
     types = {
         name: "bool" if match[3] else "int64_t"
         for name, match in zip(names, found, strict=True)
@@ -295,7 +307,7 @@ def _read(code: str) -> Program | None:
     # The kernel also takes a parameter that is not used; the tensors of a module would not be known.
     unused = {key: [_kernel_name(key)] for key in direct if created[key].startswith("nn.Parameter")}
     tensors = (*names, *(entry for key in direct for entry in (unused | state)[key]), "out")
-    return Program(tuple(parts), shapes["x"], tensors, types)
+    return Program(tuple(parts), shapes["x"], tensors, types, given)
 
 
 def _kernel_name(attribute: str) -> str:
@@ -334,5 +346,8 @@ def _read_operator(line: str, created: dict[str, str]) -> tuple[TensorOperator, 
         attribute = values.pop("self", "")
         if made := init.fullmatch(created.get(attribute, "")):
             arguments = {key: ast.literal_eval(text) for key, text in {**values, **made.groupdict()}.items()}
+            for key in LITERALS & arguments.keys():
+                value = arguments[key]
+                arguments[key] = tuple(map(literal, value)) if isinstance(value, tuple) else literal(value)
             return OPERATORS[name], attribute, arguments
     return None

@@ -17,6 +17,7 @@ from components.bootstrap.loop_nest import (
     Window,
     strides_of,
 )
+from components.bootstrap.size import as_float
 from components.bootstrap.tensor_operator import (
     AFFINE,
     Arguments,
@@ -165,7 +166,7 @@ def _attention(shape: Shape, inputs: dict[str, Shape], name: str) -> Parts:
     scores = _matrices(shape, inputs["y"], "y", transposed=(False, True))
     return [
         scores,
-        Line(f"v = v * {shape[-1] ** -0.5!r}f;"),
+        Line(f"v = v / std::sqrt({as_float(shape[-1])});"),
         *ALONG["softmax"].build(scores.shape, {}, name, dim=-1),
         _matrices(scores.shape, inputs["z"], "z"),
     ]

@@ -156,9 +156,7 @@ class Builder:
         remove_stale(self.cache, CACHE_SECONDS)
         self.compiler = compiler(device)
         self.flags = kernel_flags(device)
-        template = {
-            name: (TEMPLATE / name).read_text() for name in ("binding.cpp", "binding_registry.h", "vec.h")
-        }
+        template = {path.name: path.read_text() for path in sorted(TEMPLATE.glob("*.[ch]*"))}
         self.toolchain_digest = digest_json(
             [
                 CACHE_FORMAT,

@@ -1,10 +1,11 @@
 """Which tasks of a suite the rule-based kernel writer knows, and whether its kernels are right when small.
 
-    python tests/bench/rules_coverage.py FOLDER [--seed N] [--nvcc]
+    python tests/bench/rules_coverage.py FOLDER [--seed N] [--device cuda] [--nvcc]
 
 FOLDER has task files, for instance KernelBench/level1 of a KernelBench checkout. For each task that is known,
 the sizes that the module names are made smaller, and a kernel for the cpu with a random schedule is built and
 compared with torch's output in float64. Tasks that are still large then, or do not run, are counted apart.
+With --device cuda the kernel is one for a GPU, which is translated to C++ and computed on the cpu.
 With --nvcc, two CUDA kernels for each known task at its own sizes are compiled too. Kernels at own sizes are
 judged by `cuda-agent evaluate --policy rules --suite FOLDER`.
 """
@@ -12,7 +13,6 @@ judged by `cuda-agent evaluate --policy rules --suite FOLDER`.
 import argparse
 import random
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "nightly"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
-from kernel_bench import WORKDIR, build, call
+from emulated_cuda import SHIM, emulated
+from kernel_bench import build, call, compile_cuda
 
 from components.bootstrap.demonstrations import draw_kernel
 from components.bootstrap.tensor_operators import read_program
@@ -46,8 +47,11 @@ def reduced(code: str) -> str:
 
 
 @torch.no_grad()
-def is_right(code: str, kernel: str) -> bool:
-    """Return whether the kernel computes the task; its error may be 20 times that of torch in float32."""
+def is_right(code: str, kernel: str, head: str) -> bool:
+    """Return whether the kernel computes the task; its error may be 20 times that of torch in float32.
+
+    The lines `head` stand before the kernel.
+    """
     space: dict = {}
     exec(code, space)
     torch.manual_seed(1)
@@ -57,24 +61,10 @@ def is_right(code: str, kernel: str) -> bool:
     exact = model.double()(*(x.double() if x.is_floating_point() else x for x in inputs))
     out = torch.full_like(expected, float("nan") if expected.is_floating_point() else -1)
     with tempfile.TemporaryDirectory() as folder:
-        call(build([kernel], Path(folder)), 0, [value.reshape(-1) for value in (*inputs, *state, out)])
+        call(build([kernel], Path(folder), head), 0, [value.reshape(-1) for value in (*inputs, *state, out)])
     scale = exact.abs().max().item() or 1.0
     own = (expected - exact).abs().max().item() / scale
     return bool((out.double() - exact).abs().max().item() / scale <= max(1e-5, 20 * own))
-
-
-def compile_cuda(codes: list[str], rng: random.Random) -> None:
-    """Compile two CUDA kernels of each task in one file; raises CalledProcessError if one fails."""
-    text = '#include "binding_registry.h"\n#include "vec.h"\n#include <cmath>\n'
-    for index, code in enumerate([*codes, *codes]):
-        lines = draw_kernel(code, "cuda", rng).splitlines()
-        body = "\n".join(line for line in lines if not line.startswith("#include"))
-        text += f"namespace kernel{index} {{\n{body}\n}}\n"
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "all.cu").write_text(text)
-        options = ["-std=c++17", "-arch=sm_90", "--disable-warnings", "-I", str(WORKDIR), "-c", "all.cu"]
-        subprocess.run(["nvcc", *options], cwd=folder, check=True)
-    print(f"{2 * len(codes)} CUDA kernels compile")
 
 
 def main() -> None:
@@ -83,6 +73,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--nvcc", action="store_true")
     chosen = parser.parse_args()
     rng, files = random.Random(chosen.seed), sorted(chosen.folder.glob("*.py"))
@@ -96,15 +87,20 @@ def main() -> None:
         try:
             exec(code, space)
             numel = sum(x.numel() for x in space["get_inputs"]())
-            kernel = draw_kernel(code, "cpu", rng)
+            kernel, head = draw_kernel(code, chosen.device, rng), ""
+            if chosen.device == "cuda":
+                kernel, head = emulated(kernel), SHIM
             if numel > MAX_NUMEL:
                 raise ValueError(f"{numel} numbers")
-            (right if is_right(code, kernel) else wrong).append(file)
+            (right if is_right(code, kernel, head) else wrong).append(file)
         except (RuntimeError, ValueError) as error:
             left_out.append(file)
             print(f"left out: {file.name}, {str(error).splitlines()[0]}")
     if chosen.nvcc:
-        compile_cuda([file.read_text() for file in known], rng)
+        kernels = [draw_kernel(file.read_text(), "cuda", rng) for file in (*known, *known)]
+        with tempfile.TemporaryDirectory() as folder:
+            compile_cuda(kernels, Path(folder))
+        print(f"{len(kernels)} CUDA kernels compile")
     for file in wrong:
         print(f"wrong: {file.name}")
     results = f"{len(right)} right, {len(wrong)} wrong, {len(left_out)} left out"

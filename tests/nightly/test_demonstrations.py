@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from emulated_cuda import SHIM, emulated
-from kernel_bench import WORKDIR, build, call, reference
+from kernel_bench import build, call, compile_cuda, reference
 from schedules import SEPARATE, VECTORISED
 
 from components.bootstrap.canonicalize import canonicalize
@@ -164,18 +164,9 @@ def test_mutated_kernels_do_not_compute_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_cuda_kernels_compile(tmp_path: Path) -> None:
-    text = '#include "binding_registry.h"\n#include "vec.h"\n#include <cmath>\n'
     rng = random.Random(4)
-    for index, task in enumerate(itertools.islice(compose_tasks(31, PARAMS.data, "cuda"), 30)):
-        kernel = kernel_of(task.code, draw_schedule(rng, "cuda"))
-        body = "\n".join(line for line in kernel.splitlines() if not line.startswith("#include"))
-        text += f"namespace kernel{index} {{\n{body}\n}}\n"
-    (tmp_path / "all.cu").write_text(text)
-    subprocess.run(
-        ["nvcc", "-std=c++17", "-arch=sm_90", "-I", str(WORKDIR), "-c", "all.cu", "-o", "all.o"],
-        cwd=tmp_path,
-        check=True,
-    )
+    tasks = itertools.islice(compose_tasks(31, PARAMS.data, "cuda"), 30)
+    compile_cuda([kernel_of(task.code, draw_schedule(rng, "cuda")) for task in tasks], tmp_path)
 
 
 def test_the_writer_knows_every_operator_of_the_composer() -> None:

@@ -3,13 +3,12 @@
 import random
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from emulated_cuda import SHIM, emulated
-from kernel_bench import WORKDIR, build, call
+from kernel_bench import build, call, compile_cuda
 
 from components.bootstrap.nest_writer import CpuNestSchedule, draw_nest_schedule, write_program
 from components.bootstrap.operator_chain import TASK_LAYOUT
@@ -291,14 +290,5 @@ def changed_kernel(text: str, old: str, new: str) -> str:
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_cuda_kernels_of_every_operator_compile(tmp_path: Path) -> None:
     rng = random.Random(5)
-    text = '#include "binding_registry.h"\n#include "vec.h"\n#include <cmath>\n'
-    for index, code in enumerate(draw_sources(rng, each=1, chains=40)):
-        kernel = kernel_of(code, rng, "cuda")
-        body = "\n".join(line for line in kernel.splitlines() if not line.startswith("#include"))
-        text += f"namespace kernel{index} {{\n{body}\n}}\n"
-    (tmp_path / "all.cu").write_text(text)
-    subprocess.run(
-        ["nvcc", "-std=c++17", "-arch=sm_90", "-I", str(WORKDIR), "-c", "all.cu", "-o", "all.o"],
-        cwd=tmp_path,
-        check=True,
-    )
+    sources = draw_sources(rng, each=1, chains=40)
+    compile_cuda([kernel_of(code, rng, "cuda") for code in sources], tmp_path)
