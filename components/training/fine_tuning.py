@@ -184,7 +184,7 @@ def _conversations(stage: Stage, tokenizer: PreTrainedTokenizerBase) -> list[Row
     if isinstance(params.coldstart.demonstrations, str):
         return _of_trajectories(params, tokenizer)
     tasks = demonstrated_tasks(params, params.coldstart.seed)
-    return _encode(params, tokenizer, write_conversations(params, tasks, stage.progress))
+    return encode(params, tokenizer, write_conversations(params, tasks, stage.progress))
 
 
 def demonstrated_tasks(params: Params, seed: int) -> Iterator[KernelTask]:
@@ -214,7 +214,7 @@ def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: in
         return rng.choices(_of_trajectories(params, tokenizer), k=count)
     # With another seed the tasks differ from the tasks of the cold start.
     tasks = demonstrated_tasks(params, params.coldstart.seed + 1)
-    return _encode(
+    return encode(
         params,
         tokenizer,
         [
@@ -224,7 +224,7 @@ def demonstrations(params: Params, tokenizer: PreTrainedTokenizerBase, count: in
     )
 
 
-def _encode(
+def encode(
     params: Params, tokenizer: PreTrainedTokenizerBase, conversations: Sequence[list[Message]]
 ) -> list[Row]:
     """Return each conversation as the token ids of an episode with these messages, and their action masks.
