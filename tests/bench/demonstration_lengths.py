@@ -1,4 +1,4 @@
-"""How long demonstrations are for a language model, and how many of their integers stand in the task's source.
+"""How long demonstrations are, and how many of their integers a language model can copy from the task.
 
     python tests/bench/demonstration_lengths.py [--count 150] [--profile smollm2] [--set KEY=VALUE]
 
