@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 from collections import Counter
 from math import prod
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from synthesis_fixtures import InProcess, parameters
 
-from components.bootstrap.demonstrations import make_demonstration
+from components.bootstrap.demonstrations import draw_kernel, make_demonstration
 from components.bootstrap.loop_nest import Axis, Code, Loop, Nest, merge, over_dims
 from components.bootstrap.nest_layout import without_windows
 from components.bootstrap.nest_writer import draw_nest_schedule, write_program
@@ -24,6 +25,8 @@ from components.synthesis.task_filter import find_label_error
 from components.synthesis.tensor_composer import Choice, estimate_seconds, fill, write_tensor_source
 
 PARAMS = resolve("smoke", ("data.operators=kernelbench",)).params
+# An integer of at least three digits.
+INTEGER = re.compile(r"(?<![\w.])\d{3,}(?![\w.])")
 SHAPES = ((64,), (24, 24), (3, 8, 20), (2, 8, 9, 11), (2, 4, 6, 7, 9))
 
 
@@ -153,3 +156,13 @@ def test_demonstrations_are_written_for_composed_tasks_of_both_kinds() -> None:
     other = tasks[0].code.replace("get_inputs", "make_inputs")
     with pytest.raises(ValueError, match="chains of the tensor operators only"):
         make_demonstration(tasks[0].model_copy(update={"code": other}), rng, PARAMS.coldstart, "cpu")
+
+
+def test_kernels_have_no_number_that_a_policy_would_have_to_calculate() -> None:
+    rng = random.Random(1)
+    blocks = {str(size + more) for size in (128, 256, 512) for more in (0, -1)}
+    for task, device in itertools.product(
+        itertools.islice(compose_tasks(8, PARAMS.data), 30), ("cpu", "cuda")
+    ):
+        integers = INTEGER.findall(draw_kernel(task.code, device, rng))
+        assert {*integers} <= {*INTEGER.findall(task.code), *blocks}
