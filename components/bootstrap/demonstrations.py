@@ -110,6 +110,8 @@ OTHER_FUNCTION = Mistake(
     lambda line, rng: [FUNCTION.sub(lambda match: WRONG_FUNCTIONS[match.group()], line, count=1)],
 )
 LOST_CHARACTER = Mistake(lambda line: line.endswith(";") and "v" in line, _lose_character)
+# For kernels without a line of their own on elements, which only call libraries.
+LOST_ANYWHERE = Mistake(lambda line: line.endswith(";"), _lose_character)
 
 
 def mutate(kernel: str, rng: random.Random) -> str:
@@ -122,7 +124,7 @@ def mutate(kernel: str, rng: random.Random) -> str:
     if rng.random() < 0.3:
         mistakes.insert(0, LOST_CHARACTER)
     lines = kernel.splitlines()
-    for mistake in [*mistakes, LOST_CHARACTER]:
+    for mistake in [*mistakes, LOST_CHARACTER, LOST_ANYWHERE]:
         indices = [index for index, line in enumerate(lines) if mistake.applies(line)]
         if indices:
             index = rng.choice(indices)

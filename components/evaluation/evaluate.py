@@ -300,8 +300,8 @@ def _measure(
     `attempts` has the trajectories of each task, and the files of the first one are measured. `admissions`
     has, by task id, the results of the checks whether a wrong kernel could pass, and may lack tasks. `epoch`
     is part of the keys under which the judge keeps its verdicts. A result that is on disk in `out` already is
-    not measured again. If the judge fails, the measurement is repeated after pauses of `RETRY_SECONDS`. A
-    task that is listed several times is measured only once. Raises StageFailed if the judge failed on more
+    not measured again. If the judge fails, and not because of the task (`TASK_FAULTS`), the measurement is
+    repeated after pauses of `RETRY_SECONDS`. A task that is listed several times is measured only once. Raises StageFailed if the judge failed on more
     than the share MAX_LOST_SHARE of the tasks; no result of these tasks is stored then, so the next call
     measures them again.
     """
@@ -338,23 +338,27 @@ def _measure(
         passed = sum(result.correct for result in results.values()) / len(results)
         progress.update("evaluation", sampled + len(results), sampled + len(first), pass_rate=passed)
 
+    lost: dict[str, Verdict] = {}
     for delay in (*RETRY_SECONDS, None):
         started = time.monotonic()
         pending = {
             _final(task, own[0], pool, epoch): task_id
             for task_id, (task, own) in first.items()
-            if task_id not in results
+            if task_id not in results and (task_id not in lost or lost[task_id].reason not in TASK_FAULTS)
         }
-        lost: dict[str, Verdict] = {}
         for future in as_completed(pending):
             task_id, verdict = pending[future], future.result()
             if verdict.status == "infrastructure":
                 lost[task_id] = verdict
             else:
+                lost.pop(task_id, None)
                 keep(task_id, verdict)
                 add_cost(out, "final measurements", time.monotonic() - started)
                 started = time.monotonic()
-        if delay is None or not any(_has_answer(first[task_id][1][0]) for task_id in lost):
+        if delay is None or not any(
+            verdict.reason not in TASK_FAULTS and _has_answer(first[task_id][1][0])
+            for task_id, verdict in lost.items()
+        ):
             break
         progress.update(
             "evaluation",
@@ -374,13 +378,15 @@ def _measure(
 def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
     """Measure the files of a finished attempt once more, and return a future of the verdict.
 
-    `epoch` is part of the key under which the judge keeps the verdict. Nothing is measured if the attempt has
+    A kernel that was wrong at the end of the episode is not compared with all modes of torch.compile, which
+    are started before the kernel. `epoch` is part of the key under which the judge keeps the verdict. Nothing is measured if the attempt has
     no files, or if the policy's server or the judge ended it. The future then has the verdict from the end of
     the episode, or one with the status `infrastructure` if the server ended the attempt.
     """
     if _has_answer(attempt):
+        may_be_right = attempt.final.status in ("correct", "infrastructure")
         return pool.submit(
-            Job(task, Candidate.of(attempt.files), f"evaluation/final/{epoch}", compare_compile=True)
+            Job(task, Candidate.of(attempt.files), f"evaluation/final/{epoch}", compare_compile=may_be_right)
         )
     done: Future[Verdict] = Future()
     done.set_result(

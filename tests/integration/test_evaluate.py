@@ -48,6 +48,26 @@ def test_an_answer_on_which_the_judge_failed_is_measured_again_and_the_others_ar
     assert [pool.measured[task.task_id, "evaluation/final/night"] for task in TASKS] == [2, 2, 0, 1, 2]
 
 
+def test_a_task_that_cannot_be_measured_is_tried_once(tmp_path: Path) -> None:
+    class Slow(LinePool):
+        def submit(self, job: Job) -> Future[Verdict]:
+            found = super().submit(job)
+            if job.task == TASKS[0]:
+                found = Future()
+                found.set_result(Verdict(status="infrastructure", reason="task", log="it takes too long"))
+            return found
+
+    pool = Slow()
+    assert run(tmp_path, pool, Script(LINES)).errors == 2
+    assert [pool.measured[task.task_id, "evaluation/final/night"] for task in TASKS] == [1, 1, 0, 1, 2]
+
+
+def test_only_kernels_that_may_be_right_are_compared_with_all_modes_of_torch_compile(tmp_path: Path) -> None:
+    pool = LinePool()
+    run(tmp_path, pool, Script(LINES))
+    assert [pool.compared.get(task.task_id) for task in TASKS] == [True, True, None, False, True]
+
+
 def test_a_judge_that_fails_on_more_than_a_quarter_of_the_tasks_ends_the_evaluation_until_it_works(
     tmp_path: Path,
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from synthesis_fixtures import InProcess, parameters
 
-from components.bootstrap.demonstrations import draw_kernel, make_demonstration
+from components.bootstrap.demonstrations import draw_kernel, make_demonstration, mutate
 from components.bootstrap.loop_nest import Axis, Code, Loop, Nest, merge, over_dims
 from components.bootstrap.nest_layout import without_windows
 from components.bootstrap.nest_writer import draw_nest_schedule, write_program
@@ -166,3 +166,25 @@ def test_kernels_have_no_number_that_a_policy_would_have_to_calculate() -> None:
     ):
         integers = INTEGER.findall(draw_kernel(task.code, device, rng))
         assert {*integers} <= {*INTEGER.findall(task.code), *blocks}
+
+
+def test_a_kernel_of_each_operator_alone_can_be_made_wrong() -> None:
+    rng = random.Random(6)
+    singles = {
+        name: next(
+            (
+                code
+                for shape in SHAPES
+                for seed in range(30)
+                if (code := source_of(name, shape=shape, seed=seed))
+            ),
+            None,
+        )
+        for name, row in OPERATORS.items()
+        if row.draw is not None
+    }
+    assert None not in singles.values()
+    for code, device in itertools.product(singles.values(), ("cpu", "cuda")):
+        for _ in range(4):
+            kernel = draw_kernel(str(code), device, rng)
+            assert mutate(kernel, rng) != kernel
