@@ -1,5 +1,6 @@
 // For CUDA kernels: memory that is kept between calls, products of matrices by cuBLAS, and convolutions by cuDNN. The functions of
-// the libraries are declared here, so that their headers are not needed.
+// the libraries are declared here; do not include <cublas_v2.h> or <cudnn.h> too. The first call allocates, so it cannot be captured
+// in a CUDA graph, and calls on several streams share the memory.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -111,7 +111,7 @@ OTHER_FUNCTION = Mistake(
 )
 LOST_CHARACTER = Mistake(lambda line: line.endswith(";") and "v" in line, _lose_character)
 # For kernels without a line of their own on elements, which only call libraries.
-LOST_ANYWHERE = Mistake(lambda line: line.endswith(";"), _lose_character)
+LOST_ANYWHERE = Mistake(lambda line: line.startswith(" ") and line.endswith(";"), _lose_character)
 
 
 def mutate(kernel: str, rng: random.Random) -> str:

@@ -25,7 +25,7 @@ from components.core.records import Device
 # Least size of the innermost reduced axis of groups that the threads of a block share.
 MIN_SHARED = 32
 # Names of cuda_libraries.h.
-LIBRARIES = re.compile(r"device_buffer|matrix_product|Convolution ")
+LIBRARIES = re.compile(r"\b(device_buffer|matrix_product)\(|\b(Transposed)?Convolution ")
 
 
 @dataclass(frozen=True)
@@ -92,18 +92,19 @@ def fuse(program: Program, fusion: str, *, library: bool = False) -> list[Nest]:
     If `fusion` is `all`, an elementwise operator is computed by the nest before it. Elementwise operators
     before the first nest are computed by this nest if it reads each element of its input once and does not
     change the shape for their operands, and otherwise by one nest of their own. If `fusion` is `none`, each
-    elementwise operator has a nest of its own. If `library` is true, elementwise operators after a nest that
-    a library computes never belong to this nest.
+    elementwise operator has a nest of its own. If `library` is true, no elementwise operator belongs to a
+    nest that a library computes.
     """
     nests: list[Nest] = []
     pending: tuple[Line, ...] = ()
     for part in program.parts:
         if isinstance(part, Nest):
+            by_library = library and part.has_library
             reshapes = part.is_elementwise and any(line.operand for line in pending)
             clashes = any(
                 reads_elsewhere(part, line, tensor="a", following=program.shape) for line in pending
             )
-            if pending and part.reads_once and not part.is_name and not reshapes and not clashes:
+            if pending and part.reads_once and not (part.is_name or by_library or reshapes or clashes):
                 nests.pop()
                 for line in pending:
                     part = attach(part, line, tensor="a", following=program.shape)
@@ -173,7 +174,8 @@ def write_program(program: Program, schedule: NestSchedule) -> str:
         text = text.replace("double ", "float ").replace("(double)", "")
     if isinstance(schedule, CpuNestSchedule) and schedule.math == "libm":
         text = replace_functions(text)
-    headers = ["binding_registry.h", "vec.h", *["cuda_libraries.h"] * bool(LIBRARIES.search(text))]
+    headers = ["binding_registry.h", "vec.h"]
+    headers += ["cuda_libraries.h"] if device == "cuda" and LIBRARIES.search(text) else []
     return "\n".join([*(f'#include "{header}"' for header in headers), text])
 
 

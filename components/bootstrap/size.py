@@ -125,4 +125,4 @@ def bare(size: int) -> str:
 
 def ceil_div(size: int, by: int) -> int:
     """Return how many parts of `by` elements cover `size` elements."""
-    return 1 if size <= by else (size + (by - 1)) // by
+    return size if by == 1 else 1 if size <= by else (size + (by - 1)) // by

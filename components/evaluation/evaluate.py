@@ -301,9 +301,9 @@ def _measure(
     has, by task id, the results of the checks whether a wrong kernel could pass, and may lack tasks. `epoch`
     is part of the keys under which the judge keeps its verdicts. A result that is on disk in `out` already is
     not measured again. If the judge fails, and not because of the task (`TASK_FAULTS`), the measurement is
-    repeated after pauses of `RETRY_SECONDS`. A task that is listed several times is measured only once. Raises StageFailed if the judge failed on more
-    than the share MAX_LOST_SHARE of the tasks; no result of these tasks is stored then, so the next call
-    measures them again.
+    repeated after pauses of `RETRY_SECONDS`. A task that is listed several times is measured only once.
+    Raises StageFailed if the judge failed on more than the share MAX_LOST_SHARE of the tasks; no result of
+    these tasks is stored then, so the next call measures them again.
     """
     first = {task.task_id: (task, own) for task, own in reversed(list(zip(tasks, attempts, strict=True)))}
     files = {task_id: out / "tasks" / f"{task_id}.json" for task_id in first}
@@ -379,9 +379,10 @@ def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -
     """Measure the files of a finished attempt once more, and return a future of the verdict.
 
     A kernel that was wrong at the end of the episode is not compared with all modes of torch.compile, which
-    are started before the kernel. `epoch` is part of the key under which the judge keeps the verdict. Nothing is measured if the attempt has
-    no files, or if the policy's server or the judge ended it. The future then has the verdict from the end of
-    the episode, or one with the status `infrastructure` if the server ended the attempt.
+    are started before the kernel. `epoch` is part of the key under which the judge keeps the verdict. Nothing
+    is measured if the attempt has no files, or if the policy's server or the judge ended it. The future then
+    has the verdict from the end of the episode, or one with the status `infrastructure` if the server ended
+    the attempt.
     """
     if _has_answer(attempt):
         may_be_right = attempt.final.status in ("correct", "infrastructure")

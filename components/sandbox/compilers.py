@@ -123,6 +123,10 @@ def processor_features() -> str:
     return next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
 
 
+# Words of sources that use a library: its name, and names of the template's header cuda_libraries.h.
+VENDOR_WORDS = {"cublas": ("cublas", "matrix_product"), "cudnn": ("cudnn", "Convolution")}
+
+
 def library_flags(sources: Iterable[str], device: Device, paths: PathMap) -> list[str]:
     """Return the compiler flags for the libraries (torch, cuBLAS, cuDNN) that the source texts use.
 
@@ -131,8 +135,8 @@ def library_flags(sources: Iterable[str], device: Device, paths: PathMap) -> lis
     texts = list(sources)
     flags = _torch_flags(device, paths) if any(map(TORCH_HEADER.search, texts)) else []
     if device == "cuda":
-        for name in ("cublas", "cudnn"):
-            if any(name in text for text in texts):
+        for name, words in VENDOR_WORDS.items():
+            if any(word in text for text in texts for word in words):
                 flags += _vendor_flags(name, paths)
     return flags
 

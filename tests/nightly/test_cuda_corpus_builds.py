@@ -17,7 +17,8 @@ from components.judge.candidate import screen_candidate
 from components.judge.screen import screen_files, screen_python
 from components.judge.symbol_screen import screen_symbols
 from components.judge.verdict import Rejected
-from components.sandbox.compilers import CUDA_FLAGS
+from components.sandbox import isolation
+from components.sandbox.compilers import CUDA_FLAGS, library_flags
 
 WORKDIR = corpus.HERE.parent / "agent_workdir"
 FLAGS = (*CUDA_FLAGS, "-arch=sm_90")
@@ -64,11 +65,15 @@ def test_candidate_builds_and_gets_the_screening_that_it_expects(
         objects.append(f"{source}.o")
         subprocess.run(["nvcc", *FLAGS, *INCLUDES, "-c", source, "-o", objects[-1]], check=True)
     subprocess.run(["g++", "-shared", *objects, str(binding), "-o", str(library)], check=True)
+    wanted = symbols(library)
     reason = (
         screen_files(files)
         or screen_python(files["model_new.py"])
-        or screen_symbols(symbols(library), frozenset(symbols(binding)))
+        or screen_symbols(wanted, frozenset(symbols(binding)))
     )
+    flags = " ".join(library_flags(files.values(), "cuda", isolation.HOST_PATHS))
+    for vendor in ("cublas", "cudnn"):
+        assert not any(symbol.startswith(vendor) for symbol in wanted) or vendor in flags
     check_reason(group, name, reason)
 
 

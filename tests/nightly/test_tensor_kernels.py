@@ -10,7 +10,12 @@ import torch
 from emulated_cuda import SHIM, emulated
 from kernel_bench import build, call, compile_cuda
 
-from components.bootstrap.nest_writer import CpuNestSchedule, draw_nest_schedule, write_program
+from components.bootstrap.nest_writer import (
+    CpuNestSchedule,
+    CudaNestSchedule,
+    draw_nest_schedule,
+    write_program,
+)
 from components.bootstrap.operator_chain import TASK_LAYOUT
 from components.bootstrap.tensor_operators import LINES, OPERATORS, read_program
 from components.core.records import Device
@@ -267,6 +272,21 @@ def test_programs_that_use_results_again_compute_what_torch_computes(tmp_path: P
     found = errors(sources, [kernel_of(code, rng, "cpu") for code in sources], tmp_path)
     wrong = [code for code, error in zip(sources, found, strict=True) if not error < 1]
     assert not wrong, f"{len(wrong)} of {len(sources)}, such as {wrong[0]}"
+
+
+def test_what_precedes_a_convolution_by_a_library_is_computed(tmp_path: Path) -> None:
+    code = TASK_LAYOUT.format(
+        init="        self.conv = nn.Conv2d(4, 4, 3, stride=1, padding=0, dilation=1, groups=4, "
+        "bias=False)\n",
+        arguments="x",
+        lines="        x = F.relu(x)\n        x = self.conv(x)",
+        inputs="torch.randn(2, 4, 8, 8)",
+    )
+    program = read_program(code)
+    assert program is not None
+    kernel = write_program(program, CudaNestSchedule("all", 128, "float", "given", 1, "library"))
+    assert "Convolution " in kernel
+    assert max(errors([code], [emulated(kernel)], tmp_path, SHIM)) < 1
 
 
 def test_a_wrong_kernel_of_an_operator_is_seen(tmp_path: Path) -> None:
