@@ -58,9 +58,7 @@ def test_a_task_that_cannot_be_measured_is_tried_once(tmp_path: Path) -> None:
             return found
 
     pool = Slow()
-    with pytest.raises(
-        StageFailed, match=r"on 2 of 5 tasks .*1 task: it takes too long"
-    ):
+    with pytest.raises(StageFailed, match=r"on 2 of 5 tasks .*1 task: it takes too long"):
         run(tmp_path, pool, Script(LINES))
     assert [pool.measured[task.task_id, "evaluation/final/night"] for task in TASKS] == [1, 1, 0, 1, 2]
 
