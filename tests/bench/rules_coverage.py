@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "nightly"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fixtures"))
 
 from emulated_cuda import SHIM, emulated
-from kernel_bench import build, call, compile_cuda
+from kernel_bench import compile_cuda, is_right
 
 from components.bootstrap.demonstrations import draw_kernel
 from components.bootstrap.tensor_operators import read_program
@@ -44,27 +44,6 @@ def reduced(code: str, factor: float) -> str:
         return f"{name} = {min(value, int(factor * limit))}"
 
     return SIZE.sub(smaller, code)
-
-
-@torch.no_grad()
-def is_right(code: str, kernel: str, head: str) -> bool:
-    """Return whether the kernel computes the task; its error may be 20 times that of torch in float32.
-
-    The lines `head` stand before the kernel.
-    """
-    space: dict = {}
-    exec(code, space)
-    torch.manual_seed(1)
-    model, inputs = space["Model"](*space["get_init_inputs"]()).eval(), space["get_inputs"]()
-    state = [value.clone() for value in model.state_dict().values()]
-    expected = model(*inputs).contiguous()
-    exact = model.double()(*(x.double() if x.is_floating_point() else x for x in inputs))
-    out = torch.full_like(expected, float("nan") if expected.is_floating_point() else -1)
-    with tempfile.TemporaryDirectory() as folder:
-        call(build([kernel], Path(folder), head), 0, [value.reshape(-1) for value in (*inputs, *state, out)])
-    scale = exact.abs().max().item() or 1.0
-    own = (expected - exact).abs().max().item() / scale
-    return bool((out.double() - exact).abs().max().item() / scale <= max(1e-5, 20 * own))
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Sizes with expressions: what a kernel would compute is the size's value."""
 
 import operator
+from collections.abc import Callable
 from math import prod
 
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from components.bootstrap.size import Size, as_float, bare, calculated, ceil_div, literal, named
 
 NAMES = {"X0": 7, "X1": 12, "X2": 30}
-OPERATORS = (operator.add, operator.mul, operator.floordiv)
+OPERATORS: tuple[Callable[[int, int], int], ...] = (operator.add, operator.mul, operator.floordiv)
 
 
 def computed(text: str) -> int:
@@ -24,14 +25,16 @@ def computed(text: str) -> int:
         max_size=6,
     )
 )
-def test_an_expression_has_the_value_of_its_size(steps: list[tuple[object, str, bool]]) -> None:
+def test_an_expression_has_the_value_of_its_size(
+    steps: list[tuple[Callable[[int, int], int], str, bool]],
+) -> None:
     size: int = named("X1", NAMES["X1"])
     for combine, name, swapped in steps:
         other = named(name, NAMES[name]) if name in NAMES else int(name)
         left, right = (other, size) if swapped else (size, other)
         if combine is operator.floordiv and not right:
             continue
-        size = combine(left, right)  # type: ignore[operator]
+        size = combine(left, right)
         assert computed(str(size)) == computed(bare(size)) == size
         assert computed(f"100 - {size}") == 100 - size
 
