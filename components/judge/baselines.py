@@ -133,8 +133,9 @@ class BaselineCache:
 
     def drop_runner(self, runner: TimedRunner) -> None:
         """End `runner`, the sandboxed process of a baseline, and remove it from the cache."""
-        for baseline in [one for one, known in self.runners.items() if known is runner]:
-            self.drop(baseline)
+        for baseline in list(self.runners):
+            if self.runners.get(baseline) is runner:
+                self.drop(baseline)
 
     def close(self) -> None:
         for baseline in list(self.runners):

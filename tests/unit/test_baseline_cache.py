@@ -1,5 +1,6 @@
 """Threads that judge candidates of one task share its baselines."""
 
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,12 @@ def test_a_baseline_that_one_thread_ends_while_another_gets_it_is_ended_once(
             runner = cache.get(Yielding("eager"))
             cache.drop_runner(runner) if number % 2 else cache.drop(Yielding("eager"))
 
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(judge, range(4)))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(judge, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
     cache.close()
     assert Counter(map(id, ended)) == Counter(map(id, started))
