@@ -216,7 +216,6 @@ def evaluate_checkpoint(context: Context, title: str, checkpoint: str, digest: s
                 epoch=folder.name,
                 progress=RenamedProgress(context.progress, title),
                 seed=params.seed,
-                admit=context.pool.admit,
             )
         results = folder / RESULTS
         return EvaluationRecord(

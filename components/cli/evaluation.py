@@ -67,10 +67,10 @@ def evaluate(
         typer.Option("--dataset", help="data set with the held-out tasks; by default the newest in the home"),
     ] = None,
 ) -> Output:
-    """Evaluate a policy on a suite of tasks: run episodes in the agent loop, then measure each answer again.
+    """Evaluate a policy on a suite of tasks: run episodes in the agent loop, then measure answers again.
 
-    In an episode the policy writes a kernel for a task, and the final kernels are measured again. The same
-    command continues an interrupted evaluation.
+    In an episode the policy writes a kernel for a task, and final kernels that are right are measured again.
+    The same command continues an interrupted evaluation.
     """
     chosen = {
         "suite": json.dumps(suite) if suite else "",
@@ -95,9 +95,7 @@ def evaluate(
     epoch = evaluation_epoch(examined.digest, tasks, params)
     folder = home / "evaluations" / epoch
     with judge_session(with_any_duration(params), home) as (pool, view):
-        results = evaluate_policy(
-            examined, tasks, pool, folder, epoch=epoch, progress=view, seed=params.seed, admit=pool.admit
-        )
+        results = evaluate_policy(examined, tasks, pool, folder, epoch=epoch, progress=view, seed=params.seed)
     report = write_evaluation_report(folder, results)
     evaluation_table(results.overall, console)
     for level, summary in results.levels.items():

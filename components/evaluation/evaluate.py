@@ -1,14 +1,15 @@
 """Evaluate a policy on a suite, which is a set of kernel tasks.
 
 The policy first attempts each task in one or more episodes. Then the judge measures the final answer of the
-first attempt again, that is, the candidate's files (the kernels and their module) at the end of the episode.
+first attempt again, that is, the candidate's files (the kernels and their module) at the end of the episode,
+unless it was wrong or did not build.
 The verdict of this final measurement is the result of the task. The best solution of a trajectory is not
 reported, because choosing the best of several noisy measurements would overestimate the speed-up.
 
 Every result is written to disk as soon as it is known, so a repeated call with the same folder continues:
 
     out/plan.json               settings of the evaluation; other settings in the same folder are refused
-    out/left_out.json           tasks that the judge cannot measure on this device
+    out/left_out.json           which tasks the judge can measure on this device, and their shapes
     out/episodes/0000/ ...      trajectories, one folder for each batch of tasks
     out/tasks/<task_id>.json    result of one task
     out/cost.json               device-seconds by phase, without the seconds of interrupted steps
@@ -17,7 +18,7 @@ Every result is written to disk as soon as it is known, so a repeated call with 
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, as_completed
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,16 @@ from components.evaluation.results import (
     load_evaluation,
 )
 from components.judge.pool.local_pool import TASK_FAULTS, Candidate, Job, JudgePool
-from components.judge.pool.measurable import MENDS, left_out, refused_tasks
-from components.judge.verdict import Admission, Labels, Verdict
+from components.judge.pool.measurable import check_tasks
+from components.judge.verdict import Labels, Status, Verdict
 
 # Seconds to wait before final answers on which the judge failed are measured again, for each retry. Tasks on
 # which the judge fails even in the last retry become errors of the evaluation.
 RETRY_SECONDS = (0.0, 30.0, 120.0)
 # Reasons for refusing admission that do not make a task degenerate; the empty one stands for admitted.
-SOUND = ("", "eager_time", "infrastructure")
+SOUND = ("", "eager_time", "infrastructure", "too_large", "does_not_run")
+# Results of judging a kernel that another measurement could not change.
+DECIDED: tuple[Status, ...] = ("build_failed", "load_failed", "wrong_output", "forbidden")
 
 
 def evaluate(
@@ -60,22 +63,19 @@ def evaluate(
     epoch: str,
     progress: Progress,
     seed: int,
-    admit: Callable[[str], Future[Admission]] | None = None,
 ) -> Evaluation:
     """Evaluate `policy` on `tasks` with the policy's own parameters and keep all results in the folder `out`.
 
     `pool` judges the kernels. `epoch` is a name of the evaluation that the caller chooses. It is part of the
     key under which the judge keeps its verdicts, so equal candidates (kernels to be judged) share one
-    measurement only within one epoch. `seed` is that of the sampling. `admit` is the method of a judge pool
-    that finds out whether a task can be measured and whether a wrong kernel could pass on it, or None for no
-    such check. It is called for tasks without evidence of an earlier admission (`KernelTask.evidence`),
-    before the policy attempts any. Tasks on which a wrong kernel could pass are marked as degenerate but
-    remain included in the figures. Tasks whose own source fails, and tasks that take more memory than there
-    is (`refused_tasks`), are left out and listed in `Evaluation.not_measurable`. Raises UserError if there is
-    no task, if the judge fails in the check of the tasks, if less than the share sandbox.measurable_share of
-    the tasks can be measured, if `out` holds a different evaluation, or if the policy's server does not
-    answer. Raises StageFailed if the judge fails on more than the share MAX_LOST_SHARE of the attempts of a
-    batch or of the tasks.
+    measurement only within one epoch. `seed` is that of the sampling. Tasks whose own source fails, and tasks
+    that take more memory than there is (`check_tasks`), are left out and listed in
+    `Evaluation.not_measurable`. A task that has no evidence of an admission (`KernelTask.evidence`) is
+    admitted by `pool` if its result is correct; if a wrong kernel could pass on it too, it is marked as
+    degenerate but remains included in the figures. Raises UserError if there is no task, if the judge fails
+    in the check of the tasks, if less than the share sandbox.measurable_share of the tasks can be measured,
+    if `out` holds a different evaluation, or if the policy's server does not answer. Raises StageFailed if
+    the judge fails on more than the share MAX_LOST_SHARE of the attempts of a batch or of the tasks.
     """
     params = policy.params
     if not tasks:
@@ -92,30 +92,21 @@ def evaluate(
 
     suite = f"evaluation.suite: {params.evaluation.suite}"
     share = params.sandbox.measurable_share
-    refused = refused_tasks(
+    checks = check_tasks(
         tasks, pool, params, out / "left_out.json", least_share=share, origin=suite, progress=progress
     )
-    measurable = [task for task in tasks if task.task_id not in refused]
-    admissions = _admissions(measurable, admit, progress) if admit is not None else {}
-    refused |= {
-        task_id: (found.reason, str(found.evidence["detail"]))
-        for task_id, found in admissions.items()
-        if found.reason in MENDS
-    }
     # A workspace begins with a model_new.py that is made from the evidence.
-    updates = {task_id: {"evidence": found.evidence} for task_id, found in admissions.items()}
     measurable = [
-        task.model_copy(update=updates.get(task.task_id, {}))
-        for task in measurable
-        if task.task_id not in refused
+        task if task.evidence else task.model_copy(update={"evidence": checks[task.task_id].evidence})
+        for task in tasks
+        if checks[task.task_id].admitted
     ]
-    if not measurable or len(measurable) < share * len(tasks):
-        raise UserError(
-            f"{suite}: {left_out(refused, len(tasks))}; {len(measurable)} tasks remain, less than the share "
-            f"of {share:g} in sandbox.measurable_share."
-        )
     attempts = _attempts(policy, measurable, pool, out, epoch=epoch, progress=progress, seed=seed)
-    results = _measure(measurable, attempts, pool, out, admissions, epoch=epoch, progress=progress)
+    results = _measure(measurable, attempts, pool, out, epoch=epoch, progress=progress)
+    degenerate = _degenerate(tasks, results, pool, progress)
+    results = [
+        result.model_copy(update={"degenerate": degenerate.get(result.task_id, "")}) for result in results
+    ]
     evaluation = Evaluation(
         suite=params.evaluation.suite,
         suite_digest=suite_digest,
@@ -136,10 +127,10 @@ def evaluate(
                 task_id=task.task_id,
                 name=task.name,
                 level=task.level,
-                reason=refused[task.task_id][1],
+                reason=str(checks[task.task_id].evidence["detail"]),
             )
             for task in tasks
-            if task.task_id in refused
+            if not checks[task.task_id].admitted
         ),
     )
     write_json(out / RESULTS, evaluation.model_dump(mode="json"))
@@ -173,19 +164,22 @@ def add_cost(out: Path, phase: str, seconds: float) -> None:
     write_json(file, costs | {phase: round(costs.get(phase, 0.0) + seconds, 3)})
 
 
-def _admissions(
-    tasks: Sequence[KernelTask], admit: Callable[[str], Future[Admission]], progress: Progress
-) -> dict[str, Admission]:
-    """Start the check `admit` for every task without evidence of an earlier check, and wait for the results.
+def _degenerate(
+    tasks: Sequence[KernelTask], results: Sequence[TaskResult], pool: JudgePool, progress: Progress
+) -> dict[str, str]:
+    """Return, by task id, the reasons why a wrong kernel could pass, for tasks with a correct result.
 
-    `admit` takes the source of a task and finds out whether a task can be measured and whether a wrong kernel
-    could pass on it. Returns its results by task id. Tasks with evidence of an earlier check are not among
-    them.
+    `pool` admits these tasks, unless they have evidence of an earlier admission, as those of a data set. Most
+    of the time of an admission goes into data that a measurement makes too, so that on a suite of large tasks
+    all admissions would take as long as the measurements of all answers.
     """
-    pending = {task.task_id: admit(task.code) for task in tasks if not task.evidence}
+    passed = {result.task_id for result in results if result.correct}
+    codes = {task.task_id: task.code for task in tasks if not task.evidence and task.task_id in passed}
+    pending = {task_id: pool.admit(code) for task_id, code in codes.items()}
     for number, _ in enumerate(as_completed(pending.values())):
         progress.update("admission", number + 1, len(pending))
-    return {task_id: future.result() for task_id, future in pending.items()}
+    reasons = {task_id: future.result().reason for task_id, future in pending.items()}
+    return {task_id: reason for task_id, reason in reasons.items() if reason not in SOUND}
 
 
 def _attempts(
@@ -290,17 +284,15 @@ def _measure(
     attempts: list[list[Trajectory]],
     pool: JudgePool,
     out: Path,
-    admissions: dict[str, Admission],
     *,
     epoch: str,
     progress: Progress,
 ) -> list[TaskResult]:
     """Return one result per entry of `tasks`, in order, from a final measurement of its first attempt.
 
-    `attempts` has the trajectories of each task, and the files of the first one are measured. `admissions`
-    has, by task id, the results of the checks whether a wrong kernel could pass, and may lack tasks. `epoch`
-    is part of the keys under which the judge keeps its verdicts. A result that is on disk in `out` already is
-    not measured again. If the judge fails, and not because of the task (`TASK_FAULTS`), the measurement is
+    `attempts` has the trajectories of each task, and the files of the first one are measured. `epoch` is part
+    of the keys under which the judge keeps its verdicts. A result that is on disk in `out` already is not
+    measured again. If the judge fails, and not because of the task (`TASK_FAULTS`), the measurement is
     repeated after pauses of `RETRY_SECONDS`. A task that is listed several times is measured only once.
     Raises StageFailed if the judge failed on more than the share MAX_LOST_SHARE of the tasks; no result of
     these tasks is stored then, so the next call measures them again.
@@ -316,7 +308,6 @@ def _measure(
 
     def keep(task_id: str, verdict: Verdict) -> None:
         task, own = first[task_id]
-        reason = admissions[task_id].reason if task_id in admissions else ""
         results[task_id] = TaskResult(
             task_id=task_id,
             name=task.name,
@@ -332,7 +323,6 @@ def _measure(
             source=task.code,
             files=own[0].files,
             evidence=verdict.evidence,
-            degenerate="" if reason in SOUND else reason,
         )
         write_json(files[task_id], results[task_id].model_dump(mode="json"))
         passed = sum(result.correct for result in results.values()) / len(results)
@@ -378,13 +368,13 @@ def _measure(
 def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -> Future[Verdict]:
     """Measure the files of a finished attempt once more, and return a future of the verdict.
 
-    A kernel that was wrong at the end of the episode is not compared with all modes of torch.compile, which
-    are started before the kernel. `epoch` is part of the key under which the judge keeps the verdict. Nothing
-    is measured if the attempt has no files, or if the policy's server or the judge ended it. The future then
-    has the verdict from the end of the episode, or one with the status `infrastructure` if the server ended
-    the attempt.
+    `epoch` is part of the key under which the judge keeps the verdict. A kernel that crashed or was too slow
+    at the end of the episode is not compared with all modes of torch.compile, which are started before the
+    kernel. Nothing is measured if another measurement could not change the verdict from the end of the
+    episode (`DECIDED`), if the attempt has no files, or if the policy's server or the judge ended it. The
+    future then has that verdict, or one with the status `infrastructure` if the server ended the attempt.
     """
-    if _has_answer(attempt):
+    if _has_answer(attempt) and attempt.final.status not in DECIDED:
         may_be_right = attempt.final.status in ("correct", "infrastructure")
         return pool.submit(
             Job(task, Candidate.of(attempt.files), f"evaluation/final/{epoch}", compare_compile=may_be_right)

@@ -111,15 +111,16 @@ def _milestone(fields: dict[str, Any]) -> Literal[-1, 1, 2, 3]:
 class TaskResult(FrozenModel):
     """Result of one task in an evaluation.
 
-    After the episodes, the evaluation measures the final files of the first attempt again. `status`,
-    `reason`, `milestone`, `seconds`, `speedup`, `workloads` and `evidence` (the record of the measurements)
-    are from the verdict of this final measurement. `milestone` is -1 for a kernel that is not correct, 1 for
-    a correct one, 2 if it is also faster than eager, and 3 if it is also faster than torch.compile. If it is
-    not given, it is computed from `status`, `speedup` and `workloads` (the figures on each call of the task's
-    `get_inputs` that its source lists). `attempts` are all attempts, with the verdicts from the end of their
-    episodes. `source` is the source of the task, and `files` are the final files of the first attempt by
-    workspace path. `degenerate` is the reason why a wrong kernel could pass on this task, or empty if there
-    is no such reason.
+    After the episodes, the evaluation measures the final files of the first attempt again, unless they were
+    wrong or did not build. `status`, `reason`, `milestone`, `seconds`, `speedup`, `workloads` and `evidence`
+    (the record of the measurements) are from the verdict of this final measurement, or else from the verdict
+    at the end of the episode. `milestone` is -1 for a kernel that is not correct, 1 for a correct one, 2 if
+    it is also faster than eager, and 3 if it is also faster than torch.compile. If it is not given, it is
+    computed from `status`, `speedup` and `workloads` (the figures on each call of the task's `get_inputs`
+    that its source lists). `attempts` are all attempts, with the verdicts from the end of their episodes.
+    `source` is the source of the task, and `files` are the final files of the first attempt by workspace
+    path. `degenerate` is the reason why a wrong kernel could pass on this task. It is empty if there is no
+    such reason, and for a task without a correct result.
     """
 
     task_id: str

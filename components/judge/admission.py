@@ -192,13 +192,7 @@ def _admission(reference: TaskReference, eager_seconds: tuple[float, float], *, 
         with scheduler.preparing():
             reference.processes.close()
             torch.cuda.empty_cache()
-    inputs = [spec for spec in description.inputs if spec is not None]
-    evidence: dict[str, Any] = {
-        "inputs": [{"shape": shape, "dtype": dtype} for shape, dtype in inputs],
-        "outputs": [{"shape": shape, "dtype": dtype} for shape, dtype in description.outputs],
-        "parameters": [name for name, _, _ in description.state],
-        "eager_seconds": float(statistics.median(net(eager, noop))),
-    }
+    evidence = description.evidence | {"eager_seconds": float(statistics.median(net(eager, noop)))}
     low, high = eager_seconds
     if not low <= evidence["eager_seconds"] <= high:
         return Admission(False, "eager_time", evidence)

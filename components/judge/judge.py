@@ -312,13 +312,17 @@ class Judge:
     def _admit_memory(self, code: str) -> Admission:
         """Return whether the task with source `code` runs and the memory suffices to judge candidates of it.
 
-        Nothing is measured. The reason of a refusal is `too_large` or `does_not_run`.
+        Nothing is measured. The evidence has the shapes of the inputs and outputs and the names of the
+        parameters. The reason of a refusal is `too_large` or `does_not_run`.
         """
         try:
-            make_reference(self.params, self.runner_factory, self.scheduler, code, makes_data=False).close()
+            reference = make_reference(
+                self.params, self.runner_factory, self.scheduler, code, makes_data=False
+            )
         except TaskError as error:
             return refusal(error)
-        return Admission(True, "", {})
+        reference.close()
+        return Admission(True, "", reference.layout.description.evidence)
 
     def prepare(self) -> None:
         """Start the zygotes, from which the sandboxed processes are forked, without waiting for them.

@@ -83,3 +83,13 @@ class Description(FrozenModel):
         if len(names) < len(self.state) or not names.issuperset(self.parameters):
             raise ValueError("names in state have to be unique, and contain those in parameters")
         return self
+
+    @property
+    def evidence(self) -> dict[str, Any]:
+        """Shapes and dtypes of the input and output tensors, and names in the state dict, as JSON values."""
+        inputs = [spec for spec in self.inputs if spec is not None]
+        return {
+            "inputs": [{"shape": shape, "dtype": dtype} for shape, dtype in inputs],
+            "outputs": [{"shape": shape, "dtype": dtype} for shape, dtype in self.outputs],
+            "parameters": [name for name, _, _ in self.state],
+        }

@@ -193,7 +193,6 @@ def _evaluate(
                 epoch=epoch,
                 progress=progress,
                 seed=params.seed,
-                admit=pool.admit,
             )
     results = folder / RESULTS
     return Compared(

@@ -18,7 +18,7 @@ from components.core import stage_params
 from components.core.errors import StageFailed, UserError
 from components.core.files import atomic_folder
 from components.core.task import KernelTask
-from components.judge.pool.measurable import left_out, refused_tasks
+from components.judge.pool.measurable import check_tasks, left_out
 from components.policy.adapter import add_adapter
 from components.policy.checkpoint import (
     BUCKET_BYTES,
@@ -318,7 +318,7 @@ def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:
     sandbox.measurable_share.
     """
     tasks = stage.tasks()
-    refused = refused_tasks(
+    checks = check_tasks(
         tasks,
         stage.pool,
         stage.params,
@@ -327,7 +327,4 @@ def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:
         origin=str(stage.dataset / TASKS),
         progress=stage.progress,
     )
-    return (
-        [task for task in tasks if task.task_id not in refused],
-        left_out(refused, len({task.task_id for task in tasks})),
-    )
+    return [task for task in tasks if checks[task.task_id].admitted], left_out(checks)

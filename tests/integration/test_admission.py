@@ -54,7 +54,10 @@ def test_a_task_in_half_precision_is_admitted_unless_float8_would_pass(
 def test_a_check_of_the_memory_alone_agrees_with_the_verdicts(
     ci_params: Params, judge: Judge, tmp_path: Path
 ) -> None:
-    assert judge.admit(corpus.CODE, EAGER_SECONDS, memory_only=True) == Admission(True, "", {})
+    found = judge.admit(corpus.CODE, EAGER_SECONDS, memory_only=True)
+    whole = judge.admit(corpus.CODE, EAGER_SECONDS).evidence
+    shapes = {name: whole[name] for name in ("inputs", "outputs", "parameters")}
+    assert found == Admission(True, "", shapes)
     failing = judge.admit(source("undefined * self.scale"), EAGER_SECONDS, memory_only=True)
     assert failing.reason == "does_not_run" and "undefined" in failing.evidence["detail"]
     sandbox = ci_params.sandbox.model_copy(update={"device_bytes": 10_000_000})

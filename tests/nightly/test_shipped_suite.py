@@ -42,7 +42,7 @@ KERNEL(forward) {
 
 
 class KnowsGelu:
-    """A policy that writes one kernel and gives up on every other task."""
+    """A policy that writes one kernel, whose verdict it does not await, and gives up on every other task."""
 
     name = version = digest = "knows-gelu"
 
@@ -54,8 +54,9 @@ class KnowsGelu:
     def sample(self, request: RolloutRequest) -> list[Trajectory]:
         found = []
         for task in request.tasks:
-            files = GELU if task.name == "1_gelu" else {}
-            verdict = Verdict(status="build_failed", reason="nothing")
+            is_known = task.name == "1_gelu"
+            files = GELU if is_known else {}
+            verdict = Verdict(status="correct" if is_known else "build_failed", reason="nothing")
             found.append(
                 Trajectory(task.task_id, (), (), (), (Turn("said"),), (verdict,), -1.0, "stop", "v", files)
             )
@@ -80,8 +81,8 @@ def test_the_shipped_suite_is_sound_and_evaluated_whole_by_the_real_judge(
             epoch="shipped",
             progress=Quiet(),
             seed=0,
-            admit=pool.admit,
         )
+        refused = {task.name: pool.admit(task.code).result().reason for task in tasks}
     finally:
         pool._judge = None
         pool.close()
@@ -96,7 +97,5 @@ def test_the_shipped_suite_is_sound_and_evaluated_whole_by_the_real_judge(
         0,
         {"1", "2", "3"},
     )
-    assert {row.name: row.degenerate for row in found.tasks if row.degenerate} == {}, (
-        "no cheat could pass on a task that we ship"
-    )
+    assert not any(refused.values()), (refused, "no cheat could pass on a task that we ship")
     assert is_complete(write_evaluation_report(tmp_path / "out", found))

@@ -11,9 +11,10 @@ from components.core.errors import InfrastructureError, UserError, error_chain
 from components.core.progress import Quiet
 from components.core.task import KernelTask
 from components.judge.pool.local_pool import LocalPool
-from components.judge.pool.measurable import left_out, refused_tasks
+from components.judge.pool.measurable import check_tasks, left_out
 from components.judge.verdict import Admission
 
+EVIDENCE = {"inputs": [], "outputs": [{"shape": [4], "dtype": "float32"}], "parameters": []}
 TASKS = [KernelTask(code=f"size = {size}") for size in range(4)]
 
 
@@ -32,10 +33,10 @@ class Memory:
         if self.capacity < 0:
             raise InfrastructureError("the zygote is gone")
         if int(code.rpartition(" ")[2]) < self.capacity:
-            return Admission(True, "", {})
+            return Admission(True, "", EVIDENCE)
         return Admission(False, "too_large", {"detail": f"{code} takes 9.0 GB, and 7.2 GB can be used"})
 
-    def check(self, folder: Path, *sets: str, share: float = 0.5) -> dict[str, tuple[str, str]]:
+    def check(self, folder: Path, *sets: str, share: float = 0.5) -> dict[str, Admission]:
         """Check all tasks, each of which is listed twice, with this judge and a journal in `folder`."""
         memory: Any = self
 
@@ -45,22 +46,21 @@ class Memory:
 
         params = resolve("ci", sets).params
         pool, file = Pool(params, folder / "verdicts"), folder / "left_out.json"
-        return refused_tasks(
-            TASKS * 2, pool, params, file, least_share=share, origin="tasks", progress=Quiet()
-        )
+        return check_tasks(TASKS * 2, pool, params, file, least_share=share, origin="tasks", progress=Quiet())
 
 
 def test_tasks_that_cannot_be_measured_are_left_out_with_count_reason_bytes_and_parameter(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = Memory(2)
-    refused = memory.check(tmp_path)
-    assert list(refused) == [task.task_id for task in TASKS[2:]]
+    checks = memory.check(tmp_path)
+    assert [checks[task.task_id].admitted for task in TASKS] == [True, True, False, False]
+    assert checks[TASKS[0].task_id].evidence == EVIDENCE
     assert memory.asked == {task.code: 1 for task in TASKS}
-    sentence = left_out(refused, 4)
+    sentence = left_out(checks)
     for part in ("2 of 4 tasks", "2 too_large", "size = 2 takes 9.0 GB", "raise sandbox.device_bytes"):
         assert part in sentence and part in caplog.text
-    assert left_out({}, 4) == ""
+    assert left_out({TASKS[0].task_id: checks[TASKS[0].task_id]}) == ""
 
 
 def test_a_call_that_continues_leaves_out_the_same_tasks_and_other_settings_are_checked_anew(
@@ -68,7 +68,7 @@ def test_a_call_that_continues_leaves_out_the_same_tasks_and_other_settings_are_
 ) -> None:
     first, later = Memory(2).check(tmp_path), Memory(4)
     assert later.check(tmp_path) == first and not later.asked
-    assert later.check(tmp_path, "sandbox.device_bytes=9000000000") == {}
+    assert left_out(later.check(tmp_path, "sandbox.device_bytes=9000000000")) == ""
     assert later.asked.total() == 4
 
 
@@ -76,7 +76,7 @@ def test_a_refusal_is_not_kept_in_the_journal_and_an_admission_is(tmp_path: Path
     Memory(2).check(tmp_path)
     (tmp_path / "left_out.json").unlink()
     again = Memory(4)
-    assert again.check(tmp_path) == {}
+    assert left_out(again.check(tmp_path)) == ""
     assert set(again.asked) == {task.code for task in TASKS[2:]}
 
 
@@ -98,7 +98,7 @@ def test_too_few_measurable_tasks_refuse_the_stage(
 def test_of_no_tasks_none_is_refused(tmp_path: Path) -> None:
     pool = LocalPool(resolve("ci", ()).params, tmp_path / "verdicts")
     file = tmp_path / "left_out.json"
-    assert refused_tasks([], pool, pool.params, file, origin="tasks", progress=Quiet()) == {}
+    assert check_tasks([], pool, pool.params, file, origin="tasks", progress=Quiet()) == {}
 
 
 def test_a_judge_that_fails_in_the_check_leaves_out_nothing(tmp_path: Path) -> None:
@@ -109,4 +109,4 @@ def test_a_judge_that_fails_in_the_check_leaves_out_nothing(tmp_path: Path) -> N
     assert any(isinstance(seen, InfrastructureError) for seen in error_chain(error.value)), (
         "a night retries it"
     )
-    assert Memory(4).check(tmp_path) == {}
+    assert left_out(Memory(4).check(tmp_path)) == ""

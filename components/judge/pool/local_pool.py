@@ -165,7 +165,8 @@ class JudgePool(Protocol):
 
     `prepare` starts the judges before they are needed. `submit` returns a future of the verdict on a job,
     which is one candidate and its task. `check` returns a future that says whether the task with source
-    `code` can be judged. `drop` cancels jobs that no judge has begun, and `close` ends the judges.
+    `code` can be judged, and `admit` one that also says whether a wrong kernel could pass. `drop` cancels
+    jobs that no judge has begun, and `close` ends the judges.
     """
 
     def prepare(self) -> Future[None]: ...
@@ -173,6 +174,8 @@ class JudgePool(Protocol):
     def submit(self, job: Job) -> Future[Verdict]: ...
 
     def check(self, code: str) -> Future[Admission]: ...
+
+    def admit(self, code: str) -> Future[Admission]: ...
 
     def drop(self) -> None: ...
 
