@@ -210,7 +210,8 @@ class Episode(abc.ABC):
         If the same files were already judged for this task with the same `RolloutRequest.epoch`, the earlier
         verdict is returned. Raises CancelledError if the rollout was stopped.
         """
-        candidate = Candidate.of(self.workspace.files)
+        # A copy, because a command in the background may be judged while another call changes the files.
+        candidate = Candidate.of(dict(self.workspace.files))
         if self.request.stopped.is_set():
             raise CancelledError
         with self.request.judging.busy():

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,8 @@ END_SECONDS = 10
 # wait, for instance for a verdict.
 COMMANDS_PER_CORE = 8
 COMMAND_PLACES = threading.Semaphore(COMMANDS_PER_CORE * (os.cpu_count() or 1))
+# Seconds after which an attempt to end a shell, in which a call of another thread waits, is repeated.
+CLOSE_SECONDS = 0.02
 # Seconds that starting or ending a background command may take.
 CONTROL_SECONDS = 5.0
 DRIVER = r"""
@@ -224,9 +227,18 @@ class Shell:
         return shell is not None and shell is self.process and shell.poll() is None
 
     def close(self) -> None:
-        """End all processes of the shell and remove its folders."""
+        """End all processes of the shell and remove its folders.
+
+        A call that still runs in another thread returns, or raises CancelledError.
+        """
         self.closing.set()
+        # A call that waits for a reply reads from the bash, and ends it when there is no more to read.
+        while not self.lock.acquire(timeout=CLOSE_SECONDS):
+            process = self.process
+            if process is not None and process.poll() is None:
+                os.killpg(process.pid, 9)
         self._end()
+        self.lock.release()
         self.socket.close()
         self.watcher.join()  # it looks into the folders
         remove_tree(self.base)
@@ -302,6 +314,8 @@ class Shell:
         return f"the shell ended with exit code {process.returncode}; a new one starts with the next command"
 
     def _start(self) -> subprocess.Popen[bytes]:
+        if self.closing.is_set():
+            raise CancelledError
         is_isolated = self.sandbox.isolation != "none"
         control, output = ("/control", "/output") if is_isolated else (self.control, self.output)
         variables = {"CONTROL": f"{control}", "OUTPUT": f"{output}", "JUDGE_SOCKET": f"{control}/judge.sock"}

@@ -95,8 +95,9 @@ class Tools:
             return ToolCall(request.name, request.arguments, f"invalid tool call: {arguments}.", valid=False)
         self._pull()
         observation = readable(self._dispatch(arguments), self.limit)
-        if self._shell is not None and self._shell.socket.failure is not None:
-            raise self._shell.socket.failure
+        shell = self._shell
+        if shell is not None and shell.socket.failure is not None:
+            raise shell.socket.failure
         # A command in the background may have used the judge since the previous call.
         before, self._counted = self._counted, len(self.verdicts)
         return ToolCall(request.name, request.arguments, observation, verdicts=self._counted - before)
@@ -303,15 +304,15 @@ class Tools:
         return utility_output(utility, self._verdict())
 
     def _started(self) -> Shell:
-        if self.is_closed:
-            raise CancelledError
-        if self._shell is None:
-            texts = {name: self.workspace.read(name) or "" for name in ("model.py", *TEMPLATE_FILES)}
-            self._shell = Shell(self.sandbox, texts, self._serve_utility)
         with self.lock:
+            if self.is_closed:
+                raise CancelledError
+            if self._shell is None:
+                texts = {name: self.workspace.read(name) or "" for name in ("model.py", *TEMPLATE_FILES)}
+                self._shell = Shell(self.sandbox, texts, self._serve_utility)
             self._shell.push(self.workspace.files, self._pushed)
             self._pushed = dict(self.workspace.files)
-        return self._shell
+            return self._shell
 
     def _in_shell(self, command: str, seconds: float) -> CommandResult:
         result = self._started().run(command, seconds)
@@ -324,9 +325,9 @@ class Tools:
         The candidate is the agent's implementation of the task. A file that the shell did not change is left
         alone in memory, because the text in memory may be newer than the text in the shell's workspace.
         """
-        if self._shell is None:
-            return
         with self.lock:
+            if self._shell is None:
+                return
             pulled = self._shell.pull()
             for path in self._pushed.keys() | pulled.keys():
                 if pulled.get(path) == self._pushed.get(path) or self.workspace.writable(path) is None:
@@ -342,11 +343,12 @@ class Tools:
 
         A call that still runs in another thread, and then needs a shell, raises CancelledError.
         """
-        self.is_closed = True
-        if self._shell is not None:
+        with self.lock:
+            self.is_closed = True
             self._pull()
-            self._shell.close()
-            self._shell = None
+            shell, self._shell = self._shell, None
+        if shell is not None:
+            shell.close()
 
 
 def _no_job(name: str) -> str:

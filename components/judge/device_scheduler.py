@@ -181,24 +181,25 @@ class DeviceScheduler:
             yield
             return
         thread = threading.get_ident()
-        with self.condition:
-            self.measurement_queue[thread] = caller = self.callers.get(thread, "")
-            try:
-                self.condition.wait_for(lambda: self._is_next(thread))
-            finally:
-                del self.measurement_queue[thread]
-            self.last_turns[caller] = max(self.last_turns.values(), default=0) + 1
-            self.measuring_thread = thread
-            for runner in self.background_runners:
-                runner.pause()
         try:
+            with self.condition:
+                self.measurement_queue[thread] = caller = self.callers.get(thread, "")
+                try:
+                    self.condition.wait_for(lambda: self._is_next(thread))
+                finally:
+                    del self.measurement_queue[thread]
+                self.last_turns[caller] = max(self.last_turns.values(), default=0) + 1
+                self.measuring_thread = thread
+                for runner in self.background_runners:
+                    runner.pause()
             yield
         finally:
             with self.condition:
-                self.measuring_thread = None
-                for runner in self.background_runners:
-                    runner.resume()
-                self.condition.notify_all()
+                if self._is_measuring:
+                    self.measuring_thread = None
+                    self.condition.notify_all()
+                    for runner in self.background_runners:
+                        runner.resume()
 
     def _is_next(self, thread: int) -> bool:
         """Return whether the device is free and the thread with the number `thread` is the next to measure.
@@ -283,7 +284,7 @@ class DeviceScheduler:
             self.memory_queue.append(ticket)
         try:
             while not self._take_memory(ticket, wanted):
-                if self.memory_queue[0] is ticket:
+                if self.memory_queue[0] is ticket and self.free_bytes < wanted:
                     self.release_idle_memory()
         finally:
             with self.condition:

@@ -85,8 +85,10 @@ def measure_candidate(
         runners: dict[Timed, TimedRunner] = {"eager": baselines.get(EAGER), "noop": baselines.get(NOOP)}
         with contextlib.ExitStack() as stack:
             if against is not None:
-                for baseline in [one for one in baselines.runners if one.role == "compile"]:
-                    baselines.drop(baseline)  # whose memory the other candidate needs
+                # The other candidate needs their memory. On cpu other threads may be timing them.
+                for baseline in [one for one in baselines.runners if bench.scheduler.is_exclusive]:
+                    if baseline.role == "compile":
+                        baselines.drop(baseline)
                 with blaming_the_other():
                     other = start_candidate(params, bench.reference, against, BASELINE_LIMITS)
                     runners["against"] = stack.enter_context(contextlib.closing(other))

@@ -203,6 +203,8 @@ class BenchCache:
             bench.close()
 
     def close(self) -> None:
-        for bench in self.benches.values():
+        with self.lock:
+            benches = list(self.benches.values())
+            self.benches.clear()
+        for bench in benches:
             bench.close()
-        self.benches.clear()

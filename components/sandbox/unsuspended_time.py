@@ -20,8 +20,9 @@ class _UnsuspendedClock:
 
     def seconds(self) -> float:
         if self.thread is None or not self.thread.is_alive():  # a forked process has none; two do no harm
-            self.thread = threading.Thread(target=self._run, daemon=True, name="unsuspended time")
-            self.thread.start()
+            thread = threading.Thread(target=self._run, daemon=True, name="unsuspended time")
+            thread.start()
+            self.thread = thread
         return self._at(time.monotonic())
 
     def _at(self, now: float) -> float:

@@ -14,6 +14,7 @@ of 0, each step samples its own wave with its own weights.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -108,6 +109,8 @@ class TrajectoryQueue:
         self.stopped, self.sampling, self.judging = threading.Event(), BusyMeter(), BusyMeter()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.main: asyncio.Task[Any] | None = None
+        # Set when the thread has set `loop` and `main`, or could not.
+        self.serving = threading.Event()
         self.changed = asyncio.Event()
         self.thread = threading.Thread(target=self._serve, name="rollouts", daemon=True)
         self._read_finished()
@@ -133,8 +136,8 @@ class TrajectoryQueue:
                 self.dropped += 1
                 if attempt in self.running:
                     task = self.running.pop(attempt).task
-                    if task is not None and self.loop is not None:
-                        self.loop.call_soon_threadsafe(task.cancel)
+                    if task is not None:
+                        self._call(task.cancel)
                 else:
                     del self.finished[attempt]
                     discard(self._path(attempt))
@@ -144,8 +147,8 @@ class TrajectoryQueue:
             raise self.error
         if not self.thread.is_alive():
             self.thread.start()
-        elif self.loop is not None:
-            self.loop.call_soon_threadsafe(self.changed.set)
+        else:
+            self._call(self.changed.set)
 
     def take(self, folder: Path, count: int, report: Callable[[int], None], tend: Callable[[], None]) -> None:
         """Wait until `count` trajectories are complete, and move the `count` oldest ones into `folder`.
@@ -202,9 +205,17 @@ class TrajectoryQueue:
 
     def close(self) -> None:
         """End the sampling. Trajectories that no step has taken stay in the folder `sampling`."""
-        if self.thread.is_alive() and self.loop is not None and self.main is not None:
-            self.loop.call_soon_threadsafe(self.main.cancel)
+        if self.thread.is_alive():
+            self.serving.wait()
+            if self.main is not None:
+                self._call(self.main.cancel)
             self.thread.join()
+
+    def _call(self, function: Callable[[], object]) -> None:
+        """Have the thread call `function`, unless its event loop has ended."""
+        if self.loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(function)
 
     def _group(self, attempt: Attempt) -> Attempt:
         return attempt[0], attempt[1] // self.group
@@ -318,6 +329,7 @@ class TrajectoryQueue:
     def _serve(self) -> None:
         async def sample_all() -> None:
             self.loop, self.main = asyncio.get_running_loop(), asyncio.current_task()
+            self.serving.set()
             try:
                 await keep_in_flight(self._start, self.capacity, self.changed)
             except BaseException:
@@ -333,6 +345,8 @@ class TrajectoryQueue:
             with self.condition:
                 self.error = error
                 self.condition.notify_all()
+        finally:
+            self.serving.set()
 
 
 def _attempt(folder: Path) -> Attempt:

@@ -3,14 +3,18 @@
 The shell is the real one, inside bubblewrap; the judge is that of agent_fixtures.
 """
 
+import contextlib
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -119,7 +123,7 @@ def test_a_background_command_is_followed_and_killed(use: Use) -> None:
         time.sleep(0.05)
     assert "one\n" in said and "two\n" in said and said.endswith("[running]")
     assert use("KillBash", shell_id=name) == f"Killed {name}."
-    assert "sleep" not in use("Bash", command="cat /proc/*/comm")
+    assert comes_to_pass(lambda: "sleep" not in use("Bash", command="cat /proc/*/comm"))
     assert use("BashOutput", bash_id="bash_99") == "bash_99: no background command of this name."
 
 
@@ -414,3 +418,39 @@ def test_a_shell_leaves_its_folders_alone_once_it_is_closed(
     assert begun.acquire(timeout=60)
     tools.close()
     assert ended and all(ended)
+
+
+def test_a_shell_that_starts_while_its_tools_are_closed_is_ended(
+    use: Use, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts, made = threading.Event(), list[shell.Shell]()
+
+    class Slow(shell.Shell):
+        def __init__(self, *arguments: Any) -> None:
+            made.append(self)
+            starts.set()
+            time.sleep(0.3)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("components.agent.tools.Shell", Slow)
+    with ThreadPoolExecutor(1) as executor:
+        command = executor.submit(use, "Bash", command="sleep 300")
+        assert starts.wait(60)
+        tools.close()
+        with contextlib.suppress(CancelledError):
+            command.result(60)
+    assert made[0].process is None and not made[0].base.exists()
+
+
+def test_a_command_in_the_background_takes_no_files_away_when_the_tools_are_closed(
+    use: Use, tools: Tools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(folder: Path) -> None:
+        shutil.rmtree(folder)
+        tools._pull()
+
+    use("Write", file_path="kernels/forward.cpp", content="// one")
+    use("Bash", command="echo '// two' >> kernels/forward.cpp")
+    monkeypatch.setattr(shell, "remove_tree", remove)
+    tools.close()
+    assert tools.workspace.files["kernels/forward.cpp"] == "// one\n// two\n"

@@ -326,3 +326,41 @@ def test_callers_measure_in_turn_however_many_threads_they_have(scheduler: Devic
     for thread in threads:
         thread.join(60)
     assert order == ["many", "one", "other", "many", "one", "many"]
+
+
+def test_a_process_that_cannot_be_paused_leaves_the_device_to_others(scheduler: DeviceScheduler) -> None:
+    def fail() -> None:
+        raise OSError("too many open files")
+
+    runner: Any = SimpleNamespace(resume=lambda: None, pause=fail, extend_deadline=lambda: None)
+
+    def measure() -> str:
+        with scheduler.measuring():
+            return "measured"
+
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        with scheduler.background_work(runner), pytest.raises(OSError, match="too many open files"):
+            first.submit(measure).result(60)
+        assert second.submit(measure).result(60) == "measured"
+
+
+def test_what_is_kept_warm_stays_if_only_the_turn_was_waited_for(scheduler: DeviceScheduler) -> None:
+    released: list[int] = []
+    with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as held:
+        held.enter_context(scheduler.reserve_memory(500))
+
+        def reserve(size: int) -> None:
+            with scheduler.reserve_memory(size):
+                pass
+
+        first = threads.submit(reserve, 800)
+        while not scheduler.memory_queue:
+            time.sleep(0.01)
+        second = threads.submit(reserve, 100)
+        while len(scheduler.memory_queue) < 2:
+            time.sleep(0.01)
+        scheduler.release_idle_memory = lambda: released.append(scheduler.free_bytes)
+        held.close()
+        first.result(60)
+        second.result(60)
+    assert all(free < 800 for free in released)

@@ -8,6 +8,7 @@ import pytest
 from service_fixtures import service_of
 
 from components.core.params import Params
+from components.judge.baselines import COMPILE
 from components.judge.judge import Judge
 from components.judge.verdict import MARGIN
 
@@ -29,6 +30,14 @@ def test_the_other_candidate_takes_the_place_of_compile(judge: Judge) -> None:
     assert seconds.against is not None and seconds.against > seconds.candidate
     back = judge.verdict(corpus.TASK, slower(2_000_000), against=SIMD).speedup.against
     assert back is not None and back.high < 1
+
+
+def test_a_comparison_leaves_the_baselines_of_other_threads_alone(judge: Judge) -> None:
+    assert judge.verdict(corpus.TASK, SIMD, compare_compile=True).status == "correct"
+    (bench,) = (one for one in judge.bench_cache.benches.values() if one.reference.code == corpus.TASK.code)
+    compiled = bench.baselines.runners[COMPILE]
+    assert judge.verdict(corpus.TASK, SIMD, against=slower(1000)).status == "correct"
+    assert bench.baselines.runners[COMPILE] is compiled
 
 
 @pytest.mark.parametrize(

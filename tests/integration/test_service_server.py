@@ -165,9 +165,9 @@ def test_a_service_whose_connections_are_all_being_answered_says_so(
     monkeypatch.setattr(service_connections, "MOST_CONNECTIONS", 1)
     with ThreadPoolExecutor(1) as executor:
         waits = executor.submit(
-            httpx.post, f"{address}/v1/judgements?wait=10", json=body("sleep 2"), timeout=30
+            httpx.post, f"{address}/v1/judgements?wait=10", json=body("sleep 5"), timeout=30
         )
-        while not judges.measured:  # the request that is answered for two seconds has the one place
+        while not judges.measured:  # the request that is answered for five seconds has the one place
             assert not waits.done(), waits.result().text
             time.sleep(0.05)
         answer = httpx.get(f"{address}/health")

@@ -366,3 +366,12 @@ def test_sampling_ahead_with_a_sampler_that_sleeps_meanwhile_is_refused(tmp_path
     made = stage(tmp_path, "agentic", "agentic.staleness=1", "policy.sleep=true")
     with pytest.raises(UserError, match=r"agentic\.staleness: 1 samples while the policy is trained"):
         run_stage(dataclasses.replace(made, critic=made.actor), episode)
+
+
+def test_sampling_that_has_just_begun_is_ended_too(tmp_path: Path) -> None:
+    for number in range(20):
+        line = Line(tmp_path / str(number))
+        line.held = {f"t/0/{index}" for index in range(4)}
+        line.queue.begin(0, 4, 99)
+        line.queue.close()
+        assert not line.queue.thread.is_alive()

@@ -32,6 +32,7 @@ from components.agent.episode import SHORTENED, RolloutRequest, run_episodes
 from components.agent.trajectory import Trajectory, load_trajectories, save_trajectories
 from components.bootstrap.canonicalize import canonicalize
 from components.core.params import Params
+from components.core.signals import outside_of_locks
 from components.core.task import KernelTask
 from components.judge.pool.local_pool import LocalPool
 from components.judge.verdict import Verdict
@@ -106,7 +107,8 @@ def test_an_interrupt_waits_for_what_is_being_judged_and_not_for_all_that_was_as
     settings = params(**({"context": 4096} if kind == "tokens" else {"prompt": "full", "context": 32_768}))
     two = settings.sandbox.model_copy(update={"build_workers": 2})
     pool = Pool(settings.model_copy(update={"sandbox": two}), tmp_path / "verdicts")
-    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)  # pytest's own workers ignore SIGINT
+    # pytest's own workers ignore SIGINT, and an interrupt inside of a lock of the executor would keep it.
+    before = signal.signal(signal.SIGUSR1, outside_of_locks(signal.default_int_handler))
     gc.disable()  # an interrupt inside of hypothesis's callback of the collector would be lost
     with pytest.raises(KeyboardInterrupt):
         if kind == "tokens":

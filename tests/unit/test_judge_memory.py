@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -146,6 +147,23 @@ def test_a_task_that_fails_leaves_nothing_in_the_cache_of_benches() -> None:
         with pytest.raises(TaskError), cache.use(str(number), fail):
             pass
     assert not cache.users and not cache.task_locks and not cache.benches
+
+
+def test_benches_that_are_closed_together_are_closed_once_each() -> None:
+    cache, closed = BenchCache(4), list[int]()
+
+    def bench(number: int) -> Any:
+        def close() -> None:
+            cache.close_unused()  # as another thread, which waits for memory
+            closed.append(number)
+
+        return SimpleNamespace(close=close)
+
+    for number in range(4):
+        with cache.use(str(number), partial(bench, number)):
+            pass
+    cache.close()
+    assert sorted(closed) == [0, 1, 2, 3]
 
 
 def test_the_memory_of_a_process_that_compiles_is_reserved_until_it_has_ended(

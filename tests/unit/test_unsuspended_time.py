@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from components.core.config import PROJECT
+from components.sandbox.unsuspended_time import _UnsuspendedClock
 
 # Prints, for each line that it reads, the seconds since its start, in a process that was forked.
 SECONDS = """
@@ -43,3 +46,24 @@ def test_time_of_a_suspended_process_counts_for_a_second_at_most() -> None:
         process.stdin.close()
     assert awake - first > 2
     assert resumed - awake < 2.5
+
+
+def test_threads_that_ask_for_the_time_first_start_it_together() -> None:
+    class Slow(_UnsuspendedClock):
+        @property
+        def thread(self) -> threading.Thread | None:
+            return self.known
+
+        @thread.setter
+        def thread(self, thread: threading.Thread | None) -> None:
+            self.known = thread
+            time.sleep(0.05)
+
+    clock, together = Slow(), threading.Barrier(2)
+
+    def ask(_: int) -> float:
+        together.wait(60)
+        return clock.seconds()
+
+    with ThreadPoolExecutor(2) as threads:
+        assert len(list(threads.map(ask, range(2)))) == 2
