@@ -236,9 +236,12 @@ class Shell:
         while not self.lock.acquire(timeout=CLOSE_SECONDS):
             process = self.process
             if process is not None and process.poll() is None:
-                os.killpg(process.pid, 9)
-        self._end()
-        self.lock.release()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, 9)
+        try:
+            self._end()
+        finally:
+            self.lock.release()
         self.socket.close()
         self.watcher.join()  # it looks into the folders
         remove_tree(self.base)
@@ -249,8 +252,13 @@ class Shell:
         """Write `command` to the file NUMBER.sh in the control folder and return NUMBER, counted from 1."""
         self.commands += 1
         path = self.control / f"{self.commands}.sh"
-        path.write_text(command.replace("\0", "") + "\n", errors="replace")
-        path.chmod(0o644)
+        try:
+            path.write_text(command.replace("\0", "") + "\n", errors="replace")
+            path.chmod(0o644)
+        except FileNotFoundError:
+            if self.closing.is_set():
+                raise CancelledError from None
+            raise
         return str(self.commands)
 
     def _send(self, order: str, seconds: float) -> str:
@@ -287,6 +295,9 @@ class Shell:
         output.register(process.stdout, select.POLLIN)
         looked = time.monotonic()
         while found is None:
+            if self.closing.is_set():
+                self._end()
+                raise CancelledError
             if output.poll(POLL_SECONDS * 1000):
                 part = os.read(process.stdout.fileno(), MAX_REPLY_BYTES)
                 reply += part

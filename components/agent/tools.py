@@ -115,10 +115,10 @@ class Tools:
             case tool_schemas.Bash():
                 return self.bash(arguments)
             case tool_schemas.BashOutput(bash_id=name):
-                output = self._shell.new_output(name) if self._shell is not None else None
+                output = shell.new_output(name) if (shell := self._shell) is not None else None
                 return _no_job(name) if output is None else f"{output[0]}\n[{output[1]}]".lstrip("\n")
             case tool_schemas.KillBash(shell_id=name):
-                killed = self._shell is not None and self._shell.kill(name)
+                killed = (shell := self._shell) is not None and shell.kill(name)
                 return f"Killed {name[:40]}." if killed else _no_job(name)
             case tool_schemas.Glob():
                 return self.glob(arguments.pattern, arguments.path)
@@ -190,8 +190,8 @@ class Tools:
         in it or in a folder directly below it.
         """
         text = self.workspace.read(path)
-        if text is None and self._shell is not None and path.count("/") <= 1:
-            data = untrusted_folder.read_bytes(self._shell.workspace, path)
+        if text is None and (shell := self._shell) is not None and path.count("/") <= 1:
+            data = untrusted_folder.read_bytes(shell.workspace, path)
             text = None if data is None else data.decode(errors="replace")
         return text
 
@@ -217,7 +217,8 @@ class Tools:
     def glob(self, pattern: str, path: str | None) -> str:
         if (start := plain_path(path or ".")) is None:
             return f"{(path or '')[:80]}: outside the workspace."
-        written = untrusted_folder.contents(self._shell.workspace) if self._shell is not None else {}
+        shell = self._shell
+        written = untrusted_folder.contents(shell.workspace) if shell is not None else {}
         prefix = f"{start}/" if start else ""
         pattern = pattern.removeprefix("/workspace/").removeprefix("./")
         matching = [

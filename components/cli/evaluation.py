@@ -69,8 +69,8 @@ def evaluate(
 ) -> Output:
     """Evaluate a policy on a suite of tasks: run episodes in the agent loop, then measure answers again.
 
-    In an episode the policy writes a kernel for a task, and final kernels that are right are measured again.
-    The same command continues an interrupted evaluation.
+    In an episode the policy writes a kernel for a task. Final kernels are measured again, unless they were
+    wrong or did not build. The same command continues an interrupted evaluation.
     """
     chosen = {
         "suite": json.dumps(suite) if suite else "",

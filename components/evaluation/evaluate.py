@@ -9,7 +9,7 @@ reported, because choosing the best of several noisy measurements would overesti
 Every result is written to disk as soon as it is known, so a repeated call with the same folder continues:
 
     out/plan.json               settings of the evaluation; other settings in the same folder are refused
-    out/left_out.json           which tasks the judge can measure on this device, and their shapes
+    out/task_checks.json        which tasks the judge can measure on this device, and their shapes
     out/episodes/0000/ ...      trajectories, one folder for each batch of tasks
     out/tasks/<task_id>.json    result of one task
     out/cost.json               device-seconds by phase, without the seconds of interrupted steps
@@ -50,7 +50,7 @@ from components.judge.verdict import Labels, Status, Verdict
 RETRY_SECONDS = (0.0, 30.0, 120.0)
 # Reasons for refusing admission that do not make a task degenerate; the empty one stands for admitted.
 SOUND = ("", "eager_time", "infrastructure", "too_large", "does_not_run")
-# Results of judging a kernel that another measurement could not change.
+# Results of judging a kernel after which it is not measured again.
 DECIDED: tuple[Status, ...] = ("build_failed", "load_failed", "wrong_output", "forbidden")
 
 
@@ -93,7 +93,7 @@ def evaluate(
     suite = f"evaluation.suite: {params.evaluation.suite}"
     share = params.sandbox.measurable_share
     checks = check_tasks(
-        tasks, pool, params, out / "left_out.json", least_share=share, origin=suite, progress=progress
+        tasks, pool, params, out / "task_checks.json", least_share=share, origin=suite, progress=progress
     )
     # A workspace begins with a model_new.py that is made from the evidence.
     measurable = [
@@ -243,7 +243,11 @@ def _attempts(
             )
         _check_lost(
             out,
-            [one.final for one in trajectories if one.finish_reason == "judge"],
+            [
+                one.final
+                for one in trajectories
+                if one.finish_reason == "judge" and one.final.reason not in TASK_FAULTS
+            ],
             len(trajectories),
             "attempts",
         )
@@ -370,8 +374,8 @@ def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -
 
     `epoch` is part of the key under which the judge keeps the verdict. A kernel that crashed or was too slow
     at the end of the episode is not compared with all modes of torch.compile, which are started before the
-    kernel. Nothing is measured if another measurement could not change the verdict from the end of the
-    episode (`DECIDED`), if the attempt has no files, or if the policy's server or the judge ended it. The
+    kernel. Nothing is measured if the verdict from the end of the episode decides (`DECIDED`), if the
+    attempt has no files, or if the policy's server or the judge ended it. The
     future then has that verdict, or one with the status `infrastructure` if the server ended the attempt.
     """
     if _has_answer(attempt) and attempt.final.status not in DECIDED:

@@ -244,11 +244,11 @@ class Summary(FrozenModel):
 
     `attempts_mean_reward` (of the rewards of the trajectories), `attempts_pass_rate` and `pass_at` (unbiased
     pass@k, by k) are computed on all attempts on which neither the judge nor the policy's server failed, with
-    the verdicts at the end of their episodes. All other figures are computed on the final measurement of each
-    task, which is made after the episodes (`TaskResult`). `intervals` has one entry for each figure but
-    `pass_at`, by its dotted name, such as `fast_p.eager.1.5`. `attained` and `limit_score` are the means of
-    these figures of `TaskResult` over the tasks that have one. A figure is None if there is no task on which
-    it is defined.
+    the verdicts at the end of their episodes. All other figures are computed on the results of the tasks, of
+    which those that may be correct are measured after the episodes (`TaskResult`). `intervals` has one entry
+    for each figure but `pass_at`, by its dotted name, such as `fast_p.eager.1.5`. `attained` and
+    `limit_score` are the means of these figures of `TaskResult` over the tasks that have one. A figure is
+    None if there is no task on which it is defined.
     """
 
     tasks: int

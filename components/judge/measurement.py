@@ -86,7 +86,7 @@ def measure_candidate(
         with contextlib.ExitStack() as stack:
             if against is not None:
                 # The other candidate needs their memory. On cpu other threads may be timing them.
-                for baseline in [one for one in baselines.runners if bench.scheduler.is_exclusive]:
+                for baseline in list(baselines.runners) if bench.scheduler.is_exclusive else ():
                     if baseline.role == "compile":
                         baselines.drop(baseline)
                 with blaming_the_other():

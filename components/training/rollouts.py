@@ -36,7 +36,7 @@ from components.training.engine import DTYPES, DeepSpeedEngine
 from components.training.metrics import Figures, ages
 from components.training.networks import load_policy
 from components.training.ranks import join_world
-from components.training.stage import LEFT_OUT, TASKS, Stage, derived_seed
+from components.training.stage import TASK_CHECKS, TASKS, Stage, derived_seed
 from components.training.trajectory_queue import TrajectoryQueue, is_trainable
 
 # Type of functions such as `components.agent.episode.run_episode`, the agent loop. From a request, the
@@ -314,7 +314,7 @@ def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:
     """Return the training tasks that the judge can measure, and a clause on how many others are left out.
 
     The clause, for messages, is "" if there are no others. The judge checks the tasks, unless the result is
-    in the file LEFT_OUT already. Raises UserError if it can measure none of them, or a smaller share than
+    in the file TASK_CHECKS already. Raises UserError if it can measure none of them, or a smaller share than
     sandbox.measurable_share.
     """
     tasks = stage.tasks()
@@ -322,7 +322,7 @@ def _measurable(stage: Stage) -> tuple[list[KernelTask], str]:
         tasks,
         stage.pool,
         stage.params,
-        stage.out / LEFT_OUT,
+        stage.out / TASK_CHECKS,
         least_share=stage.params.sandbox.measurable_share,
         origin=str(stage.dataset / TASKS),
         progress=stage.progress,

@@ -6,7 +6,7 @@ begun.json          the inputs with which the stage was begun; it continues with
 checkpoint/         the trained checkpoint: a Hugging Face folder with its manifest
 trajectories/       folders step-NNNN with the trajectories that each step has trained on
 sampling/           trajectories that no step has taken yet, while the stage runs
-left_out.json       tasks that the judge cannot measure on this device
+task_checks.json    which tasks the judge can measure on this device, and their shapes
 metrics.jsonl       one JSON object per step
 state/              resumable states
 stage.json          the StageResult; it is written last, so a stage with this file is finished
@@ -44,7 +44,7 @@ BEGUN = "begun.json"
 UNFINISHED = "unfinished.json"
 CHECKPOINT = "checkpoint"
 SAMPLING = "sampling"
-LEFT_OUT = "left_out.json"
+TASK_CHECKS = "task_checks.json"
 TASKS = "tasks.parquet"
 # Largest number of times that a task occurs in one pass of training.
 MAX_REPEATS = 4

@@ -66,8 +66,7 @@ def main() -> None:
         print(level_text(level or "none", found))
     logs = {
         trajectory.task_id: trajectory.final.log
-        for batch in sorted((folder / "episodes").iterdir(), reverse=True)
-        for trajectory in reversed(load_trajectories(batch))
+        for trajectory in reversed(load_trajectories(folder / "episodes"))
     }
     for category, found in sorted(failures.items(), key=lambda entry: -len(entry[1])):
         said = " ".join(logs.get(found[0].task_id, "").split())

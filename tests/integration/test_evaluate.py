@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing import get_context
@@ -96,12 +97,12 @@ def test_a_judge_that_fails_on_more_than_a_quarter_of_the_tasks_ends_the_evaluat
 
 def test_an_attempt_that_the_judge_ended_is_an_error_and_many_stop_the_evaluation(tmp_path: Path) -> None:
     class Losing(Script):
-        """A policy on whose first `lost` attempts the judge fails during a tool call."""
+        """A policy on whose first `lost` attempts the judge fails in a tool call, for the reason `why`."""
 
-        lost = 1
+        lost, why = 1, "judge"
 
         def sample(self, request: RolloutRequest) -> list[Trajectory]:
-            verdict = Verdict(status="infrastructure", reason="judge", log="the zygote is gone")
+            verdict = Verdict(status="infrastructure", reason=self.why, log="the zygote is gone")
             ended = {"verdicts": (verdict,), "reward": None, "finish_reason": "judge", "error": verdict.log}
             sampled = super().sample(request)
             return [
@@ -121,6 +122,9 @@ def test_an_attempt_that_the_judge_ended_is_an_error_and_many_stop_the_evaluatio
         run(tmp_path / "many", LinePool(), many)
     assert not (tmp_path / "many" / "episodes").exists()
     assert run(tmp_path / "many", LinePool(), Script(LINES)).errors == 1
+    many.why, many.seen = "task", Counter()
+    faulty = run(tmp_path / "faulty", LinePool(), many, TASKS[:4])
+    assert faulty.errors == 1 and faulty.tasks[0].error, "a task whose own source fails ends no batch"
 
 
 def test_the_first_attempts_final_answer_counts_measured_anew(tmp_path: Path) -> None:
@@ -369,7 +373,7 @@ def test_stored_attempts_are_not_taken_for_attempts_at_the_tasks_that_can_be_mea
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, LinePool(0), Script(LINES), tasks=TASKS[:3])
-    (tmp_path / "left_out.json").unlink()
+    (tmp_path / "task_checks.json").unlink()
     pool = Refusing({TASKS[0].code: "too_large"})
     with pytest.raises(UserError, match=r"0000: has attempts at other tasks .*; delete .*, and evaluate"):
         run(tmp_path, pool, Script(LINES), tasks=TASKS[:3])

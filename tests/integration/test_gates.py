@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from components.core.files import digest_file, write_json
 from components.core.params import Params
 from components.core.progress import Quiet
 from components.evaluation.metrics import summarise
-from components.evaluation.results import RESULTS, TaskResult
+from components.evaluation.results import TaskResult
 from components.judge.admission import Admission
 from components.judge.pool.local_pool import Candidate, Job
 from components.judge.verdict import Verdict
@@ -291,27 +290,6 @@ def test_gates_asked_again_use_todays_thresholds_and_let_a_person_decide(home: P
     number, decision, champion = gate_runner.gate_again(params, promotion, "2", Credulous(), Quiet())
     assert champion is not None and champion.version == "1"
     assert (decision.verdict, decision.reasons) == ("promoted", (f"all {len(decision.gates)} gates passed.",))
-
-
-def test_a_champion_is_evaluated_with_the_checks_of_a_run(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a check a task has no evidence, and a policy that writes only kernels has no starter."""
-    promotion, params = with_evaluations(home)
-    pool, found = Credulous(), {}
-
-    def evaluate(policy: Any, tasks: list[Any], pool: Any, folder: Path, **rest: Any) -> None:
-        found.update(rest)
-        write_json(folder / RESULTS, evaluation(GOOD).model_dump(mode="json"))
-
-    monkeypatch.setattr(gate_runner, "evaluate", evaluate)
-    monkeypatch.setattr(
-        gate_runner, "checkpoint_policy", lambda *_: SimpleNamespace(digest="0", close=lambda: None)
-    )
-    (home / "champion.json").unlink()
-    champion = gate_runner.gate_again(params, promotion, "2", pool, Quiet())[2]
-    assert champion is not None and champion.version == "1"
-    assert found["admit"] == pool.admit
 
 
 def test_a_judge_that_believes_an_exploit_refuses_every_version_by_that_name(home: Path) -> None:

@@ -73,7 +73,9 @@ def test_a_task_with_four_shapes_goes_from_the_skill_to_the_report(pool: LocalPo
     found = evaluate(policy, [TASK], pool, out, epoch="night", progress=Quiet(), seed=0)
     (trajectory,) = policy.trajectories
     read, *_, measured = [made for turn in trajectory.turns for made in turn.calls]
-    assert read.observation.splitlines()[-4:] == [f"- `{one}`" for one in CALLS]
+    told = [line.partition(": ") for line in read.observation.splitlines()[-4:]]
+    assert [call for call, _, _ in told] == [f"- `{one}`" for one in CALLS]
+    assert all(shapes.startswith("float32 [") for _, _, shapes in told)
     assert [line.partition(": ")[0] for line in measured.observation.splitlines()[-4:]] == CALLS
     assert trajectory.reward == trajectory.final.milestone >= 1
     slow = trajectory.final.workloads[0].model_copy(

@@ -45,7 +45,7 @@ class Memory:
                 return memory
 
         params = resolve("ci", sets).params
-        pool, file = Pool(params, folder / "verdicts"), folder / "left_out.json"
+        pool, file = Pool(params, folder / "verdicts"), folder / "task_checks.json"
         return check_tasks(TASKS * 2, pool, params, file, least_share=share, origin="tasks", progress=Quiet())
 
 
@@ -74,7 +74,7 @@ def test_a_call_that_continues_leaves_out_the_same_tasks_and_other_settings_are_
 
 def test_a_refusal_is_not_kept_in_the_journal_and_an_admission_is(tmp_path: Path) -> None:
     Memory(2).check(tmp_path)
-    (tmp_path / "left_out.json").unlink()
+    (tmp_path / "task_checks.json").unlink()
     again = Memory(4)
     assert left_out(again.check(tmp_path)) == ""
     assert set(again.asked) == {task.code for task in TASKS[2:]}
@@ -92,12 +92,12 @@ def test_too_few_measurable_tasks_refuse_the_stage(
 ) -> None:
     with pytest.raises(UserError, match=rf"tasks: . of 4 tasks .*7\.2 GB.*{says}") as refusal:
         Memory(capacity).check(tmp_path, share=share)
-    assert refusal.value.exit_code == 2 and not (tmp_path / "left_out.json").exists()
+    assert refusal.value.exit_code == 2 and not (tmp_path / "task_checks.json").exists()
 
 
 def test_of_no_tasks_none_is_refused(tmp_path: Path) -> None:
     pool = LocalPool(resolve("ci", ()).params, tmp_path / "verdicts")
-    file = tmp_path / "left_out.json"
+    file = tmp_path / "task_checks.json"
     assert check_tasks([], pool, pool.params, file, origin="tasks", progress=Quiet()) == {}
 
 

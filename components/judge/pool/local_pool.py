@@ -103,7 +103,7 @@ def admission_key(
     in which case `window` and `headroom` do not enter the key.
     """
     if memory_only:
-        return digest_json(["memory", protocol, digest_bytes(code.encode())])
+        return digest_json(["shapes", protocol, digest_bytes(code.encode())])
     return digest_json(["admission", protocol, window, headroom, digest_bytes(code.encode())])
 
 
