@@ -18,7 +18,7 @@ from components.training.stage import RESULT
 from flows.run_context import newest_runs, record_of
 
 # Pattern of the folder of a stage in a text, such as stages/warmup-0123456789ab.
-STAGE = re.compile(r"stages/([a-z]+-[0-9a-f]{12})")
+STAGE = re.compile(r"stages/([a-z_]+-[0-9a-f]{12})")
 # File in a run's folder with the folders of the stages that the run has begun or used, one on each line.
 USED = "stages.txt"
 # Least age of a temporary file or folder that is taken for abandoned, in seconds.

@@ -24,6 +24,8 @@ from components.core.errors import UserError, error_chain, refuse
 START_SECONDS = 180.0
 # Longest wait at the end of a run until the server has recorded the states of the run's tasks.
 RECORD_SECONDS = 60.0
+# Longest wait for the first answer of a server that PREFECT_API_URL names.
+ANSWER_SECONDS = 30.0
 # Longest wait at the end of a run until the server has received the run's log lines.
 LOG_SECONDS = 10.0
 # Environment variables that switch off all background services of the server except the task run recorder.
@@ -154,9 +156,16 @@ def prefect_server(home: Path) -> Iterator[Server | None]:
 
     The home is the folder of all runs, in which the server writes its log. Yields None and starts no server
     if PREFECT_API_URL is already set. Prefect must be imported only inside the block, because the import
-    reads the variable. Raises UserError if the block fails because the server has ended.
+    reads the variable. Raises UserError if the server of the variable does not answer, or if the block fails
+    because the server has ended.
     """
-    if "PREFECT_API_URL" in os.environ:
+    if url := os.environ.get("PREFECT_API_URL"):
+        try:
+            httpx.get(f"{url.rstrip('/')}/health", timeout=ANSWER_SECONDS)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise UserError(
+                f"PREFECT_API_URL: no server answers at {url} ({error}); start it, or unset the variable."
+            ) from error
         yield None
         return
     server = Server(home)

@@ -22,6 +22,7 @@ import errno
 import fcntl
 import functools
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -375,9 +376,10 @@ def interface_commands(run: PipelineRun, record: Mapping[str, Any]) -> dict[str,
     home = f"PREFECT_HOME={shlex.quote(str(run.home / 'prefect'))}"
     if "?" in home:
         home += f" PREFECT_SERVER_DATABASE_CONNECTION_URL={shlex.quote(prefect_database(run.home))}"
+    address = re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", run.params.registry.uri(run.home))  # no password
     return {
         "mlflow": f"{programs / 'mlflow'} ui --backend-store-uri "
-        f"{shlex.quote(run.params.registry.uri(run.home))}   then http://127.0.0.1:5000/#/experiments/"
+        f"{shlex.quote(address)}   then http://127.0.0.1:5000/#/experiments/"
         f"{record['experiment']}/runs?workflowType=machine_learning&compareRunsMode=CHART",
         "prefect": f"{home} {programs / 'prefect'} server start   then http://127.0.0.1:4200",
     }

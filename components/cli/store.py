@@ -102,32 +102,40 @@ def store_gc(
 ) -> Output:
     """List old checkpoints and runs in the store that nothing refers to, and old files of the home folder.
 
-    A checkpoint or run is kept if it is younger than --older-than, or if an alias of a model version, an
-    unfinished run or the log of decisions refers to it. Of the home folder, in which runs keep everything,
-    the command lists stages that no run to be kept uses, resumable states of finished stages, and abandoned
-    temporary folders. With --delete all of these are removed; no run may work in the home meanwhile.
+    A checkpoint or run is kept if it is younger than --older-than, or if a model version that has an alias or
+    waits for approval, an unfinished run or a log of decisions refers to it. Of the home folder, in which
+    runs keep everything, the command lists stages that no run to be kept uses, resumable states of finished
+    stages, and abandoned temporary folders. With --delete all of these are removed; no run may work in the
+    home meanwhile.
     """
     from components.cli.models import open_promotion
-    from components.registry.models import evidence, references
+    from components.registry.audit import AuditChain
+    from components.registry.models import evidence, references, registered_models
     from components.storage.gc import plan, reason_to_keep, remove
     from flows.home_gc import removable
     from flows.run_context import home_lock
 
     promotion, resolved = open_promotion(options)
-    home = home_of(resolved)
+    home, params = home_of(resolved), resolved.params
     store, age = _open_store(resolved), timedelta(days=older_than)
 
+    def decided() -> dict[str, str]:
+        found = evidence(promotion.chain)
+        for model in registered_models(promotion.client):
+            found |= evidence(AuditChain.of(params.registry.model_copy(update={"model": model}), home))
+        return found
+
     def referenced() -> dict[str, str]:
-        return references(promotion.client, promotion.model)
+        return references(promotion.client)
 
     with home_lock(home) if delete else contextlib.nullcontext():
-        planned = plan(store, referenced(), evidence(promotion.chain), datetime.now(UTC), age)
+        planned = plan(store, referenced(), decided(), datetime.now(UTC), age)
         verb, removed = "removed" if delete else "would remove", list[dict[str, Any]]()
         for group in planned.remove:
             if delete:
                 # The references are read again for each group, because a run in another home, whose store
                 # is the same, may have added one since the plan.
-                if reason_to_keep(group.id, referenced() | evidence(promotion.chain)):
+                if reason_to_keep(group.id, referenced() | decided()):
                     continue
                 remove(store, group)
             removed.append({"group": group.name, "bytes": group.bytes})

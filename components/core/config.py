@@ -5,6 +5,7 @@ values are in `params.py` and `stage_params.py`. The kind of a parameter is `res
 computes, measures or publishes, and `throughput` if it does not (`records.py`).
 """
 
+import contextlib
 import difflib
 import json
 import os
@@ -204,9 +205,20 @@ def _option(item: str) -> tuple[str, dict[str, Any]]:
     if not equals:
         raise UserError(f"--set {item}: KEY=VALUE is expected, for instance --set seed=1.")
     try:
-        return f"--set {item}", flatten_values({key: yaml.safe_load(text)})
+        return f"--set {item}", flatten_values({key: _value(text)})
     except NOT_YAML as error:
         raise UserError(f"--set {item[:200]}: the value is not valid YAML; quote it.") from error
+
+
+def _value(text: str) -> Any:
+    """Return the value of a text in YAML, of which a text in JSON is a special case.
+
+    YAML does not combine the two escapes by which JSON writes a character such as an emoji.
+    """
+    if text.startswith('"'):
+        with contextlib.suppress(ValueError):
+            return json.loads(text)
+    return yaml.safe_load(text)
 
 
 def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
@@ -225,7 +237,7 @@ def _nested(values: dict[str, Any], sources: dict[str, str]) -> dict[str, Any]:
             if not isinstance(node, dict):
                 section = ".".join(parts[:depth])
                 raise UserError(f"{sources[section]}: {section} is a section; give its fields.")
-        node[int(last) if parent in MAPPINGS and last.isdigit() else last] = values[key]
+        node[int(last) if parent in MAPPINGS and last.isdecimal() else last] = values[key]
     return nested
 
 

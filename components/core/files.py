@@ -246,12 +246,12 @@ def write_changed(path: Path, text: str) -> None:
 
     An unchanged file keeps its modification time, which DVC and other programs compare.
     """
-    if not path.is_file() or path.read_text() != text:
+    if not path.is_file() or path.read_bytes() != text.encode():
         atomic_write(path, text)
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
+    return json.loads(path.read_bytes())
 
 
 def verify_files(checkpoint: Path, remedy: str = "delete the folder and run again") -> str:

@@ -337,7 +337,7 @@ class GateThresholds(FrozenModel):
         "the honest answers have to pass"
     )
     approval: Literal["automatic", "person"] = result("who decides when the gates pass")
-    approval_seconds: Positive = result(
+    approval_seconds: Annotated[float, Field(gt=0, le=1e9)] = result(
         "a version that waits longer than this for a person's decision expires"
     )
 

@@ -102,7 +102,7 @@ def evaluate_gates(
 
 def is_complete(report: Path) -> bool:
     """Return whether the HTML file `report` exists and has the tag `</html>` in its last 200 characters."""
-    return report.is_file() and "</html>" in report.read_text()[-200:]
+    return report.is_file() and b"</html>" in report.read_bytes()[-200:]
 
 
 def gate_again(

@@ -150,19 +150,19 @@ def apply_entry(client: MlflowClient, model: str, entry: AuditEntry) -> AuditEnt
     """Set the aliases and tags of the registered model `model` as an audit entry says, and return the entry.
 
     The tags are those with the decision on the version, and the anchor, which names the entry as the newest
-    one. A version that was registered gets the alias candidate, and one that was decided on loses it.
-    Repeating the call changes nothing.
+    one. A version that was registered gets the alias candidate, and one that was decided on loses it. A
+    version that another program has deleted gets neither. Repeating the call changes nothing.
     """
-    actual = aliases(client, model)
+    actual, existing = aliases(client, model), numbers(client, model)
     for alias in (PREVIOUS, CHAMPION):
         wanted = entry.aliases.get(alias)
         if wanted is None and alias in actual:
             client.delete_registered_model_alias(model, alias)
-        elif wanted is not None and actual.get(alias) != wanted:
+        elif wanted in existing and actual.get(alias) != wanted:
             client.set_registered_model_alias(model, alias, wanted)
-    if entry.action == "registered":
+    if entry.action == "registered" and entry.version in existing:
         client.set_registered_model_alias(model, CANDIDATE, entry.version)
-    if entry.action in DECISIONS:
+    if entry.action in DECISIONS and entry.version in existing:
         decision = {DECISION: entry.action, "decided.by": entry.who, "decided.when": entry.when}
         set_tags(client, model, entry.version, decision)
         if entry.action != "waiting" and actual.get(CANDIDATE) == entry.version:
@@ -260,26 +260,34 @@ def checkpoint(client: MlflowClient, model: str, version: str, scratch: Path) ->
     return Path(place)
 
 
-def references(client: MlflowClient, model: str) -> dict[str, str]:
+def references(client: MlflowClient) -> dict[str, str]:
     """Return the run keys and digests whose stored objects must be kept, with the reason for each.
 
     The objects are those in the artifact store. A run key is the key of a pipeline run (`PipelineRun` in
     flows/run_context.py). The result has the run key and the digests of checkpoint, data set and evaluation
-    of every version of `model` that has an alias or is of an unfinished run, and the run key of every
-    unfinished run. A reason is a text such as "policy version 3 is champion".
+    of every version of a registered model that has an alias, waits for approval or is of an unfinished run,
+    and the run key of every unfinished run. A reason is a text such as "policy version 3 is champion".
     """
     found: dict[str, str] = {}
-    versions = {
-        str(version.version): version
-        for version in client.search_model_versions(f"name = '{model}'", max_results=10_000)
-    }
-    for alias, number in aliases(client, model).items():
-        found |= dict.fromkeys(_named(versions[number].tags), f"{model} version {number} is {alias}")
     unfinished = _unfinished(client)
-    for version in versions.values():
-        if version.tags.get(RUN_KEY) in unfinished:
-            found |= dict.fromkeys(_named(version.tags), "a night that is not finished")
+    for model in registered_models(client):
+        named = {number: alias for alias, number in aliases(client, model).items()}
+        for version in client.search_model_versions(f"name = '{model}'", max_results=10_000):
+            number = str(version.version)
+            state = named.get(number) or ("waiting" if version.tags.get(DECISION) == "waiting" else "")
+            if state:
+                found |= dict.fromkeys(_named(version.tags), f"{model} version {number} is {state}")
+            elif version.tags.get(RUN_KEY) in unfinished:
+                found |= dict.fromkeys(_named(version.tags), "a night that is not finished")
     return found | dict.fromkeys(unfinished, "a night that is not finished")
+
+
+def registered_models(client: MlflowClient) -> list[str]:
+    """Return the names of all registered models."""
+    found = get_results_from_paginated_fn(
+        lambda size, token: client.search_registered_models(max_results=size, page_token=token), PAGE
+    )
+    return [model.name for model in found]
 
 
 def evidence(chain: AuditChain) -> dict[str, str]:

@@ -84,6 +84,13 @@ def connect(params: Registry, home: Path) -> MlflowClient:
     """
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
     uri = params.uri(home)
+    try:
+        _ = urlsplit(uri).port
+    except ValueError:  # whose text may have a part of the password
+        raise UserError(
+            "registry.tracking_uri: is no valid address; write characters such as / and @ in its password as "
+            "%2F and %40."
+        ) from None
     # Some of MLflow's own helpers (artifact resolution of logged models) read the global setting.
     mlflow.set_tracking_uri(uri)
     try:

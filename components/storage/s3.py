@@ -22,13 +22,19 @@ from components.core.errors import UserError
 from components.core.files import digest_file, sync
 from components.storage.store import StoredObject, check_key, key_taken
 
-# Error codes of a write that the server refused because the key exists or is being written.
-REFUSED = ("PreconditionFailed", "ConditionalRequestConflict")
+# Error codes of a write that the server refused because the key exists or is being written, or because an
+# earlier try of the same write, whose answer was lost, has completed it.
+REFUSED = ("PreconditionFailed", "ConditionalRequestConflict", "NoSuchUpload")
 # Error codes of a request for an object that does not exist.
 MISSING = ("NoSuchKey", "NotFound", "404")
 # Error codes of faults that may be gone when the request is repeated.
 PASSING = (
     "SlowDown",
+    "SlowDownRead",
+    "SlowDownWrite",
+    "Throttling",
+    "TooManyRequests",
+    "429",
     "RequestTimeout",
     "InternalError",
     "ServiceUnavailable",

@@ -89,6 +89,23 @@ def test_a_run_whose_server_ended_says_so_in_one_sentence(
         night()
 
 
+def test_a_prefect_server_that_does_not_answer_is_named_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    with (
+        pytest.raises(UserError, match=r"^PREFECT_API_URL: no server answers at http://127\.0\.0\.1:9/api"),
+        prefect_server(tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["😀", "é", "a b: #c"])
+def test_a_home_may_have_any_name(tmp_path: Path, name: str) -> None:
+    home = tmp_path / name
+    assert CommonOptions(home=str(home)).resolve().params.home == str(home)
+
+
 def test_the_lines_of_a_failed_ranks_log_stay_lines() -> None:
     program = """
 import components.cli.main as main

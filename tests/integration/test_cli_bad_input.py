@@ -51,6 +51,13 @@ def test_a_parameter_file_of_something_else_is_refused(tmp_path: Path, text: str
     assert said in str(error.value)
 
 
+def test_a_level_that_is_no_number_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"gate\.faster_rate_compile_by_level = \{'²': 0\.5\} is not accepted"
+    ):
+        resolve("smoke", ("gate.faster_rate_compile_by_level.²=0.5",))
+
+
 @pytest.mark.parametrize(
     ("set_", "said"),
     [
@@ -58,6 +65,8 @@ def test_a_parameter_file_of_something_else_is_refused(tmp_path: Path, text: str
         (f"seed={'9' * 5000}", "not valid YAML"),
         (f"seed={'[' * 3000}", "not valid YAML"),
         ("data=&a {b: *a}", "not valid YAML"),
+        ("gate.approval_seconds=.inf", "gate.approval_seconds = inf"),
+        ("gate.approval_seconds=1000000000000", "gate.approval_seconds = 1000000000000"),
         ("seed=4294967296", "less than or equal to 4294967295"),
         ("coldstart.seed=100000000000000000000000", "less than or equal to 4294967295"),
         ("registry.model=o'brien", 'registry.model = "o\'brien" is not accepted'),

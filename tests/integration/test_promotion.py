@@ -228,6 +228,16 @@ def test_a_champion_that_was_deleted_in_the_registry_blocks_nothing(home: Path) 
     assert promotion.aliases() == aliases(promotion) == {"champion": "2"}
 
 
+def test_a_waiting_version_that_was_deleted_in_the_registry_expires_and_blocks_nothing(home: Path) -> None:
+    promotion = promotion_of(home)
+    apply_decision(promotion, "2", WAITING, approval_seconds=0.001)
+    promotion.client.delete_model_version(PARAMS.model, "2")
+    time.sleep(0.01)
+    assert [entry.version for entry in promotion.expire()] == ["2"]
+    apply_decision(promotion, "1")
+    assert promotion.aliases() == aliases(promotion) == {"champion": "1"} and promotion.verify() == []
+
+
 def test_gates_of_an_earlier_decision_are_not_shown(home: Path) -> None:
     promotion = promotion_of(home)
     for names in (("pass_rate", "start.better"), ("pass_rate",)):

@@ -101,6 +101,12 @@ def test_an_address_that_mlflow_cannot_use_is_named_at_once(
     assert time.monotonic() - began < 30
 
 
+def test_an_address_whose_password_is_not_encoded_is_refused_without_telling_it(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^registry.tracking_uri: .* as %2F and %40\.$") as refused:
+        connect(PARAMS.model_copy(update={"tracking_uri": "postgresql://u:pa/ss@h/db"}), tmp_path)
+    assert refused.value.__cause__ is None
+
+
 def test_a_home_with_a_question_mark_keeps_its_databases(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

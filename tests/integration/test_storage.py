@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import boto3
 import pytest
-from botocore.exceptions import EndpointConnectionError, ResponseStreamingError
+from botocore.exceptions import ClientError, EndpointConnectionError, ResponseStreamingError
 from moto.server import ThreadedMotoServer
 
 from components.core.errors import UserError
@@ -228,6 +228,22 @@ def test_of_two_writers_that_both_saw_nothing_one_is_refused(
         second.put("weights", theirs)
     first.get("weights", tmp_path / "back")
     assert (tmp_path / "back").read_bytes() == LARGE[:size]
+
+
+def test_a_write_whose_answer_was_lost_is_found_when_it_is_tried_again(
+    bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = bucket()
+    upload = store.client.upload_fileobj
+
+    def lose_the_answer(*arguments: Any, **more: Any) -> None:
+        upload(*arguments, **more)
+        raise ClientError({"Error": {"Code": "NoSuchUpload"}}, "CompleteMultipartUpload")
+
+    monkeypatch.setattr(store.client, "upload_fileobj", lose_the_answer)
+    store.put("weights", file(tmp_path, LARGE, "mine"))
+    store.get("weights", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == LARGE
 
 
 def test_an_interrupted_download_leaves_nothing_and_is_made_anew(

@@ -134,6 +134,25 @@ def test_what_an_alias_or_a_run_refers_to_stays_whole_and_evidence_keeps_what_wa
     assert stored(home)["warm_up"] == {"predecessor", "champion", "running"}
 
 
+def test_what_another_model_of_the_registry_needs_stays_too(home: Path) -> None:
+    before = stored(home)
+    store_gc(home=str(home), profile="ci", sets=["registry.model=other"], older_than=30, delete=True)
+    assert stored(home)["agentic"] == before["agentic"] - {"forgotten", "undecided"}
+
+
+def test_what_waits_for_approval_stays_when_another_version_is_the_candidate(home: Path) -> None:
+    registry = resolve("ci").params.registry
+    client = connect(registry, home)
+    (waiting,) = (
+        version
+        for version in client.search_model_versions(f"name = '{registry.model}'")
+        if version.tags[models.RUN_KEY] == key_of("undecided")
+    )
+    models.set_tags(client, registry.model, str(waiting.version), {models.DECISION: "waiting"})
+    store_gc(home=str(home), profile="ci", older_than=30, delete=True)
+    assert "undecided" in stored(home)["agentic"]
+
+
 def test_evidence_is_found_in_the_folder_that_the_parameters_name(
     home: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from dvc.config import Config
 
 from components.core.config import resolve
 from components.core.task import KernelTask, write_tasks
 from components.storage import FolderStore, open_store
-from flows import dataset_dvc
+from flows import dataset_dvc, run_context
+from flows.data import prepare_workspace
 
 PARAMS = resolve("smoke").params
 
@@ -30,6 +32,16 @@ def test_a_store_in_a_folder_has_the_remote_in_it_wherever_dvc_works(
     store = open_store(params.store, tmp_path)
     assert isinstance(store, FolderStore) and store.root == tmp_path / "artifacts"
     assert dataset_dvc.remote_url(params, tmp_path) == str(tmp_path / "artifacts" / "dvc")
+
+
+def test_the_file_with_a_token_is_found_where_dvc_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sets = (f"home={tmp_path / 'home'}", "pool.service=http://host:1", "pool.service_token=token.txt")
+    workspace = prepare_workspace(run_context.open_run(resolve("smoke", sets)))
+    written = yaml.safe_load((workspace / "params.yaml").read_text())
+    assert written["pool"]["service_token"] == str(tmp_path / "token.txt")
 
 
 def test_a_home_in_the_folder_of_the_data_set_is_not_uploaded(

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from components.core import files
+from components.core.config import PROJECT
 from components.core.errors import UserError
 from components.core.files import atomic_folder, check_replaceable, remove_stale, remove_tree, verify_files
 
@@ -106,3 +109,20 @@ def test_a_manifest_whose_digest_is_wrong_is_named_before_any_file_is_read(
     (tmp_path / "unreadable").symlink_to("/proc/self/mem")
     with pytest.raises(UserError, match=r"manifest\.json: its digest does not match the files that it lists"):
         verify_files(tmp_path)
+
+
+def test_files_are_read_as_they_were_written_whatever_the_locale_is(tmp_path: Path) -> None:
+    program = r"""
+import sys
+from pathlib import Path
+from components.core.files import read_json, write_changed, write_json
+path = Path(sys.argv[1])
+write_json(path, "J\xfcrgen")
+assert read_json(path) == "J\xfcrgen"
+write_changed(path, "J\xfcrgen")
+write_changed(path, "J\xfcrgen")
+"""
+    plain = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "file")], env=plain, check=True, cwd=PROJECT
+    )

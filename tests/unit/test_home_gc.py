@@ -9,6 +9,7 @@ import pytest
 from components.core import files
 from components.core.files import write_json
 from flows.home_gc import note_use, removable
+from flows.stage_keys import READS
 
 DAY = 86_400.0
 KEYS = {name: f"{index:012x}" for index, name in enumerate(("champion", "forgotten", "young", "old"), 1)}
@@ -42,6 +43,15 @@ def test_stages_of_referenced_runs_stay_and_lose_only_their_states(tmp_path: Pat
         f"stages/{champion.name}/state": "the stage is finished",
     }
     assert found(tmp_path, days=50) == {}
+
+
+def test_a_kept_run_keeps_its_stages_whatever_their_names_are(tmp_path: Path) -> None:
+    for index, name in enumerate(READS):
+        folder = tmp_path / "stages" / f"{name}-{index:012x}"
+        folder.mkdir(parents=True)
+        note_use(tmp_path / "runs" / KEYS["champion"], folder)
+    aged(tmp_path, 40)
+    assert "no kept run uses it" not in found(tmp_path).values()
 
 
 def test_the_newest_run_keeps_its_unfinished_stage_with_its_states(tmp_path: Path) -> None:
