@@ -135,7 +135,7 @@ def test_a_trajectory_of_which_the_removal_was_killed_is_sampled_again(
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
         killed.setattr(files, "remove_tree", kill)
         Line(tmp_path)
-    again = Line(tmp_path)
+    again = Line(tmp_path, staleness=0)
     assert [0, 0] in again.step(0, tmp_path)
     again.queue.close()
 
