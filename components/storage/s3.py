@@ -20,7 +20,7 @@ from typing import Any
 
 from components.core.errors import UserError
 from components.core.files import digest_file, sync
-from components.storage.store import StoredObject, check_key, key_taken
+from components.storage.store import StoredObject, check_key, has_digest, key_taken
 
 # Error codes of a write that the server refused because the key exists or is being written, or because an
 # earlier try of the same write, whose answer was lost, has completed it.
@@ -100,11 +100,13 @@ class S3Store:
         with self._faults(self._name(key), "read") as name:
             if (head := self._head(name)) is None:
                 raise KeyError(key)
+            recorded = head["Metadata"].get("sha256", "")
+            if has_digest(target, recorded):
+                return
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=".") as folder:
                 copy = Path(folder) / "object"
                 self.client.download_file(self.bucket, name, str(copy))
-                recorded = head["Metadata"].get("sha256", "")
                 if recorded and digest_file(copy) != recorded:
                     raise UserError(
                         f"{self._address(name)}: what came does not match its SHA-256; "

@@ -48,7 +48,7 @@ class Store(Protocol):
         """
 
     def get(self, key: str, target: Path) -> None:
-        """Write the object `key` to the file `target`, which is replaced in one step.
+        """Write the object `key` to the file `target`, which is replaced in one step unless it is equal.
 
         Raises KeyError if there is no object with this key, and UserError if the object is damaged.
         """
@@ -132,7 +132,8 @@ class FolderStore:
         path = self.root / check_key(key)
         if not path.is_file():
             raise KeyError(key)
-        _copy(path, target, replace=True, sha256=self._recorded(key))
+        if not has_digest(target, recorded := self._recorded(key)):
+            _copy(path, target, replace=True, sha256=recorded)
 
     def exists(self, key: str) -> bool:
         return (self.root / check_key(key)).is_file()
@@ -186,6 +187,11 @@ class FolderStore:
         """
         note = self._note(key)
         return note.read_text().strip() if note.is_file() else ""
+
+
+def has_digest(file: Path, sha256: str) -> bool:
+    """Return whether `file` exists and has this SHA-256, which is "" if it is not known."""
+    return bool(sha256) and file.is_file() and digest_file(file) == sha256
 
 
 def _copy(source: Path, target: Path, *, replace: bool, sha256: str = "") -> bool:

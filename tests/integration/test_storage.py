@@ -76,6 +76,18 @@ def test_what_is_put_comes_back(store: Store, tmp_path: Path) -> None:
     assert (tmp_path / "back" / "report.html").read_bytes() == b"\x00report" * 1000
 
 
+def test_what_was_fetched_is_not_fetched_again_unless_it_differs(store: Store, tmp_path: Path) -> None:
+    store.put("weights", file(tmp_path, b"one", "mine"))
+    target = tmp_path / "back"
+    store.get("weights", target)
+    first = target.stat().st_ino
+    store.get("weights", target)
+    assert target.stat().st_ino == first
+    target.write_bytes(b"two")
+    store.get("weights", target)
+    assert target.read_bytes() == b"one"
+
+
 def test_a_missing_object_is_a_key_error(store: Store, tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         store.get("runs/none", tmp_path / "x")
