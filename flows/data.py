@@ -104,7 +104,7 @@ def prepare_workspace(run: PipelineRun) -> Path:
     values = run.params.model_dump(mode="json") | {"home": str(run.home)}
     values["data"]["against"] = [str(Path(path).resolve()) for path in run.params.data.against]
     if token := run.params.pool.service_token:
-        values["pool"]["service_token"] = str(Path(token).expanduser().resolve())
+        values["pool"]["service_token"] = str(Path(os.path.expanduser(token)).resolve())
     write_changed(workspace / "params.yaml", yaml.safe_dump(values, sort_keys=False))
     return workspace
 

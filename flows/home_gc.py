@@ -1,9 +1,9 @@
 """Find what can be removed from a home: states of finished stages, unused stages, abandoned temporary files.
 
 A home is a folder in which runs keep everything, and a stage is a step of a run with its own folder there. A
-stage is used if a run that is kept names it. A run is kept if a version that it registered has an alias, if
-it is not finished, if it is younger than a given limit, if it is the newest one, or if it left a stage
-unfinished that no later run has continued yet.
+stage is used if a run that is kept names it. A run is kept if a version that it registered has an alias or
+waits for approval, if it is not finished, if it is younger than a given limit, if it is the newest one, or if
+it left a stage unfinished that no later run has continued yet.
 """
 
 import re

@@ -376,7 +376,7 @@ def interface_commands(run: PipelineRun, record: Mapping[str, Any]) -> dict[str,
     home = f"PREFECT_HOME={shlex.quote(str(run.home / 'prefect'))}"
     if "?" in home:
         home += f" PREFECT_SERVER_DATABASE_CONNECTION_URL={shlex.quote(prefect_database(run.home))}"
-    address = re.sub(r"(://[^:/@]*:)[^@]*@", r"\1***@", run.params.registry.uri(run.home))  # no password
+    address = re.sub(r"(://[^/?#:]*:)[^/?#]*@", r"\1***@", run.params.registry.uri(run.home))  # no password
     return {
         "mlflow": f"{programs / 'mlflow'} ui --backend-store-uri "
         f"{shlex.quote(address)}   then http://127.0.0.1:5000/#/experiments/"
@@ -410,7 +410,7 @@ def prepare_environment(home: Path) -> None:
         "GIT_PYTHON_REFRESH": "quiet",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if "PREFECT_API_URL" not in os.environ:
+    if not os.environ.get("PREFECT_API_URL"):
         os.environ["PREFECT_HOME"] = str(home / "prefect")
         defaults["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = prefect_database(home)
     for name, value in defaults.items():

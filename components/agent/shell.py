@@ -53,8 +53,6 @@ END_SECONDS = 10
 # wait, for instance for a verdict.
 COMMANDS_PER_CORE = 8
 COMMAND_PLACES = threading.Semaphore(COMMANDS_PER_CORE * (os.cpu_count() or 1))
-# Seconds after which an attempt to end a shell, in which a call of another thread waits, is repeated.
-CLOSE_SECONDS = 0.02
 # Seconds that starting or ending a background command may take.
 CONTROL_SECONDS = 5.0
 DRIVER = r"""
@@ -232,16 +230,8 @@ class Shell:
         A call that still runs in another thread returns, or raises CancelledError.
         """
         self.closing.set()
-        # A call that waits for a reply reads from the bash, and ends it when there is no more to read.
-        while not self.lock.acquire(timeout=CLOSE_SECONDS):
-            process = self.process
-            if process is not None and process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, 9)
-        try:
+        with self.lock:  # which a call that waits for a reply leaves soon (`_reply`)
             self._end()
-        finally:
-            self.lock.release()
         self.socket.close()
         self.watcher.join()  # it looks into the folders
         remove_tree(self.base)
@@ -286,7 +276,8 @@ class Shell:
 
         Other text that comes before the reply is skipped. If it is longer than MAX_REPLY_BYTES, or if the
         command exceeds its time limit `seconds` or the limits of disk space, the shell is ended. In this
-        case, and if the shell has ended by itself, a sentence that says so is returned instead.
+        case, and if the shell has ended by itself, a sentence that says so is returned instead. Raises
+        CancelledError, after ending the shell, within POLL_SECONDS of a call of `close`.
         """
         assert process.stdout is not None
         began, judge_seconds, reply = unsuspended_seconds(), self.socket.judging.seconds(), b""

@@ -10,7 +10,7 @@ points to one version, so there is never more than one champion.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +224,7 @@ def describe(client: MlflowClient, model: str, version: str) -> dict[str, Any]:
 
 def numbers(client: MlflowClient, model: str) -> list[str]:
     """Return the numbers of all versions of the registered model `model`, the newest first."""
-    found = client.search_model_versions(f"name = '{model}'", max_results=10_000)
+    found = _all(client.search_model_versions, filter_string=f"name = '{model}'")
     return sorted((str(version.version) for version in found), key=int, reverse=True)
 
 
@@ -270,24 +270,33 @@ def references(client: MlflowClient) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     unfinished = _unfinished(client)
-    for model in registered_models(client):
-        named = {number: alias for alias, number in aliases(client, model).items()}
-        for version in client.search_model_versions(f"name = '{model}'", max_results=10_000):
-            number = str(version.version)
-            state = named.get(number) or ("waiting" if version.tags.get(DECISION) == "waiting" else "")
-            if state:
-                found |= dict.fromkeys(_named(version.tags), f"{model} version {number} is {state}")
-            elif version.tags.get(RUN_KEY) in unfinished:
-                found |= dict.fromkeys(_named(version.tags), "a night that is not finished")
+    named = {
+        (model.name, str(number)): alias
+        for model in _all(client.search_registered_models)
+        for alias, number in model.aliases.items()
+    }
+    for version in _all(client.search_model_versions):
+        state = named.get((version.name, str(version.version)), "")
+        if state or version.tags.get(DECISION) == "waiting":
+            reason = f"{version.name} version {version.version} is {state or 'waiting'}"
+            found |= dict.fromkeys(_named(version.tags), reason)
+        elif version.tags.get(RUN_KEY) in unfinished:
+            found |= dict.fromkeys(_named(version.tags), "a night that is not finished")
     return found | dict.fromkeys(unfinished, "a night that is not finished")
 
 
 def registered_models(client: MlflowClient) -> list[str]:
     """Return the names of all registered models."""
-    found = get_results_from_paginated_fn(
-        lambda size, token: client.search_registered_models(max_results=size, page_token=token), PAGE
+    return [model.name for model in _all(client.search_registered_models)]
+
+
+def _all(search: Callable[..., Any], **rule: Any) -> list[Any]:
+    """Return all pages of what the method `search` of MLflow's client finds with the arguments `rule`."""
+    return list(
+        get_results_from_paginated_fn(
+            lambda size, token: search(max_results=size, page_token=token, **rule), PAGE
+        )
     )
-    return [model.name for model in found]
 
 
 def evidence(chain: AuditChain) -> dict[str, str]:
@@ -321,7 +330,5 @@ def _unfinished(client: MlflowClient) -> set[str]:
     """
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     rule = f"tags.`{KIND}` = 'night' and attributes.status != 'FINISHED'"
-    runs = get_results_from_paginated_fn(
-        lambda size, token: client.search_runs(experiments, rule, max_results=size, page_token=token), PAGE
-    )
+    runs = _all(client.search_runs, experiment_ids=experiments, filter_string=rule)
     return {run.data.tags[RUN_KEY] for run in runs if RUN_KEY in run.data.tags}

@@ -84,8 +84,9 @@ def connect(params: Registry, home: Path) -> MlflowClient:
     """
     (home / "mlflow" / "artifacts").mkdir(parents=True, exist_ok=True)
     uri = params.uri(home)
+    port = PORTS.get(uri.partition(":")[0].partition("+")[0])
     try:
-        _ = urlsplit(uri).port
+        _ = (port or uri.startswith("http")) and urlsplit(uri).port
     except ValueError:  # whose text may have a part of the password
         raise UserError(
             "registry.tracking_uri: is no valid address; write characters such as / and @ in its password as "
@@ -97,7 +98,7 @@ def connect(params: Registry, home: Path) -> MlflowClient:
         # Without these, MLflow would try for minutes.
         if uri.startswith("http"):
             http_request(get_default_host_creds(uri), "/health", "GET", max_retries=0, timeout=ANSWER_SECONDS)
-        elif port := PORTS.get(uri.partition(":")[0].partition("+")[0]):
+        elif port:
             parts = urlsplit(uri)
             socket.create_connection((parts.hostname, parts.port or port), ANSWER_SECONDS).close()
             create_engine(uri, poolclass=NullPool).connect().close()

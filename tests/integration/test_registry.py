@@ -31,7 +31,7 @@ from components.policy.checkpoint import save_checkpoint
 from components.registry import gates, models
 from components.registry.traces import chosen
 from components.registry.tracking import MlflowRun, connect, flatten, numbers
-from flows import nightly
+from flows import nightly, run_context
 from flows.run_context import PipelineRun, prefect_database
 from flows.steps import DatasetRecord
 
@@ -105,6 +105,13 @@ def test_an_address_whose_password_is_not_encoded_is_refused_without_telling_it(
     with pytest.raises(UserError, match=r"^registry.tracking_uri: .* as %2F and %40\.$") as refused:
         connect(PARAMS.model_copy(update={"tracking_uri": "postgresql://u:pa/ss@h/db"}), tmp_path)
     assert refused.value.__cause__ is None
+
+
+@pytest.mark.parametrize("address", ["http://u:p@ss@h:5000", "postgresql://u:pass@h/db?x=y@z"])
+def test_the_command_that_serves_mlflow_does_not_tell_the_password(tmp_path: Path, address: str) -> None:
+    sets = (f"home={tmp_path}", f"registry.tracking_uri={address}")
+    commands = run_context.interface_commands(run_context.open_run(resolve("ci", sets)), {"experiment": "1"})
+    assert "//u:***@h" in commands["mlflow"] and "pass" not in commands["mlflow"]
 
 
 def test_a_home_with_a_question_mark_keeps_its_databases(

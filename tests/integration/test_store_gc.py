@@ -136,6 +136,7 @@ def test_what_an_alias_or_a_run_refers_to_stays_whole_and_evidence_keeps_what_wa
 
 def test_what_another_model_of_the_registry_needs_stays_too(home: Path) -> None:
     before = stored(home)
+    connect(resolve("ci").params.registry, home).create_registered_model("another program's, of o'brien")
     store_gc(home=str(home), profile="ci", sets=["registry.model=other"], older_than=30, delete=True)
     assert stored(home)["agentic"] == before["agentic"] - {"forgotten", "undecided"}
 
