@@ -69,7 +69,9 @@ class RolloutRequest:
     One trajectory, the record of an attempt, is sampled for each entry of `tasks`, which may list a task
     several times. `pool` judges candidates, which are the policy's implementations of a task. `epoch` is a
     name that the caller chooses, such as "episodes/3f2a". It is part of the key under which the judge keeps
-    its verdicts, so equal candidates for a task share one measurement only within one epoch.
+    its verdicts, so equal candidates for a task share one measurement only within one epoch. With
+    `compare_compile`, candidates are compared with the fastest mode of torch.compile as in an evaluation
+    (`Job`).
 
     A trajectory has at most `max_turns` turns; with 1, the first answer is final. In a turn at most
     `max_new_tokens` tokens are sampled. No turn begins when `time.monotonic()` is past `deadline`, unless
@@ -94,6 +96,7 @@ class RolloutRequest:
     temperature: float
     deadline: float | None = None
     shorten_history: bool = False
+    compare_compile: bool = False
     first: int = 0
     reward: Reward = milestone
     on_progress: Callable[[int, int], None] = lambda *_: None
@@ -215,7 +218,14 @@ class Episode(abc.ABC):
         if self.request.stopped.is_set():
             raise CancelledError
         with self.request.judging.busy():
-            future = self.request.pool.submit(Job(self.task, candidate, self.request.epoch))
+            future = self.request.pool.submit(
+                Job(
+                    self.task,
+                    candidate,
+                    self.request.epoch,
+                    compare_compile=self.request.compare_compile,
+                )
+            )
             if self.request.stopped.is_set():  # submitted after the waiting jobs were cancelled
                 future.cancel()
             verdict = future.result()

@@ -124,6 +124,10 @@ class Sandbox(FrozenModel):
         "on a GPU: whether the inputs of a timed round may be in the L2 cache when its calls begin, or have "
         "been displaced from it"
     )
+    compile_modes: Literal["all", "default"] = result(
+        "modes of torch.compile on a GPU whose fastest one is compared with a final answer: all of default, "
+        "reduce-overhead and max-autotune, or the default mode only"
+    )
     counters: bool = throughput(
         "on a GPU: read its hardware counters in one more call of each correct candidate, which is not timed "
         "(Nsight Compute, about ten seconds)"

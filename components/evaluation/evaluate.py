@@ -4,7 +4,8 @@ The policy first attempts each task in one or more episodes. Then the judge meas
 first attempt again, that is, the candidate's files (the kernels and their module) at the end of the episode,
 unless it was wrong or did not build.
 The verdict of this final measurement is the result of the task. The best solution of a trajectory is not
-reported, because choosing the best of several noisy measurements would overestimate the speed-up.
+reported, because choosing the best of several noisy measurements would overestimate the speed-up. If the
+policy has one attempt of one turn, nothing is chosen, and its answer is measured once.
 
 Every result is written to disk as soon as it is known, so a repeated call with the same folder continues:
 
@@ -50,6 +51,8 @@ from components.judge.verdict import Labels, Status, Verdict
 RETRY_SECONDS = (0.0, 30.0, 120.0)
 # Reasons for refusing admission that do not make a task degenerate; the empty one stands for admitted.
 SOUND = ("", "eager_time", "infrastructure", "too_large", "does_not_run")
+# Epoch of the judge's verdicts on final answers, for an epoch of the evaluation.
+FINAL = "evaluation/final/{}"
 # Results of judging a kernel after which it is not measured again.
 DECIDED: tuple[Status, ...] = ("build_failed", "load_failed", "wrong_output", "forbidden")
 
@@ -203,6 +206,8 @@ def _attempts(
     not stored.
     """
     settings = policy.params.evaluation
+    # The verdict at the end of the only attempt is then kept under the key of the final measurement.
+    is_measured_once = settings.attempts == settings.max_turns == 1
     requested = [task for task in tasks for _ in range(settings.attempts)]
     found: list[Trajectory] = []
     folders = (out / "episodes" / f"{batch:04d}" for batch in itertools.count())
@@ -228,7 +233,8 @@ def _attempts(
                 first=first,
                 params=policy.params,
                 pool=pool,
-                epoch=f"episodes/{epoch}",
+                epoch=FINAL.format(epoch) if is_measured_once else f"episodes/{epoch}",
+                compare_compile=is_measured_once,
                 seed=seed,
                 max_turns=settings.max_turns,
                 max_new_tokens=settings.max_new_tokens,
@@ -381,7 +387,7 @@ def _final(task: KernelTask, attempt: Trajectory, pool: JudgePool, epoch: str) -
     if _has_answer(attempt) and attempt.final.status not in DECIDED:
         may_be_right = attempt.final.status in ("correct", "infrastructure")
         return pool.submit(
-            Job(task, Candidate.of(attempt.files), f"evaluation/final/{epoch}", compare_compile=may_be_right)
+            Job(task, Candidate.of(attempt.files), FINAL.format(epoch), compare_compile=may_be_right)
         )
     done: Future[Verdict] = Future()
     done.set_result(

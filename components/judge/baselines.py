@@ -189,10 +189,12 @@ def _start_baseline(
 def compile_modes(reference: TaskReference) -> tuple[Baseline, ...]:
     """Return the baselines of the torch.compile modes that are compared on the task of `reference`.
 
-    They depend on the device, and on whether the task is so large that its baselines share buffers.
+    They depend on the device, on sandbox.compile_modes, and on whether the task is so large that its
+    baselines share buffers.
     """
     layout = reference.layout
-    return (SHARING_MODES if layout.placement.shares_buffers else COMPILE_MODES)[layout.device]
+    modes = (SHARING_MODES if layout.placement.shares_buffers else COMPILE_MODES)[layout.device]
+    return (COMPILE,) if reference.params.sandbox.compile_modes == "default" else modes
 
 
 def start_early(baselines: BaselineCache, *, every_mode: bool) -> None:

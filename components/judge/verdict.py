@@ -58,14 +58,17 @@ class Labels(FrozenModel):
     candidates get parameters that the judge has drawn, and `seed` if they keep those that their constructor
     makes under the judge's seed. `tolerance` is `strict` for errors relative to float64, and `kernelbench` if
     an output within KernelBench's tolerances is correct too. `input_cache` is `cold` if a GPU's L2 cache
-    holds no inputs when the calls of a round (a series of timed calls) begin, and otherwise `warm`. Verdicts
-    with different labels must not be compared. The defaults are the labels of training and promotion.
+    holds no inputs when the calls of a round (a series of timed calls) begin, and otherwise `warm`.
+    `compile_modes` is `default` if torch.compile has its default mode on a GPU, and `all` if it has the
+    fastest of several. Verdicts with different labels must not be compared. The defaults are the labels of
+    training and promotion.
     """
 
     rules: Literal["kernel-only", "any"] = "kernel-only"
     weights: Literal["state_dict", "seed"] = "state_dict"
     tolerance: Literal["strict", "kernelbench"] = "strict"
     input_cache: Literal["warm", "cold"] = "warm"
+    compile_modes: Literal["all", "default"] = "all"
 
     @classmethod
     def of(cls, sandbox: Sandbox) -> Self:
@@ -73,7 +76,8 @@ class Labels(FrozenModel):
 
     def __str__(self) -> str:
         text = f"rules {self.rules}, weights by {self.weights}, tolerance {self.tolerance}"
-        return f"{text}, {self.input_cache} cache" if self.input_cache == "cold" else text
+        text += ", cold cache" if self.input_cache == "cold" else ""
+        return f"{text}, torch.compile's default mode" if self.compile_modes == "default" else text
 
 
 def protocol_digest(params: JudgeParams) -> str:

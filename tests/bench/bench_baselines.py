@@ -41,17 +41,13 @@ from components.judge.task_bench import TaskBench
 PASSES = ("first", "second")
 
 
-def measured(judge: Judge, code: str, modes: list[str]) -> dict[str, Any]:
-    """Return seconds of a call of eager and of each named mode of torch.compile, and what that took.
-
-    All modes are measured if `modes` is empty.
-    """
+def measured(judge: Judge, code: str) -> dict[str, Any]:
+    """Return seconds of a call of eager and of each mode of torch.compile, and what that took."""
     began = time.monotonic()
     try:
         bench = TaskBench(judge.params, judge.runner_factory, judge.scheduler, code)
         with contextlib.closing(bench), largest_use(judge.params.device) as used:
-            compiled = [mode for mode in compile_modes(bench.reference) if not modes or mode.mode in modes]
-            available = start_available(bench.baselines, [EAGER, *compiled])
+            available = start_available(bench.baselines, [EAGER, *compile_modes(bench.reference)])
             with judge.scheduler.measuring():
                 seconds = baseline_seconds(bench.baselines, available)
     except TaskTooLarge as error:
@@ -116,9 +112,6 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="stop after so long; a repeated command goes on"
     )
-    parser.add_argument(
-        "--modes", help="of torch.compile, separated by commas; all that the device has where it is left out"
-    )
     parser.add_argument("--workers", type=int, help="tasks that are prepared at the same time")
     parser.add_argument("--set", dest="sets", action="append", default=[])
     chosen = parser.parse_args()
@@ -127,7 +120,6 @@ def main() -> None:
         (f"evaluation.suite={chosen.suite}", f"evaluation.levels=[{chosen.levels}]", *chosen.sets),
     ).params
     suite = load_suite(params, Path())[:: chosen.every]
-    modes = chosen.modes.split(",") if chosen.modes else []
     tasks: dict[str, dict[str, Any]] = read_json(chosen.out)["tasks"] if chosen.out.is_file() else {}
     end = time.monotonic() + chosen.seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -141,7 +133,7 @@ def main() -> None:
                 ]
 
                 def one(task: KernelTask) -> dict[str, Any] | None:
-                    return measured(judge, task.code, modes) if time.monotonic() < end else None
+                    return measured(judge, task.code) if time.monotonic() < end else None
 
                 with ThreadPoolExecutor(chosen.workers or params.sandbox.build_workers) as workers:
                     for task, found in zip(open_tasks, workers.map(one, open_tasks), strict=True):

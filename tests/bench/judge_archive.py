@@ -9,9 +9,8 @@ ARCHIVE is a file of JSON lines, or a folder of such files, as the authors publi
 
 Every kernel is judged by both rules, or by those of `--rules`, and both tolerances, with weights by seed. It
 is compared with the fastest mode of torch.compile on its task, whose compilation takes most of the time, or
-by `--default-mode` with the default one, and only if it is faster than eager. A
-file whose extension does not compile, and that catches the error, answers without its kernel; such files are
-counted. OUT gets `rows.jsonl` (one line a kernel and label), `table.md` and `plot.svg`. Verdicts are kept in
+by `--default-mode` with the default one. A file whose extension does not compile, and that catches the error,
+answers without its kernel; such files are counted. OUT gets `rows.jsonl` (one line a kernel and label), `table.md` and `plot.svg`. Verdicts are kept in
 OUT/verdicts, so the same command goes on where it was interrupted.
 """
 
@@ -64,9 +63,7 @@ def labelled(params: Params, rules: str, tolerance: str) -> Params:
     return params.model_copy(update={"sandbox": params.sandbox.model_copy(update=labels.model_dump())})
 
 
-def judged(
-    entries: Sequence[dict[str, Any]], params: Params, out: Path, every_mode: bool
-) -> Iterator[dict[str, Any]]:
+def judged(entries: Sequence[dict[str, Any]], params: Params, out: Path) -> Iterator[dict[str, Any]]:
     """Yield one row for each entry, judged with the labels of `params`."""
     pool = open_pool(params, out / "verdicts")
     try:
@@ -75,8 +72,7 @@ def judged(
                 Job(
                     KernelTask(code=entry["ref_code"]),
                     Candidate.of({"model_new.py": entry["custom_code"]}),
-                    "archive" if every_mode else "archive, default mode",
-                    compare_compile=every_mode,
+                    "archive",
                 )
             )
             for entry in entries
@@ -191,8 +187,6 @@ def judge_archive(
     params: Params,
     out: Path,
     only_rules: str | None = None,
-    *,
-    every_mode: bool = True,
 ) -> list[dict[str, Any]]:
     """Judge all entries, by both rules or `only_rules`; write the files of OUT, and return the rows."""
     out.mkdir(parents=True, exist_ok=True)
@@ -201,7 +195,7 @@ def judge_archive(
         for rules, tolerance in COMBINATIONS:
             if only_rules not in (None, rules):
                 continue
-            for done in judged(entries, labelled(params, rules, tolerance), out, every_mode):
+            for done in judged(entries, labelled(params, rules, tolerance), out):
                 rows.append(done)
                 lines.write(json.dumps(done) + "\n")
                 print(
@@ -227,15 +221,18 @@ def main() -> None:
     parser.add_argument("--default-mode", action="store_true", help="of torch.compile, and no other")
     options = parser.parse_args()
     # Many files with torch's headers are built at once, so that one build takes minutes.
-    params = resolve("smoke", (f"device={options.device}", "sandbox.build_seconds=600")).params
+    modes = "default" if options.default_mode else "all"
+    params = resolve(
+        "smoke",
+        (f"device={options.device}", "sandbox.build_seconds=600", f"sandbox.compile_modes={modes}"),
+    ).params
     entries = [
         entry
         for entry in read_archive(options.archive)
         if (not options.inline or "load_inline" in entry["custom_code"])
         and options.level in (None, entry["level_id"])
     ]
-    every_mode, chosen = not options.default_mode, entries[: options.limit]
-    print(table(judge_archive(chosen, params, options.out, options.rules, every_mode=every_mode)))
+    print(table(judge_archive(entries[: options.limit], params, options.out, options.rules)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Judge each task of a suite against itself: a table of times, limits, and ratios that should be 1.
 
     python tests/device/suite_fairness.py SUITE OUT.csv [--profile h200] [--levels 1,2,3] [--seconds 3600] \
-        [--workers 8] [--modes default] [--set KEY=VALUE]
+        [--workers 8] [--set KEY=VALUE]
 
 The candidate of a task is the task's own module, judged by the rules `any` with weights by seed, so its
 speed-up over eager is 1 if the judge is fair. The verdict also has the seconds of eager and of the fastest
-mode of torch.compile; --modes limits the modes that are tried. Every fifth task is judged first, then the
-others, so that a run that --seconds ends early has tasks of all kinds. A repeated command judges the tasks
-that OUT.csv lacks, and those whose status is `infrastructure` again.
+mode of torch.compile, or with --set sandbox.compile_modes=default those of the default mode. Every fifth task
+is judged first, then the others, so that a run that --seconds ends early has tasks of all kinds. A repeated
+command judges the tasks that OUT.csv lacks, and those whose status is `infrastructure` again.
 
 OUT.csv has a row for each task. `total_s` are the seconds from the task's source to the verdict while other
 tasks are judged too, and `held_s` the seconds of exclusive use of the device. Prints for each level the tasks
@@ -38,7 +38,6 @@ from components.core.errors import InfrastructureError
 from components.core.records import Device
 from components.core.task import KernelTask
 from components.evaluation.suites import load_suite
-from components.judge import baselines
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.judge import Judge
 from components.judge.verdict import Verdict
@@ -120,7 +119,6 @@ def main() -> None:
     parser.add_argument("--levels", default="1,2,3")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no task after so long")
     parser.add_argument("--workers", type=int, default=8, help="tasks that are prepared at the same time")
-    parser.add_argument("--modes", help="of torch.compile, separated by commas; all where it is left out")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
     chosen = parser.parse_args()
     if not chosen.seconds:
@@ -129,10 +127,6 @@ def main() -> None:
     sets = (f"evaluation.suite={chosen.suite}", f"evaluation.levels=[{chosen.levels}]", *LABELS, *chosen.sets)
     params = resolve(chosen.profile, sets).params
     suite = load_suite(params, Path())
-    if chosen.modes:
-        for table in (baselines.COMPILE_MODES, baselines.SHARING_MODES):
-            modes = tuple(one for one in table[params.device] if one.mode in chosen.modes.split(","))
-            table[params.device] = modes
     kept: list[dict[str, str]] = []
     if chosen.out.exists():
         with chosen.out.open() as file:

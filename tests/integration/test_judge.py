@@ -78,6 +78,16 @@ def test_an_evaluation_is_held_against_the_fastest_mode_of_compile_by_its_name(
     assert evidence["compile_mode"] == min(evidence["compile_seconds"], key=evidence["compile_seconds"].get)
 
 
+def test_an_evaluation_is_held_against_the_default_mode_alone_where_the_parameters_say_so(
+    cold_judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(baselines.COMPILE_MODES, "cpu", (COMPILE, Baseline("compile", "reduce-overhead")))
+    sandbox = cold_judge.params.sandbox.model_copy(update={"compile_modes": "default"})
+    cold_judge.params = cold_judge.params.model_copy(update={"sandbox": sandbox})
+    evidence = cold_judge.verdict(corpus.TASK, SIMD, compare_compile=True).evidence
+    assert (evidence["compile_mode"], evidence["compile_seconds"]) == ("default", {})
+
+
 def test_evidence_names_seeds_samples_and_digests(judge: Judge) -> None:
     evidence = judge.verdict(corpus.TASK, SIMD).evidence
     assert evidence["isolation"] == "bubblewrap"

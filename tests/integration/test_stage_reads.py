@@ -17,7 +17,8 @@ from flows.stage_keys import READS
 # Read only to refuse bad parameters before a stage begins.
 CHECKED = {
     *("warmup.steps", "warmup.rollouts.tasks", "rejection.rollouts.tasks", "agentic.advantages"),
-    *("sandbox.rules", "sandbox.weights", "sandbox.tolerance", "sandbox.input_cache", "reward"),
+    *("sandbox.rules", "sandbox.weights", "sandbox.tolerance", "sandbox.input_cache"),
+    *("sandbox.compile_modes", "reward"),
     *("coldstart.demonstrations", "policy.source"),
 }
 
