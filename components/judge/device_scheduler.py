@@ -10,11 +10,11 @@ compiling, is background work, which is not waited for but paused during measure
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -97,8 +97,10 @@ class DeviceScheduler:
         self.timed_cores, self.other_cores = cores(device)
         self.reservable_bytes = int(MEMORY_SHARE * self.device_bytes)
         self.free_bytes = self.reservable_bytes
-        # One ticket for each thread that waits for memory; the threads get memory in this order.
-        self.memory_queue: deque[object] = deque()
+        # Bytes of each reservation by its number: of those that wait, in their order, and of those that hold.
+        self.memory_queue: dict[int, int] = {}
+        self.reserved: dict[int, int] = {}
+        self.reservations = itertools.count()
         # Function that frees memory of idle task benches, for a thread that waits for memory.
         self.release_idle_memory: Callable[[], None] = lambda: None
         self.condition = threading.Condition()
@@ -274,38 +276,46 @@ class DeviceScheduler:
     def reserve_memory(self, size: int) -> Iterator[None]:
         """Block until `size` bytes of device memory are unreserved, and reserve them until the context ends.
 
-        Threads that wait get memory in the order of their calls. While the first of them waits, the data and
-        baselines of tasks that no thread uses are freed (`release_idle_memory`). If `size` is larger than
-        `reservable_bytes`, all reservable memory is reserved. On cpu nothing is reserved.
+        The first thread that waits is the next to get memory. A later one passes it by only if the first
+        thread's bytes fit beside those of all threads that came after it, so that none of these delays it.
+        While the first thread waits, the data and baselines of tasks that no thread uses are freed
+        (`release_idle_memory`). If `size` is larger than `reservable_bytes`, all reservable memory is
+        reserved. On cpu nothing is reserved.
         """
         wanted = min(size, self.reservable_bytes)  # 0 on cpu
-        ticket = object()
         with self.condition:
-            self.memory_queue.append(ticket)
+            number = next(self.reservations)
+            self.memory_queue[number] = wanted
         try:
-            while not self._take_memory(ticket, wanted):
-                if self.memory_queue[0] is ticket and self.free_bytes < wanted:
+            while not self._take_memory(number, wanted):
+                if next(iter(self.memory_queue)) == number and self.free_bytes < wanted:
                     self.release_idle_memory()
         finally:
             with self.condition:
-                self.memory_queue.remove(ticket)
+                del self.memory_queue[number]
                 self.condition.notify_all()
         try:
             yield
         finally:
             with self.condition:
-                self.free_bytes += wanted
+                self.free_bytes += self.reserved.pop(number)
                 self.condition.notify_all()
 
-    def _take_memory(self, ticket: object, wanted: int) -> bool:
-        """Reserve `wanted` bytes if they are free and `ticket` is the first entry of `memory_queue`.
+    def _take_memory(self, number: int, wanted: int) -> bool:
+        """Reserve `wanted` bytes for the reservation `number` of `memory_queue`, if its turn has come.
 
-        A ticket stands for one thread that waits for memory. Returns whether the bytes were reserved. If they
-        were not, the call first waits for a change, at most `RETRY_SECONDS`.
+        The bytes must be free. If the reservation is not the first of the queue, its bytes, those of the
+        first and those that reservations after the first hold must together be at most `reservable_bytes`.
+        Returns whether the bytes were reserved. If they were not, the call first waits for a change, at most
+        `RETRY_SECONDS`.
         """
         with self.condition:
-            if self.memory_queue[0] is not ticket or self.free_bytes < wanted:
+            first, needed = next(iter(self.memory_queue.items()))
+            later = sum(size for other, size in self.reserved.items() if other > first)
+            passes = number == first or later + wanted + needed <= self.reservable_bytes
+            if not passes or self.free_bytes < wanted:
                 self.condition.wait(RETRY_SECONDS)
                 return False
+            self.reserved[number] = wanted
             self.free_bytes -= wanted
             return True

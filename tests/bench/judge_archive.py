@@ -10,8 +10,9 @@ ARCHIVE is a file of JSON lines, or a folder of such files, as the authors publi
 Every kernel is judged by both rules, or by those of `--rules`, and both tolerances, with weights by seed. It
 is compared with the fastest mode of torch.compile on its task, whose compilation takes most of the time, or
 by `--default-mode` with the default one. A file whose extension does not compile, and that catches the error,
-answers without its kernel; such files are counted. OUT gets `rows.jsonl` (one line a kernel and label), `table.md` and `plot.svg`. Verdicts are kept in
-OUT/verdicts, so the same command goes on where it was interrupted.
+answers without its kernel; such files are counted. OUT gets `rows.jsonl` (one line a kernel and label),
+`table.md` and `plot.svg`. Verdicts are kept in OUT/verdicts, so the same command goes on where it was
+interrupted.
 """
 
 import argparse

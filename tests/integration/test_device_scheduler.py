@@ -166,24 +166,33 @@ def test_a_sampler_on_the_judges_gpu_keeps_its_memory(
     assert scheduler.reservable_bytes == 1, "nothing is left, and 0 would be no limit"
 
 
-def test_who_needs_much_memory_is_not_passed_by(scheduler: DeviceScheduler) -> None:
+def test_who_needs_much_memory_is_passed_only_by_what_fits_beside_it(scheduler: DeviceScheduler) -> None:
     order: list[int] = []
+    done = threading.Event()
 
     def take(memory: int) -> None:
         with scheduler.reserve_memory(memory):
             order.append(memory)
+            done.wait(60)
 
-    threads = []
+    threads = {memory: threading.Thread(target=take, args=(memory,)) for memory in (850, 300, 100, 60)}
     with scheduler.reserve_memory(600):
-        for memory in (900, 100, 300):
-            threads.append(threading.Thread(target=take, args=(memory,)))
-            threads[-1].start()
-            while len(scheduler.memory_queue) < len(threads):
+        for memory in (850, 300):
+            threads[memory].start()
+            while memory not in scheduler.memory_queue.values():
                 time.sleep(0.001)
-        assert order == []
-    for thread in threads:
+        threads[100].start()
+        while order != [100]:
+            time.sleep(0.001)
+        threads[60].start()
+        while list(scheduler.memory_queue.values()) != [850, 300, 60]:
+            time.sleep(0.001)
+        assert order == [100], "only 50 more fit beside 850"
+        done.set()
+    for thread in threads.values():
         thread.join(60)
-    assert order[0] == 900 and scheduler.free_bytes == 1000 and not scheduler.memory_queue
+    assert order.index(850) < order.index(300)
+    assert scheduler.free_bytes == 1000 and not scheduler.memory_queue and not scheduler.reserved
 
 
 def test_what_is_only_kept_warm_gives_way(scheduler: DeviceScheduler) -> None:
@@ -356,10 +365,12 @@ def test_what_is_kept_warm_stays_if_only_the_turn_was_waited_for(scheduler: Devi
         first = threads.submit(reserve, 800)
         while not scheduler.memory_queue:
             time.sleep(0.01)
-        second = threads.submit(reserve, 100)
+        second = threads.submit(reserve, 250)  # they are free, but the first needs them
         while len(scheduler.memory_queue) < 2:
             time.sleep(0.01)
         scheduler.release_idle_memory = lambda: released.append(threading.get_ident())
+        while len(released) < 3:
+            time.sleep(0.01)
+        scheduler.release_idle_memory = lambda: None
         held.close()
-        first.result(60)
-        assert second.result(60) not in released
+        assert set(released) == {first.result(60)} and second.result(60)
