@@ -96,9 +96,14 @@ def _folder_policy(folder: Path, params: Params, digest: str) -> Policy:
 def is_learned(params: Params, code: str) -> bool:
     """Return whether a policy with the prompt of `params` has learned modules such as `code`.
 
-    A policy with the compact prompt knows chains of core operators, and one with the full prompt any module.
+    A policy with the full prompt knows any module. One with the compact prompt knows chains of core operators
+    or, with data.operators=kernelbench, of tensor operators.
     """
-    return params.policy.prompt == "full" or read_chain(canonicalize(code) or "") is not None
+    form = canonicalize(code)
+    is_chain = read_chain(form or "") is not None
+    return (
+        params.policy.prompt == "full" or is_chain or (params.data.operators == "kernelbench" and bool(form))
+    )
 
 
 def open_sampler(

@@ -1,7 +1,7 @@
 """Rewrite a user's module in the layout of composed tasks, which has one line `x = …` for each operator.
 
 Composed tasks are chains of operators that components/synthesis/core_composer.py writes. Rewriting is needed
-for policies that are made from scratch, because they are trained on this layout only (TASK_LAYOUT in
+for policies with the compact prompt, because they are trained on this layout only (TASK_LAYOUT in
 operator_chain.py). Names, intermediate variables, named sizes, methods, activation modules and the order of
 operands are normalised. The result is used only as the prompt. The judge compares kernels with the user's own
 module.
@@ -12,6 +12,8 @@ import re
 from components.bootstrap.operator_chain import CORE_OPERATORS, NUMBER, SOURCE, TASK_LAYOUT, read_chain
 from components.bootstrap.source_names import plain_layout
 from components.bootstrap.spelling import spellings
+from components.bootstrap.tensor_operators import SPELLINGS as TENSOR_SPELLINGS
+from components.bootstrap.tensor_operators import read_program
 
 # Names of attributes in composed tasks, by the class of the norm, or by the sign before a parameter.
 NAMES = {"nn.LayerNorm": "layer_norm", "nn.RMSNorm": "rms_norm", "*": "scale", "+": "shift"}
@@ -34,14 +36,30 @@ def canonicalize(code: str) -> str | None:
     """Return the source of an operator chain in the layout of composed tasks, or None for another source.
 
     The layout (TASK_LAYOUT in operator_chain.py) has one line `x = …` of forward for each operator of the
-    chain. A source that already has this layout is returned unchanged. In others, torch.rand is replaced by
+    chain. The operators are the core operators, or else the tensor operators (tensor_operators.py). A source
+    of core operators that already has this layout is returned unchanged. In others, torch.rand is replaced by
     torch.randn, because the kernel does not depend on the distribution of the inputs.
     """
     if read_chain(code) is not None:
         return code
     source = SOURCE.fullmatch(plain_layout(code, SPELLINGS) or "")
     text = _normalized(source) if source is not None else None
-    return text if text is not None and read_chain(text) is not None else None
+    return text if text is not None and read_chain(text) is not None else _tensor_layout(code)
+
+
+def _tensor_layout(code: str) -> str | None:
+    """Return the source of a chain of tensor operators in the layout of composed tasks, or None for another.
+
+    Attributes of the module have the names m0, m1 and so on, in the order in which the constructor makes
+    them.
+    """
+    text = plain_layout(code, TENSOR_SPELLINGS)
+    if text is None or read_program(code) is None:
+        return None
+    created = re.findall(r"^ {8}self\.(\w+) = ", text, re.MULTILINE)
+    names = {name: f"m{index}" for index, name in enumerate(created)}
+    text = re.sub(r"\bself\.(\w+)", lambda match: f"self.{names[match[1]]}", text)
+    return text.replace("torch.rand(", "torch.randn(")
 
 
 def _normalized(source: re.Match[str]) -> str | None:

@@ -77,7 +77,13 @@ def _running(shape: Shape, inputs: dict[str, Shape], name: str, channels: int) -
 
 
 def _last(rng: random.Random, shape: Shape) -> Arguments:
-    return {"size": shape[-1:] if len(shape) < 4 or rng.random() < 0.5 else shape[1:]}
+    """Draw the argument `size` of a norm over the last dimension, or for a rank from 4 also over all but one.
+
+    The size of one dimension is a number or a tuple.
+    """
+    if len(shape) > 3 and rng.random() < 0.5:
+        return {"size": shape[1:]}
+    return {"size": shape[-1:] if rng.random() < 0.7 else shape[-1]}
 
 
 def _several(rng: random.Random, shape: Shape) -> Arguments | None:
@@ -90,7 +96,7 @@ def _several(rng: random.Random, shape: Shape) -> Arguments | None:
 
 
 def _groups(rng: random.Random, shape: Shape) -> Arguments | None:
-    counts = [count for count in (2, 4, 8) if shape[1] % count == 0 and prod(shape[1:]) > 4 * count]
+    counts = [count for count in (2, 4, 8, 16, 32) if shape[1] % count == 0 and prod(shape[1:]) > 4 * count]
     return {"groups": rng.choice(counts), "channels": shape[1]} if counts else None
 
 
@@ -122,9 +128,10 @@ for _count, _ranks in ((1, (2, 3)), (2, (4,)), (3, (5,))):
         f"running_batch_norm_{_count}": TensorOperator(
             "{self}(x)",
             _running,
-            None,  # its counter of batches never matters
+            channels,
             f"nn.BatchNorm{_count}d({{channels}})",
             (*AFFINE, "_running_mean", "_running_var", "_num_batches_tracked"),
+            _ranks,
         ),
         f"instance_norm_{_count}": TensorOperator(
             "{self}(x)",

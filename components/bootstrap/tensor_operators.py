@@ -78,12 +78,15 @@ def _line(
 
 
 def _parameter(rng: random.Random, shape: Shape) -> Arguments:
-    """Return the argument `size`, the shape of a parameter for an input of the shape `shape`.
+    """Draw the argument `size`, the shape of a parameter for an input of the shape `shape`.
 
-    For an input of more than three dimensions, the parameter has one value for each channel (the second
-    dimension), and otherwise one for each index of the last dimension. `rng` is not used.
+    For an input of more than three dimensions, the parameter mostly has one value for each channel (the
+    second dimension), and otherwise one for each index of the last dimension. In other cases, such a shape
+    has a dimension of size 1 before it, or the parameter has a single value.
     """
-    return {"size": (shape[1], *(1,) * (len(shape) - 2)) if len(shape) > 3 else (shape[-1],)}
+    usual = (shape[1], *(1,) * (len(shape) - 2)) if len(shape) > 3 else (shape[-1],)
+    others = [(), (1,), (1,) * len(usual), *([(1, *usual)] if len(usual) < len(shape) else [])]
+    return {"size": usual if rng.random() < 0.7 else rng.choice(others)}
 
 
 _PARAMETER = "nn.Parameter(torch.randn({size}))"

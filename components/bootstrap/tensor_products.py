@@ -99,6 +99,11 @@ def _draw_product(rng: random.Random, shape: Shape, *, left: bool, right: bool) 
     return {"inputs": {"y": (*batch, *((width, k) if right else (k, width)))}}
 
 
+def _draw_parameter(rng: random.Random, shape: Shape, *, right: bool) -> Arguments | None:
+    drawn = _draw_product(rng, shape, left=False, right=right)
+    return drawn and {"size": drawn["inputs"]["y"][-2:]}
+
+
 def _triangle(name: str, *, inside: bool) -> TensorOperator:
     """Return the tensor operator of a product of matrices in which only a triangle is kept.
 
@@ -191,9 +196,10 @@ PRODUCTS |= {
         f"matmul_of_parameter{'_t' * right}": TensorOperator(
             f"torch.matmul(x, {{self}}{'.transpose(-2, -1)' * right})",
             partial(_product_of_parameter, right=right),
-            None,
+            partial(_draw_parameter, right=right),
             "nn.Parameter(torch.randn({size}))",
             ("",),
+            (2, 3, 4),
         )
         for right in (False, True)
     },

@@ -315,9 +315,29 @@ def _flattened(shape: Shape, dim: int) -> Shape:
     return (*shape[: dim % len(shape)], prod(shape[dim % len(shape) :]))
 
 
+def _draw_squeezed(rng: random.Random, shape: Shape) -> Arguments | None:
+    """Draw the argument `dim`, a dimension with one element, or return None if there is none."""
+    dims = [index for index, size in enumerate(shape) if size == 1]
+    return {"dim": rng.choice(dims)} if dims and len(shape) > 1 else None
+
+
+def _draw_unsqueezed(rng: random.Random, shape: Shape) -> Arguments | None:
+    """Draw the argument `dim`, the place of a new dimension, or return None if there are five dimensions."""
+    return {"dim": rng.randrange(1, len(shape) + 1)} if len(shape) < 5 else None
+
+
+def _draw_flattened(rng: random.Random, shape: Shape) -> Arguments | None:
+    """Return the argument `dim` of a flattening to a matrix, or None if x has only two dimensions."""
+    return {"dim": 1} if len(shape) > 2 else None
+
+
 RESHAPES = {
     name: TensorOperator(
-        f"torch.{name}(x, {{dim}})", partial(_reshaped, new_shape=new_shape), None, ranks=ALL_RANKS
+        f"torch.{name}(x, {{dim}})", partial(_reshaped, new_shape=new_shape), draw, ranks=ALL_RANKS
     )
-    for name, new_shape in (("squeeze", _squeezed), ("unsqueeze", _unsqueezed), ("flatten", _flattened))
+    for name, new_shape, draw in (
+        ("squeeze", _squeezed, _draw_squeezed),
+        ("unsqueeze", _unsqueezed, _draw_unsqueezed),
+        ("flatten", _flattened, _draw_flattened),
+    )
 }

@@ -134,6 +134,11 @@ def _convolution(
     return [*parts, shift] if bias else parts
 
 
+# Probability that a pooling or a convolution has arguments as most of KernelBench's have: windows that do not
+# overlap, or no dilation and no groups.
+USUAL_SHARE = 0.5
+
+
 def _sides(rng: random.Random, shape: Shape, kernels: Sequence[int]) -> list[int]:
     """Draw the sizes of a window or kernel, one for each dimension of `shape` after the first two.
 
@@ -144,32 +149,49 @@ def _sides(rng: random.Random, shape: Shape, kernels: Sequence[int]) -> list[int
     return sizes if rng.random() < 0.35 else sizes[:1] * len(sizes)
 
 
-def _shorten(values: Sequence[int]) -> int | tuple[int, ...]:
-    return values[0] if len(set(values)) == 1 else tuple(values)
+def _shorten(rng: random.Random, values: Sequence[int]) -> int | tuple[int, ...]:
+    """Return numbers, one for each dimension, as a tuple, or mostly as one number if all are equal."""
+    return values[0] if len(set(values)) == 1 and rng.random() < 0.85 else tuple(values)
 
 
 def _draw_pool(rng: random.Random, shape: Shape, *, dilated: bool) -> Arguments | None:
-    sizes, stride = _sides(rng, shape, (2, 3, 4, 5)), rng.choice((1, 2, 2, 3))
-    padding = min(rng.choice((0, 0, 1)), min(sizes) // 2)
-    dilation = rng.choice((1, 1, 2)) if dilated else 1
-    drawn = {"kernel": _shorten(sizes), "stride": stride, "padding": padding}
+    sizes, count = _sides(rng, shape, (2, 2, 3, 4, 5, 8)), len(shape) - 2
+    steps, padding, dilation = list(sizes), 0, 1
+    if rng.random() >= USUAL_SHARE:
+        steps = [rng.choice((1, 2, 2, 3))] * count
+        padding = rng.randint(0, min(sizes) // 2)
+        dilation = rng.choice((1, 1, 2, 3)) if dilated else 1
+    drawn = {
+        "kernel": _shorten(rng, sizes),
+        "stride": _shorten(rng, steps),
+        "padding": _shorten(rng, [padding] * count),
+    }
     drawn |= {"dilation": dilation} if dilated else {}
     return None if min(shape[2:]) < dilation * max(sizes) else drawn
 
 
 def _draw_convolution(rng: random.Random, shape: Shape, *, transposed: bool) -> Arguments | None:
-    sizes = _sides(rng, shape, (1, 3, 3, 5))
-    stride, dilation = rng.choice((1, 1, 1, 2)), rng.choice((1, 1, 1, 2))
-    padding = rng.choice((0, 0, 1, 2)) if max(sizes) > 1 else 0
-    kind, ratio = rng.random(), rng.choice((0.5, 1, 1, 2))
-    if min(shape[2:]) < dilation * max(sizes) or shape[1] < 2:
+    sizes, count, ins = _sides(rng, shape, (1, 3, 3, 3, 4, 5, 7)), len(shape) - 2, shape[1]
+    strides, dilations, groups = [rng.choice((1, 1, 2))] * count, [1] * count, 1
+    margins = [rng.choice((0, 0, 1, sizes[0] // 2))] * count
+    if rng.random() >= USUAL_SHARE:
+        strides = _sides(rng, shape, (1, 1, 2, 3))
+        dilations = _sides(rng, shape, (1, 1, 2, 3))
+        margins = _sides(rng, shape, (0, 0, 1, 2, 3))
+        groups = rng.choice([count for count in (1, 1, 2, 4, 8, ins) if ins % count == 0])
+    margins = [min(margin, size - 1) for margin, size in zip(margins, sizes, strict=True)]
+    if ins < 2 or any(
+        side < apart * size for side, apart, size in zip(shape[2:], dilations, sizes, strict=True)
+    ):
         return None
-    ins = shape[1]
-    groups = ins if kind < 0.2 else 2 if kind < 0.35 and ins % 4 == 0 else 1
-    outs = ins if groups == ins else max(groups, int(ins * ratio) // groups * groups)
-    drawn = {"ins": ins, "outs": outs, "kernel": _shorten(sizes), "stride": stride, "padding": padding}
-    drawn |= {"dilation": dilation, "groups": groups, "bias": rng.random() < 0.5}
-    return drawn | ({"output_padding": stride - 1} if transposed else {})
+    ratio = rng.choice((0.5, 1, 1, 2, 4))
+    outs = max(groups, int(ins * ratio) // groups * groups)
+    drawn = {"ins": ins, "outs": outs, "kernel": _shorten(rng, sizes), "stride": _shorten(rng, strides)}
+    drawn |= {"padding": _shorten(rng, margins), "dilation": _shorten(rng, dilations), "groups": groups}
+    drawn |= {"bias": rng.random() < 0.7}
+    more = [rng.choice((0, stride - 1)) for stride in strides[:1]] * count
+    more = [min(one, stride - 1) for one, stride in zip(more, strides, strict=True)]
+    return drawn | ({"output_padding": _shorten(rng, more)} if transposed else {})
 
 
 SLIDING: dict[str, TensorOperator] = {}

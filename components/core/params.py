@@ -194,7 +194,10 @@ class Policy(FrozenModel):
     vocabulary: Count = result("its vocabulary size")
     context: Count = result("its context window in tokens")
     adapter: Adapter = Field(description="low-rank adapters, which are trained in place of all parameters")
-    prompt: Literal["compact", "full"] = result("compact: the task's source only; full: SKILL.md before it")
+    prompt: Literal["compact", "full"] = result(
+        "compact: the task's source only, with one operator a line and numbers instead of names if it is a "
+        "chain of known operators; full: SKILL.md before the source"
+    )
     backend: Literal["transformers", "vllm-server"] = result("sampling backend")
     batch: Count = throughput("sequences sampled together by the transformers backend")
     servers: Annotated[list[str], BeforeValidator(_listed)] = throughput(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from components.agent.episode import first_prompt
+from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.demonstrations import make_demonstration
 from components.bootstrap.loop_nest import Line
 from components.bootstrap.source_names import plain_layout
@@ -42,6 +43,7 @@ def test_a_task_in_the_style_computes_the_same_and_is_read_as_the_same(monkeypat
         assert plain is not None and outcome(plain)[0] == shapes
         assert program is not None and same is not None and len(same.tensors) == len(program.tensors)
         assert same.shape == program.shape and len(same.parts) == len(program.parts)
+        assert canonicalize(styled) == canonicalize(task.code)
         assert styled == restyle(task.code, task.ops, random.Random(number))
 
 
@@ -52,7 +54,7 @@ def test_a_demonstration_has_the_prompt_of_an_episode() -> None:
         in_turns = said.endswith(IN_TURNS)
         assert said == first_prompt(PARAMS, composed.code, in_turns=in_turns)
         rewritten += composed.code not in said
-    assert 0 < rewritten < 100
+    assert rewritten == 200
 
 
 def test_composed_tasks_name_sizes_and_arguments_and_have_docstrings() -> None:
