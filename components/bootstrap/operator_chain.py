@@ -150,7 +150,7 @@ SOURCE = re.compile(
     .replace(re.escape(BEGINNINGS[1][0]), r"def\ get_inputs\((?:rows, cols)?\)")
     .replace(r"\{init\}", r"(?P<init>(?:.+\n)*)")
     .replace(r"\{arguments\}", r"(?P<arguments>x|x, y|x, y, z)")
-    .replace(r"\{lines\}", r"(?P<lines>(?:.+\n)*.+)")
+    .replace(r"\{lines\}", r"(?P<lines>(?: {8}x = .+\n)* {8}x = .+)")
     .replace(r"\{inputs\}", r"(?P<inputs>.*)")
 )
 # Pattern of a line of the constructor that creates a parameter or a norm.

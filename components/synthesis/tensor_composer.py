@@ -47,6 +47,10 @@ DIMENSIONS: dict[int, tuple[tuple[int, ...], ...]] = {
 }
 # Probabilities of the ranks of a chain's input.
 RANKS = {1: 0.02, 2: 0.33, 3: 0.2, 4: 0.3, 5: 0.15}
+# Operator that keeps a result, operators that use it later, and its names in their lines and in sources.
+KEEP, USES, KEPT_NAME, WRITTEN_NAME = "keep", ("add_kept", "mul_kept"), "kept_0", "identity"
+# Probability that a chain of at least four operators keeps a result and uses it later.
+RESIDUAL_SHARE = 0.15
 # Largest sizes of the small input on which chains are tried.
 SMALL = (4, 16, 9, 9, 9)
 # Probabilities of the kinds of a chain's first operator, about those in KernelBench's levels 1 and 2.
@@ -89,25 +93,27 @@ def fill(choices: Sequence[Choice], shape: Shape) -> tuple[list[Step], dict[str,
     """Return the steps of a chain on an input of this shape, and the shapes of all inputs by name.
 
     `choices` has the operators of the chain with the seeds of their arguments, and a step has the arguments
-    that were drawn. The result is None if an operator does not fit the output of the one before, or if two
-    operators need a further input of the same name.
+    that were drawn. The result is None if an operator does not fit the output of the one before, if two
+    operators need a further input of the same name, or if a result that is used later has another shape then.
     """
     inputs: dict[str, Shape] = {"x": shape}
+    kept: dict[str, Shape] = {}
     steps = []
     for index, choice in enumerate(choices, 1):
         operator = OPERATORS[choice.name]
-        assert operator.draw is not None
-        fits = len(shape) in operator.ranks
-        drawn = operator.draw(random.Random(choice.seed), shape) if fits else None
+        fits = len(shape) in operator.ranks and (choice.name not in USES or kept.get(KEPT_NAME) == shape)
+        draw = operator.draw or (lambda *_: {"index": 0})
+        drawn = draw(random.Random(choice.seed), shape) if fits else None
         more = {} if drawn is None else drawn.pop("inputs", {})
         if drawn is None or more.keys() & inputs.keys():
             return None
         steps.append(Step(choice.name, drawn, f"self.{choice.name}_{index}"))
         inputs |= more
         arguments = {key: value for key, value in drawn.items() if key != "classes"}
-        further = {key: value for key, value in inputs.items() if key != "x"}
+        further = kept | {key: value for key, value in inputs.items() if key != "x"}
         for part in operator.build(shape, further, choice.name, **arguments):
             shape = part.shape if isinstance(part, Nest) else shape
+        kept |= {KEPT_NAME: shape} if choice.name == KEEP else {}
     return steps, inputs
 
 
@@ -121,7 +127,9 @@ def write_tensor_source(steps: Sequence[Step], inputs: dict[str, Shape]) -> str:
         operator, arguments = OPERATORS[step.name], step.arguments
         if operator.init:
             init += f"        {step.attribute} = {operator.init.format(**arguments)}\n"
-        lines.append(f"        x = {operator.line.format(self=step.attribute, **arguments)}")
+        line = f"x = {operator.line.format(self=step.attribute, **arguments)}"
+        line = f"{WRITTEN_NAME} = x" if step.name == KEEP else line.replace(KEPT_NAME, WRITTEN_NAME)
+        lines.append(f"        {line}")
         classes = arguments.get("classes", classes)
     return TASK_LAYOUT.format(
         init=init,
@@ -151,6 +159,9 @@ def every_operator_matters(choices: Sequence[Choice], shape: Shape) -> bool:
 
     def run(chain: Sequence[Step], dtype: torch.dtype) -> Tensor:
         space: dict[str, Any] = {}
+        names = {step.name for step in chain}
+        if names.intersection(USES) and KEEP not in names:
+            raise ValueError("nothing is kept")
         exec(write_tensor_source(chain, inputs), space)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(20260227)  # not those of GPUs, which takes longer
@@ -222,6 +233,9 @@ def compose_tensor_task(rng: random.Random, data: Data, device: Device) -> Kerne
             rng.choice(elementwise if rng.random() < ELEMENTWISE_SHARE else composed)
             for _ in range(count - 1)
         ]
+        if count > 3 and rng.random() < RESIDUAL_SHARE:
+            first = rng.randrange(1, count - 2)
+            names[first], names[rng.randrange(first + 2, count)] = KEEP, rng.choice(USES)
         choices = [Choice(name, rng.getrandbits(32)) for name in names]
         filled = fill(choices, shape)
         if filled is None or len(set(names)) < count:

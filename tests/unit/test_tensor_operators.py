@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from synthesis_fixtures import InProcess, parameters
 
+from components.bootstrap.canonicalize import canonicalize
 from components.bootstrap.demonstrations import draw_kernel, make_demonstration, mutate
 from components.bootstrap.loop_nest import Axis, Code, Loop, Nest, merge, over_dims
 from components.bootstrap.nest_layout import without_windows
@@ -120,6 +121,21 @@ def test_composed_tasks_are_labelled_readable_and_within_the_window() -> None:
     assert 70 < firsts["conv"] < 120 and 15 < firsts["matmul"] + firsts["linear"] < 55
     wrong = tasks[0].model_copy(update={"ops": ("conv_2", *tasks[0].ops[1:])})
     assert find_label_error(wrong.ops, wrong.data_source, wrong.code) == "conv_2 is not in the source"
+
+
+def test_some_chains_use_a_result_again_later() -> None:
+    wide = resolve("smoke", ("data.operators=kernelbench", "data.operator_mix={5: 1.0}")).params.data
+    found = 0
+    for task in itertools.islice(compose_tasks(2, wide), 40):
+        used = {"add_kept", "mul_kept"}.intersection(task.ops)
+        assert len(used) == task.ops.count("keep") <= 1
+        found += len(used)
+        form, program = canonicalize(task.code), read_program(task.code)
+        assert form is not None and program is not None and canonicalize(form) == form
+        assert ("identity = x" in task.code) == bool(used)
+        exec(task.code, space := {})
+        space["Model"](*space["get_init_inputs"]())(*space["get_inputs"]())
+    assert found > 2
 
 
 def test_inputs_lie_within_numel_unless_they_are_vectors_and_a_window_without_shapes_is_refused() -> None:
