@@ -214,22 +214,16 @@ class Episode(abc.ABC):
         verdict is returned. Raises CancelledError if the rollout was stopped.
         """
         # A copy, because a command in the background may be judged while another call changes the files.
-        candidate = Candidate.of(dict(self.workspace.files))
-        if self.request.stopped.is_set():
+        candidate, request = Candidate.of(dict(self.workspace.files)), self.request
+        if request.stopped.is_set():
             raise CancelledError
-        with self.request.judging.busy():
-            future = self.request.pool.submit(
-                Job(
-                    self.task,
-                    candidate,
-                    self.request.epoch,
-                    compare_compile=self.request.compare_compile,
-                )
-            )
-            if self.request.stopped.is_set():  # submitted after the waiting jobs were cancelled
+        with request.judging.busy():
+            job = Job(self.task, candidate, request.epoch, compare_compile=request.compare_compile)
+            future = request.pool.submit(job)
+            if request.stopped.is_set():  # submitted after the waiting jobs were cancelled
                 future.cancel()
             verdict = future.result()
-        self.request.on_verdict(candidate, verdict)
+        request.on_verdict(candidate, verdict)
         return verdict
 
     def perform(self, text: str, requests: Sequence[Request], *, cut: bool) -> tuple[ToolCall, ...]:

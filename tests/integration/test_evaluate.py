@@ -168,6 +168,24 @@ def test_the_first_answer_of_each_attempt_is_kept_with_its_verdict_in_the_episod
     ]
 
 
+@pytest.mark.parametrize(("attempts", "turns", "is_shared"), [(1, 1, True), (2, 1, False), (1, 2, False)])
+def test_the_only_answer_of_one_turn_is_measured_once(
+    attempts: int, turns: int, is_shared: bool, tmp_path: Path
+) -> None:
+    """A job of the episode with the key of the final measurement has its stored verdict."""
+    asked: list[tuple[str, bool]] = []
+
+    class Asked(Script):
+        def sample(self, request: RolloutRequest) -> list[Trajectory]:
+            asked.append((request.epoch, request.compare_compile))
+            return super().sample(request)
+
+    pool = LinePool()
+    run(tmp_path / "out", pool, Asked(LINES, attempts=attempts, max_turns=turns))
+    (final,) = {epoch for _, epoch in pool.measured}
+    assert {(epoch == final, compares) for epoch, compares in asked} == {(is_shared, is_shared)}
+
+
 def test_results_json_is_the_evaluation(tmp_path: Path) -> None:
     found = run(tmp_path, LinePool(), Script(LINES))
     assert load_evaluation(tmp_path) == found
