@@ -32,6 +32,10 @@ SPELLINGS = spellings(
 )
 
 
+# A tuple of equal numbers.
+EQUAL_SIDES = re.compile(r"\((\d+)(?:, \1)+\)")
+
+
 def canonicalize(code: str) -> str | None:
     """Return the source of an operator chain in the layout of composed tasks, or None for another source.
 
@@ -51,7 +55,7 @@ def _tensor_layout(code: str) -> str | None:
     """Return the source of a chain of tensor operators in the layout of composed tasks, or None for another.
 
     Attributes of the module have the names m0, m1 and so on, in the order in which the constructor makes
-    them.
+    them. Arguments of convolutions and pools that are equal for all dimensions are single numbers.
     """
     text = plain_layout(code, TENSOR_SPELLINGS)
     if text is None or read_program(code) is None:
@@ -59,6 +63,7 @@ def _tensor_layout(code: str) -> str | None:
     created = re.findall(r"^ {8}self\.(\w+) = ", text, re.MULTILINE)
     names = {name: f"m{index}" for index, name in enumerate(created)}
     text = re.sub(r"\bself\.(\w+)", lambda match: f"self.{names[match[1]]}", text)
+    text = re.sub(".*(?:nn.Conv|_pool).*", lambda line: EQUAL_SIDES.sub(r"\1", line[0]), text)
     return text.replace("torch.rand(", "torch.randn(")
 
 

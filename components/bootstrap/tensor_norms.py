@@ -128,7 +128,7 @@ for _count, _ranks in ((1, (2, 3)), (2, (4,)), (3, (5,))):
         f"running_batch_norm_{_count}": TensorOperator(
             "{self}(x)",
             _running,
-            channels,
+            _several,
             f"nn.BatchNorm{_count}d({{channels}})",
             (*AFFINE, "_running_mean", "_running_var", "_num_batches_tracked"),
             _ranks,

@@ -216,7 +216,7 @@ class Model(nn.Module):
 
     def __init__(self, channels, kernel_size, shape):
         super(Model, self).__init__()
-        self.conv = nn.Conv2d(3, channels, kernel_size)
+        self.conv = nn.Conv2d(3, channels, kernel_size, stride=(1, 1), padding=(0, 1))
         self.act = nn.LeakyReLU(0.2)
         self.divisor = nn.Parameter(torch.ones(shape))
         self.other = nn.Parameter(torch.ones(1))
@@ -238,7 +238,7 @@ def get_init_inputs():
     return [8, 3, (8, 1, 1)]
 '''
 TENSOR_FORM = """
-        self.m0 = nn.Conv2d(3, 8, 3, stride=1, padding=0, dilation=1, groups=1, bias=True)
+        self.m0 = nn.Conv2d(3, 8, 3, stride=1, padding=(0, 1), dilation=1, groups=1, bias=True)
         self.m1 = nn.Parameter(torch.randn((8, 1, 1)))
         self.m2 = nn.Parameter(torch.randn(1))
 

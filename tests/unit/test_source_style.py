@@ -40,7 +40,8 @@ def test_a_task_in_the_style_computes_the_same_and_is_read_as_the_same(monkeypat
         assert styled_shapes == shapes
         torch.testing.assert_close(styled_output, output, rtol=0, atol=0, equal_nan=True)
         plain, program, same = plain_layout(styled, SPELLINGS), read_program(task.code), read_program(styled)
-        assert plain is not None and outcome(plain)[0] == shapes
+        # The line that keeps a result is none of torch.
+        assert plain is not None and ("keep" in task.ops or outcome(plain)[0] == shapes)
         assert program is not None and same is not None and len(same.tensors) == len(program.tensors)
         assert same.shape == program.shape and len(same.parts) == len(program.parts)
         assert canonicalize(styled) == canonicalize(task.code)
