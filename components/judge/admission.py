@@ -33,6 +33,7 @@ from components.judge.task_reference import TaskReference
 from components.judge.timed_output_check import round_departures
 from components.judge.verdict import UNSURE, Admission
 from components.sandbox.runner_factory import RunnerFactory
+from components.sandbox.runner_process import RunnerError
 
 ROUNDS = 3  # timed rounds of each baseline
 # Bytes of device memory that are reserved for a task's first run, when its needs are unknown.
@@ -178,10 +179,11 @@ def admit(
             )
             with contextlib.closing(reference):
                 admission = _admission(reference, eager_seconds, headroom=headroom)
-                if idle is not None and processes.tasks < MOST_TASKS and reference.drawing.runner is None:
-                    processes.leave()
-                    reference.runner = None
-                    idle.append(processes)
+                if idle is not None and processes.tasks + 1 < MOST_TASKS and not reference.drawing.runner:
+                    with contextlib.suppress(RunnerError):  # the process has ended
+                        processes.leave()
+                        reference.runner = None
+                        idle.append(processes)
                 return admission
         except TaskError as error:
             fault: Exception = error

@@ -61,7 +61,7 @@ def test_one_process_admits_composed_tasks_one_after_another(
     judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where each new process takes a CUDA context."""
-    monkeypatch.setattr(admission, "MOST_TASKS", 3)
+    monkeypatch.setattr(admission, "MOST_TASKS", 4)
     idle: deque[OneProcess] = deque()
     window, pids = (0.0, 1.0), []
 
