@@ -8,7 +8,6 @@ exclusive access to the device.
 import contextlib
 import math
 import statistics
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -33,7 +32,6 @@ from components.judge.task_reference import TaskReference
 from components.judge.timed_output_check import round_departures
 from components.judge.verdict import UNSURE, Admission
 from components.sandbox.runner_factory import RunnerFactory
-from components.sandbox.runner_process import RunnerError
 
 ROUNDS = 3  # timed rounds of each baseline
 # Bytes of device memory that are reserved for a task's first run, when its needs are unknown.
@@ -46,8 +44,6 @@ ROUND_SHARE = 0.25
 RUNNER_SHARE = 0.125
 # Largest share of a GPU's memory for one task of a data set; a larger task would delay all other tasks.
 TASK_SHARE = 0.25
-# Largest number of tasks that one process admits; what torch.compile keeps of each of them adds up.
-MOST_TASKS = 64
 # Figures of an admission's evidence of which a task with workloads has the geometric means.
 MEANS = ("eager_seconds", "compile_seconds", "headroom")
 # Largest number of characters of a refusal's detail, which include a hint (`role_processes.NO_GPU`).
@@ -127,16 +123,11 @@ def admit(
     eager_seconds: tuple[float, float],
     *,
     headroom: bool,
-    idle: deque[OneProcess] | None = None,
 ) -> Admission:
     """Return whether the task with source `code` can be judged, with the figures that were measured.
 
     A single sandboxed process, which `runner_factory` starts, makes the reference data and runs the baselines
     (eager, torch.compile and the no-op, which computes nothing), because no candidate runs in an admission.
-    If `idle` has a process of another admission, it is used instead, and the process is added to `idle` at
-    the end. A driver creates few CUDA contexts a second, however many processes ask, so that the contexts of
-    new processes would take most of the time in which a data set is built. The sources of all these tasks
-    must be trustworthy, and `headroom` must be the same.
     `scheduler` gives access to the device and its memory, and `params` are the judge's settings.
     `eager_seconds` has the smallest and the largest time in seconds that one eager call may take. `headroom`
     is set for a task of a data set. Such a task must compile and must leave device memory for other tasks,
@@ -162,9 +153,7 @@ def admit(
     )
     largest = int(TASK_SHARE * scheduler.reservable_bytes) if headroom and scheduler.is_exclusive else None
     for extra_bytes in attempts:
-        processes = _left_over(idle) or OneProcess(
-            params.device, runner_factory, "compile" if headroom else "plain", share
-        )
+        processes = OneProcess(params.device, runner_factory, "compile" if headroom else "plain", share)
         try:
             reference = TaskReference(
                 params,
@@ -178,13 +167,7 @@ def admit(
                 largest_bytes=largest,
             )
             with contextlib.closing(reference):
-                admission = _admission(reference, eager_seconds, headroom=headroom)
-                if idle is not None and processes.tasks + 1 < MOST_TASKS and not reference.drawing.runner:
-                    with contextlib.suppress(RunnerError):  # the process has ended
-                        processes.leave()
-                        reference.runner = None
-                        idle.append(processes)
-                return admission
+                return _admission(reference, eager_seconds, headroom=headroom)
         except TaskError as error:
             fault: Exception = error
             if not error.out_of_memory:
@@ -193,15 +176,6 @@ def admit(
             fault = error
             torch.cuda.empty_cache()
     return refusal(fault)
-
-
-def _left_over(idle: deque[OneProcess] | None) -> OneProcess | None:
-    """Remove a process that has not ended from `idle`, and return it, or None if there is none."""
-    with contextlib.suppress(IndexError):
-        while idle is not None:
-            if (processes := idle.pop()).is_alive:
-                return processes
-    return None
 
 
 def _admission(reference: TaskReference, eager_seconds: tuple[float, float], *, headroom: bool) -> Admission:

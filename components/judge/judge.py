@@ -11,7 +11,6 @@ import functools
 import platform
 import resource
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from components.judge.candidate_runner import with_compiled_kernels
 from components.judge.counters import check_counters, count
 from components.judge.device_scheduler import DeviceScheduler
 from components.judge.measurement import blaming_the_other, measure_candidate
-from components.judge.role_processes import OneProcess
 from components.judge.task_bench import BenchCache, TaskBench, make_reference
 from components.judge.verdict import (
     LOAD_ERRORS,
@@ -97,8 +95,6 @@ class Judge:
         self.bench_cache = BenchCache(max(1, capacity))
         if scheduler is None:
             self.scheduler.release_idle_memory = self.bench_cache.close_unused
-        # Processes that admissions of composed tasks have left on a GPU, by `headroom`.
-        self.idle: dict[bool, deque[OneProcess]] = {False: deque(), True: deque()}
 
     def verdict(
         self,
@@ -273,7 +269,6 @@ class Judge:
         *,
         headroom: bool = False,
         memory_only: bool = False,
-        composed: bool = False,
     ) -> Admission:
         """Return whether the task with source `code` can be judged, with the figures that were measured.
 
@@ -281,10 +276,9 @@ class Judge:
         `headroom`, the headroom is measured too, which is the time of torch.compile divided by the least time
         that the device allows; the task must then also compile and leave device memory for other tasks. With
         `memory_only`, nothing is measured, `eager_seconds` and `headroom` are ignored, and the task is
-        admitted if its source runs and the memory suffices to judge its candidates. `composed` says that a
-        composer of this project has written the source, so that on a GPU one process may run several such
-        tasks, one after another. A task that names workloads (several calls of its `get_inputs`) is admitted
-        if each of them is (`admission.admit_workloads`).
+        admitted if its source runs and the memory suffices to judge its candidates. A task that names
+        workloads (several calls of its `get_inputs`) is admitted if each of them is
+        (`admission.admit_workloads`).
         """
         # An admission shows that a task is sound, whatever the rules of the candidates.
         params = with_standard_labels(self.params)
@@ -293,13 +287,7 @@ class Judge:
             if memory_only:
                 return self._admit_memory(source)
             return admit(
-                params,
-                self.runner_factory,
-                self.scheduler,
-                source,
-                eager_seconds,
-                headroom=headroom,
-                idle=self.idle[headroom] if composed and self.scheduler.is_exclusive else None,
+                params, self.runner_factory, self.scheduler, source, eager_seconds, headroom=headroom
             )
 
         ended = self.runner_factory.ended_zygotes()
@@ -346,7 +334,4 @@ class Judge:
     def close(self) -> None:
         with self.scheduler.measuring():
             self.bench_cache.close()
-        for processes in (*self.idle[False], *self.idle[True]):
-            if processes.runner is not None:
-                processes.runner.close()
         self.runner_factory.close()

@@ -16,7 +16,7 @@ from components.core.records import Device
 from components.judge.task_layout import RunnerMemory, TaskLayout
 from components.sandbox.inside.runner_protocol import Role, RoleHeader, ZygoteKind
 from components.sandbox.runner_factory import RunnerFactory
-from components.sandbox.runner_process import Runner, RunnerError, has_ended
+from components.sandbox.runner_process import Runner, RunnerError
 from components.sandbox.unsuspended_time import unsuspended_seconds
 
 # What torch says where there is no GPU, and the addition to it.
@@ -122,28 +122,13 @@ class OneProcess(TaskProcesses):
     The process may allocate the share `memory_share` of the GPU's memory. It is forked from a zygote (a
     process with torch loaded) of the kind `zygote`. It is used only for admissions, which check and time a
     task and in which no candidate runs. One process saves most of the time of an admission, because a CUDA
-    context does not have to be created for each role. After `leave` it may take the roles of another task.
+    context does not have to be created for each role.
     """
 
     zygote: ZygoteKind
     # Share of the GPU's memory that the process may allocate.
     memory_share: float
     runner: Runner | None = None
-    # Number of tasks whose roles the process has left, and whether it has a role now.
-    tasks: int = 0
-    has_role: bool = False
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether there is a process that has not ended."""
-        return self.runner is not None and not has_ended(self.runner.pidfd, 0)
-
-    def leave(self) -> None:
-        """End the role of the process, which does not end, so that the next one may be of another task."""
-        assert self.runner is not None
-        self.runner.send({"op": "leave"})
-        self.tasks += 1
-        self.has_role = False
 
     def start(self, header: RoleHeader, descriptors: tuple[int, ...] = (), *, seconds: float) -> Runner:
         """Return the process, after starting it in the role `header["role"]` or switching it to this role.
@@ -157,12 +142,7 @@ class OneProcess(TaskProcesses):
             self.runner = self.factory.spawn(header, descriptors, seconds=seconds)
         else:
             self.runner.deadline = unsuspended_seconds() + seconds
-            header = header | {"device": self.device}
-            if self.has_role:
-                switch_role(self.runner, header, descriptors)
-            else:
-                self.runner.send(header, descriptors)
-        self.has_role = True
+            switch_role(self.runner, header | {"device": self.device}, descriptors)
         return self.runner
 
     def memory(self, layout: TaskLayout, role: Role) -> RunnerMemory:

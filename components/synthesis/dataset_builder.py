@@ -44,11 +44,10 @@ class AdmissionPool(Protocol):
 
     `admit` submits the source of a task, and returns the future of the judge's answer to whether kernels for
     the task can be judged. If `headroom` is true, the headroom is measured too, which is the time of
-    torch.compile divided by the least time that any kernel can take on the device. `composed` says that a
-    composer of this project, and neither a model nor a person, has written the source.
+    torch.compile divided by the least time that any kernel can take on the device.
     """
 
-    def admit(self, code: str, *, headroom: bool = False, composed: bool = False) -> Future[Admission]: ...
+    def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]: ...
 
 
 @dataclass(frozen=True)
@@ -230,9 +229,7 @@ class DatasetBuilder:
         return open_quotas
 
     def admit(self, task: KernelTask) -> Future[Admission]:
-        data = self.params.data
-        composed = self.wanted is not None and not data.composer
-        return self.pool.admit(task.code, headroom=data.headroom, composed=composed)
+        return self.pool.admit(task.code, headroom=self.params.data.headroom)
 
     def feed(self) -> None:
         """Submit those candidates of the window that are needed (`needs`) to the judge, in their order.

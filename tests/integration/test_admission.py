@@ -1,9 +1,6 @@
 """Admission of tasks: which are refused, for which reason, and within which time."""
 
 import contextlib
-import os
-import signal
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +12,9 @@ from judge_fixtures import changed_code as source
 from components.core.params import Params
 from components.core.records import TaskDtype
 from components.core.task import KernelTask, in_dtype
-from components.judge import admission
 from components.judge.judge import Judge
 from components.judge.pool.local_pool import Candidate, Job, LocalPool
-from components.judge.role_processes import OneProcess
 from components.judge.verdict import Admission
-from components.sandbox.runner_process import has_ended
 
 
 def test_ordinary_task_is_admitted(judge: Judge) -> None:
@@ -55,41 +49,6 @@ def test_a_task_in_half_precision_is_admitted_unless_float8_would_pass(
         "x, y",
     )
     assert judge.admit(in_dtype(unused, dtype), EAGER_SECONDS).reason == "input_1_does_not_matter"
-
-
-def test_one_process_admits_composed_tasks_one_after_another(
-    judge: Judge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a GPU, where each new process takes a CUDA context."""
-    monkeypatch.setattr(admission, "MOST_TASKS", 4)
-    idle: deque[OneProcess] = deque()
-    window, pids = (0.0, 1.0), []
-
-    def admitted(code: str) -> Admission:
-        found = admission.admit(
-            judge.params, judge.runner_factory, judge.scheduler, code, window, headroom=False, idle=idle
-        )
-        pids.append(idle[0].runner.pid if idle and idle[0].runner else 0)
-        return found
-
-    other = source("torch.tanh(x + y) * self.scale", "[torch.randn(64, 1024), torch.randn(64, 1024)]", "x, y")
-    for code in (corpus.CODE, other, source("torch.sign(x)"), corpus.CODE, "undefined", other):
-        alone, found = judge.admit(code, window), admitted(code)
-        times = {"eager_seconds", "spread"}
-        assert (found.admitted, found.reason) == (alone.admitted, alone.reason)
-        assert {key: value for key, value in found.evidence.items() if key not in times} == {
-            key: value for key, value in alone.evidence.items() if key not in times
-        }
-    assert len(set(pids[:3])) == 1 and pids[3] == 0, "the fourth task is the last one of the process"
-    assert pids[4] == 0 and pids[5] not in (0, pids[0])
-    (left,) = idle
-    assert left.runner is not None
-    os.kill(left.runner.pid, signal.SIGKILL)
-    assert has_ended(left.runner.pidfd, 60)
-    assert admitted(other).admitted and pids[-1] != pids[5]
-    for processes in idle:
-        assert processes.runner is not None
-        processes.runner.close()
 
 
 def test_a_check_of_the_memory_alone_agrees_with_the_verdicts(

@@ -321,7 +321,7 @@ def test_the_pool_is_kept_busy_behind_a_slow_head_and_never_flooded(tmp_path: Pa
     class Slow(InProcess):
         behind = most = 0
 
-        def admit(self, code: str, *, headroom: bool = False, composed: bool = False) -> Future[Admission]:
+        def admit(self, code: str, *, headroom: bool = False) -> Future[Admission]:
             asked.append(super().admit(code))
             self.most = max(self.most, sum(not future.done() for future in asked))
             return asked[-1]

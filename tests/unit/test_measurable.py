@@ -26,9 +26,9 @@ class Memory:
         self.asked: Counter[str] = Counter()
 
     def admit(
-        self, code: str, window: tuple[float, float], *, headroom: bool, memory_only: bool, composed: bool
+        self, code: str, window: tuple[float, float], *, headroom: bool, memory_only: bool
     ) -> Admission:
-        assert memory_only and not headroom and not composed
+        assert memory_only and not headroom
         self.asked[code] += 1
         if self.capacity < 0:
             raise InfrastructureError("the zygote is gone")

@@ -300,17 +300,14 @@ class LocalPool:
         """
         return self.admit(code, memory_only=True)
 
-    def admit(
-        self, code: str, *, headroom: bool = False, memory_only: bool = False, composed: bool = False
-    ) -> Future[Admission]:
+    def admit(self, code: str, *, headroom: bool = False, memory_only: bool = False) -> Future[Admission]:
         """Return a future of the admission of the task with source `code`: whether it can be judged.
 
         The result is read from the journal (the folder of stored results) or measured. With `headroom`, the
         task must compile and leave device memory for other tasks, and its time under torch.compile is
-        measured too. `composed` says that a composer of this project has written the source (`Judge.admit`).
-        With `memory_only`, nothing is measured (`check`), and a refusal is not written to the journal. A
-        refusal as `infrastructure` or `too_large` is never written, because the judge may work and have more
-        memory the next time.
+        measured too. With `memory_only`, nothing is measured (`check`), and a refusal is not written to the
+        journal. A refusal as `infrastructure` or `too_large` is never written, because the judge may work and
+        have more memory the next time.
         """
         window = self.params.data.eager_seconds
         key = admission_key(self.protocol, window, code, headroom=headroom, memory_only=memory_only)
@@ -318,9 +315,7 @@ class LocalPool:
         def measure() -> Admission:
             admission = admit_with_retries(
                 self.params,
-                lambda: self.judge.admit(
-                    code, window, headroom=headroom, memory_only=memory_only, composed=composed
-                ),
+                lambda: self.judge.admit(code, window, headroom=headroom, memory_only=memory_only),
             )
             may_change = memory_only or admission.reason in ("infrastructure", "too_large")
             if admission.admitted or not may_change:

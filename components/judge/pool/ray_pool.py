@@ -63,8 +63,10 @@ class RayActor:
         verdict = self.judge.verdict(task, files, compare_compile=compare_compile)
         return self.incarnation_id, verdict.model_dump(mode="json")
 
-    def admit(self, code: str, eager_seconds: tuple[float, float], **options: bool) -> dict[str, Any]:
-        return asdict(self.judge.admit(code, eager_seconds, **options))
+    def admit(
+        self, code: str, eager_seconds: tuple[float, float], headroom: bool, memory_only: bool
+    ) -> dict[str, Any]:
+        return asdict(self.judge.admit(code, eager_seconds, headroom=headroom, memory_only=memory_only))
 
     def prepare(self) -> None:
         self.judge.prepare()
@@ -138,11 +140,9 @@ class RayBackend:
         *,
         headroom: bool = False,
         memory_only: bool = False,
-        composed: bool = False,
     ) -> Admission:
-        options = {"headroom": headroom, "memory_only": memory_only, "composed": composed}
         with self._actor(digest_bytes(code.encode())) as actor:
-            return Admission(**_result(actor.admit.remote(code, eager_seconds, **options)))
+            return Admission(**_result(actor.admit.remote(code, eager_seconds, headroom, memory_only)))
 
     def prepare(self) -> None:
         preparing: list[Any] = [actor.prepare.remote() for actor in self.actors]

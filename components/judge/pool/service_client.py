@@ -144,7 +144,6 @@ class ServiceClient:
         *,
         headroom: bool = False,
         memory_only: bool = False,
-        composed: bool = False,
     ) -> Admission:
         """Return the service's admission of the task with source `code`, which says whether it can be judged.
 
@@ -152,8 +151,7 @@ class ServiceClient:
         `headroom`, the task must also compile and leave device memory for other tasks, and its time under
         torch.compile is measured too. With `memory_only`, nothing is measured, and the task is admitted if
         its source runs and the memory suffices to judge candidates (implementations of the task's module).
-        The service is not told `composed`, because it trusts no caller's word on a source. Raises
-        InfrastructureError if the service or its judge fails, and UserError if the service refuses the
+        Raises InfrastructureError if the service or its judge fails, and UserError if the service refuses the
         request.
         """
         request = {

@@ -51,8 +51,6 @@ def describe(code: str, device: str) -> dict[str, Any]:
     """
     module = define_module("model", code)
     torch.manual_seed(0)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     init_inputs = module.get_init_inputs()
     if not isinstance(init_inputs, list | tuple):
         raise TypeError(
