@@ -32,8 +32,8 @@ SPELLINGS = spellings(
 )
 
 
-# A tuple of equal numbers.
-EQUAL_SIDES = re.compile(r"\((\d+)(?:, \1)+\)")
+# A tuple of equal numbers, or of one number.
+EQUAL_SIDES = re.compile(r"\((\d+)(?:(?:, \1)+|,)\)")
 
 
 def canonicalize(code: str) -> str | None:

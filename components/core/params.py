@@ -125,8 +125,8 @@ class Sandbox(FrozenModel):
         "been displaced from it"
     )
     compile_modes: Literal["all", "default"] = result(
-        "modes of torch.compile on a GPU whose fastest one is compared with a final answer: all of default, "
-        "reduce-overhead and max-autotune, or the default mode only"
+        "modes of torch.compile on a GPU whose fastest one is compared with a final answer: all, that is "
+        "default, reduce-overhead and max-autotune unless memory is scarce, or the default mode only"
     )
     counters: bool = throughput(
         "on a GPU: read its hardware counters in one more call of each correct candidate, which is not timed "

@@ -5,7 +5,8 @@ first attempt again, that is, the candidate's files (the kernels and their modul
 unless it was wrong or did not build.
 The verdict of this final measurement is the result of the task. The best solution of a trajectory is not
 reported, because choosing the best of several noisy measurements would overestimate the speed-up. If the
-policy has one attempt of one turn, nothing is chosen, and its answer is measured once.
+policy has one attempt of one turn, nothing is chosen, and its answer is measured once if it is compared with
+one mode of torch.compile.
 
 Every result is written to disk as soon as it is known, so a repeated call with the same folder continues:
 
@@ -206,8 +207,10 @@ def _attempts(
     not stored.
     """
     settings = policy.params.evaluation
-    # The verdict at the end of the only attempt is then kept under the key of the final measurement.
-    is_measured_once = settings.attempts == settings.max_turns == 1
+    # The verdict at the end of the only attempt is then kept under the key of the final measurement. Several
+    # modes of torch.compile are started only for kernels that may be right.
+    one_mode = policy.params.device == "cpu" or policy.params.sandbox.compile_modes == "default"
+    is_measured_once = one_mode and settings.attempts == settings.max_turns == 1
     requested = [task for task in tasks for _ in range(settings.attempts)]
     found: list[Trajectory] = []
     folders = (out / "episodes" / f"{batch:04d}" for batch in itertools.count())

@@ -288,7 +288,9 @@ class DeviceScheduler:
             self.memory_queue[number] = wanted
         try:
             while not self._take_memory(number, wanted):
-                if next(iter(self.memory_queue)) == number and self.free_bytes < wanted:
+                with self.condition:
+                    lacks_memory = next(iter(self.memory_queue)) == number and self.free_bytes < wanted
+                if lacks_memory:
                     self.release_idle_memory()
         finally:
             with self.condition:

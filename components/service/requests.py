@@ -131,7 +131,7 @@ class JudgementBody(Body):
     )
     measurement: Measurement = 1
     labels: Labels | None = Field(
-        None, description="rules, weights and tolerance (docs/judge.md); by default the service's"
+        None, description="rules by which is judged (docs/judge.md); by default the service's"
     )
 
     @model_validator(mode="after")

@@ -74,6 +74,7 @@ def judged(entries: Sequence[dict[str, Any]], params: Params, out: Path) -> Iter
                     KernelTask(code=entry["ref_code"]),
                     Candidate.of({"model_new.py": entry["custom_code"]}),
                     "archive",
+                    compare_compile=True,
                 )
             )
             for entry in entries

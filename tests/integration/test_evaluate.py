@@ -168,9 +168,18 @@ def test_the_first_answer_of_each_attempt_is_kept_with_its_verdict_in_the_episod
     ]
 
 
-@pytest.mark.parametrize(("attempts", "turns", "is_shared"), [(1, 1, True), (2, 1, False), (1, 2, False)])
+@pytest.mark.parametrize(
+    ("attempts", "turns", "changed", "is_shared"),
+    [
+        (1, 1, {}, True),
+        (2, 1, {}, False),
+        (1, 2, {}, False),
+        (1, 1, {"device": "cuda"}, False),
+        (1, 1, {"device": "cuda", "compile_modes": "default"}, True),
+    ],
+)
 def test_the_only_answer_of_one_turn_is_measured_once(
-    attempts: int, turns: int, is_shared: bool, tmp_path: Path
+    attempts: int, turns: int, changed: dict[str, str], is_shared: bool, tmp_path: Path
 ) -> None:
     """A job of the episode with the key of the final measurement has its stored verdict."""
     asked: list[tuple[str, bool]] = []
@@ -180,8 +189,12 @@ def test_the_only_answer_of_one_turn_is_measured_once(
             asked.append((request.epoch, request.compare_compile))
             return super().sample(request)
 
-    pool = LinePool()
-    run(tmp_path / "out", pool, Asked(LINES, attempts=attempts, max_turns=turns))
+    pool, policy = LinePool(), Asked(LINES, attempts=attempts, max_turns=turns)
+    modes = {"compile_modes": changed.get("compile_modes", "all")}
+    sandbox = policy.params.sandbox.model_copy(update=modes)
+    device = changed.get("device", "cpu")
+    policy.params = policy.params.model_copy(update={"sandbox": sandbox, "device": device})
+    run(tmp_path / "out", pool, policy)
     (final,) = {epoch for _, epoch in pool.measured}
     assert {(epoch == final, compares) for epoch, compares in asked} == {(is_shared, is_shared)}
 

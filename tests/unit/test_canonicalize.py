@@ -259,4 +259,7 @@ def get_inputs():
 def test_a_chain_of_tensor_operators_is_written_with_numbers_and_one_operator_a_line() -> None:
     form = canonicalize(TENSOR_WORDS)
     assert form is not None and TENSOR_FORM in form and canonicalize(form) == form
+    line = TENSOR_WORDS.replace("Conv2d", "Conv1d").replace("(0, 1)", "(1,)").replace("(1, 1)", "(1,)")
+    line = line.replace("3, height, width", "3, width").replace("(8, 1, 1)", "(8, 1)")
+    assert "nn.Conv1d(3, 8, 3, stride=1, padding=1, dilation=1" in str(canonicalize(line))
     assert canonicalize(TENSOR_WORDS.replace("torch.min(y,", "torch.min(y * y,")) is None
