@@ -52,8 +52,7 @@ from components.judge.verdict import Labels, Status, Verdict
 RETRY_SECONDS = (0.0, 30.0, 120.0)
 # Reasons for refusing admission that do not make a task degenerate; the empty one stands for admitted.
 SOUND = ("", "eager_time", "infrastructure", "too_large", "does_not_run")
-# Epoch of the judge's verdicts on final answers, for an epoch of the evaluation.
-FINAL = "evaluation/final/{}"
+FINAL = "evaluation/final/{}"  # the judge's epoch of final answers, by the epoch of an evaluation
 # Results of judging a kernel after which it is not measured again.
 DECIDED: tuple[Status, ...] = ("build_failed", "load_failed", "wrong_output", "forbidden")
 

@@ -25,7 +25,9 @@ FLAGS = (*CUDA_FLAGS, "-arch=sm_90")
 INCLUDES = (f"-I{WORKDIR}", f"-I{pybind11.get_include()}", f"-I{sysconfig.get_path('include')}")
 CANDIDATES = [(group, name) for group in ("honest_cuda", "exploits_cuda") for name in corpus.names(group)]
 TRITON = [candidate for candidate in CANDIDATES if list(corpus.files(*candidate)) == ["model_new.py"]]
-BUILT = [candidate for candidate in CANDIDATES if candidate not in TRITON]
+# All honest candidates, and every second exploit.
+BUILT = [one for one in CANDIDATES if one not in TRITON and one[0] == "honest_cuda"]
+BUILT += [one for one in CANDIDATES if one not in TRITON and one[0] != "honest_cuda"][::2]
 
 
 def symbols(library: Path) -> tuple[str, ...]:

@@ -30,13 +30,11 @@ pytest.importorskip("mcp", reason="the extra serve is not installed")
 from mcp import ClientSession, StdioServerParameters
 from mcp.client.stdio import stdio_client
 
-# One exploit for each status and first word of the reason, and all that need limits or copies of their own.
+# One exploit for each status, and for each set of limits or copies of their own.
 EXPECTED = {name: corpus.expected(name) for name in corpus.names("exploits")}
-BY_KIND = {(one["status"], one["reason"].partition(":")[0]): name for name, one in EXPECTED.items()}
-SPECIAL = [
-    name for name, one in EXPECTED.items() if {"run_seconds", "build_seconds", "together"} & one.keys()
-]
-NAMES = sorted({*BY_KIND.values(), *SPECIAL})
+LIMITS = {"run_seconds", "build_seconds", "together"}
+BY_KIND = {(one["status"], *sorted(LIMITS & one.keys())): name for name, one in EXPECTED.items()}
+NAMES = sorted(BY_KIND.values())
 # Exploits that never end by themselves; a service with shorter limits judges them.
 ENDLESS = [name for name in NAMES if {"run_seconds", "build_seconds"} & corpus.expected(name).keys()]
 PARAMS = resolve("ci").params
