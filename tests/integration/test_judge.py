@@ -44,7 +44,7 @@ HONEST = [name for name in corpus.names("honest") if name not in SLOW_BUILDS][::
 @pytest.mark.usefixtures("no_compile_baseline")
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_candidate_is_correct(name: str, with_limits: Callable[[float, float], Judge]) -> None:
-    """tests/nightly/test_honest_candidates.py judges nearly all of them, and compares with torch.compile too."""
+    """tests/nightly/test_honest_candidates.py judges nearly all, and compares with torch.compile too."""
     judge = with_limits(120, 600)  # seconds that a build with torch's headers needs on a busy machine
     verdict = judge.verdict(corpus.task("honest", name), corpus.files("honest", name))
     assert verdict.status == "correct", (verdict.reason, verdict.log)

@@ -8,7 +8,7 @@ import pytest
 from components.judge.judge import Judge
 from components.judge.verdict import MARGIN
 
-# Builds with torch's headers take minutes; test_torch_extension.py and test_foreign_forms.py have more of them.
+# Builds with torch's headers take minutes; test_torch_extension.py and test_foreign_forms.py have others.
 LEFT_OUT = ("published_habits", "torch_types")
 
 
