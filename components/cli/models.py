@@ -252,7 +252,7 @@ def registry_client(resolved: Resolved) -> Any:
     Raises UserError if the folder of the parameter `home` has no registry yet and the parameters name no
     tracking server.
     """
-    from components.core.params import DATABASE
+    from components.core.promotion_params import DATABASE
     from components.registry.tracking import connect
 
     home = home_of(resolved)

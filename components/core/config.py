@@ -1,8 +1,8 @@
 """Resolution of the parameters of a run from `params.yaml`, a profile and options; the kinds of parameters.
 
 `params.yaml` has a base section and profiles that override parts of it. The types, meanings and permitted
-values are in `params.py` and `stage_params.py`. The kind of a parameter is `result` if it changes what a run
-computes, measures or publishes, and `throughput` if it does not (`records.py`).
+values are in `params.py` and the two files that it includes. The kind of a parameter is `result` if it
+changes what a run computes, measures or publishes, and `throughput` if it does not (`records.py`).
 """
 
 import contextlib

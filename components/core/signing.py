@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from components.core.errors import UserError
 from components.core.files import atomic_write, digest_json, locked
-from components.core.params import Registry
+from components.core.promotion_params import Registry
 
 KEY, TRUSTED = "signing_key", "trusted_keys"
 

@@ -23,6 +23,7 @@ FOLDERS = ("components", "flows", "agent_workdir")
 # of the parameters are part of its key.
 DECLARATIONS = (
     "components.core.params",
+    "components.core.promotion_params",
     "components.core.stage_params",
     "components.core.config",
 )

@@ -276,9 +276,10 @@ class DeviceScheduler:
     def reserve_memory(self, size: int) -> Iterator[None]:
         """Block until `size` bytes of device memory are unreserved, and reserve them until the context ends.
 
-        The first thread that waits is the next to get memory. A later one passes it by only if the first
-        thread's bytes fit beside those of all threads that came after it, so that none of these delays it.
-        While the first thread waits, the data and baselines of tasks that no thread uses are freed
+        The thread that has waited longest is the next to get memory. Another thread gets memory before it
+        only if the memory that is left for that purpose suffices: `reservable_bytes` less what the longest
+        waiting thread needs and what threads hold that called after it did. So no later call delays it.
+        While that thread waits, the data and baselines of tasks that no thread uses are freed
         (`release_idle_memory`). If `size` is larger than `reservable_bytes`, all reservable memory is
         reserved. On cpu nothing is reserved.
         """

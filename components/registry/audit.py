@@ -22,7 +22,7 @@ from pydantic import Field
 
 from components.core.errors import UserError
 from components.core.files import digest_json, locked, read_json, write_json
-from components.core.params import Registry
+from components.core.promotion_params import Registry
 from components.core.records import FrozenModel
 from components.core.signing import Signer
 

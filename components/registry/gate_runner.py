@@ -11,8 +11,9 @@ from pathlib import Path
 from components.agent.policies import checkpoint_policy
 from components.core.errors import refuse
 from components.core.files import digest_file, digest_json, verify_files
-from components.core.params import GateThresholds, Params
+from components.core.params import Params
 from components.core.progress import Progress
+from components.core.promotion_params import GateThresholds
 from components.core.task import KernelTask
 from components.evaluation.evaluate import evaluate
 from components.evaluation.results import RESULTS, Evaluation, load_evaluation

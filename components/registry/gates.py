@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Literal
 
-from components.core.params import GateThresholds
+from components.core.promotion_params import GateThresholds
 from components.core.records import FrozenModel
 from components.evaluation.metrics import COVERAGE, changes, measured_pairs
 from components.evaluation.results import BASELINES, Estimate, Summary, TaskResult

@@ -21,7 +21,7 @@ from typing import Any
 from mlflow import MlflowClient
 
 from components.core.errors import UserError, refuse
-from components.core.params import Registry
+from components.core.promotion_params import Registry
 from components.core.signing import person
 from components.registry import models
 from components.registry.audit import (

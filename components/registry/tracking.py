@@ -24,7 +24,7 @@ from sqlalchemy import NullPool, create_engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from components.core.errors import UserError
-from components.core.params import DATABASE, Registry
+from components.core.promotion_params import DATABASE, Registry
 from components.core.records import reason
 
 # By default, MLflow sends usage data to its makers, and it logs a line for every table that it creates.

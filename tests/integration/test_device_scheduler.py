@@ -187,7 +187,7 @@ def test_who_needs_much_memory_is_passed_only_by_what_fits_beside_it(scheduler: 
         threads[60].start()
         while list(scheduler.memory_queue.values()) != [850, 300, 60]:
             time.sleep(0.001)
-        assert order == [100], "only 50 more fit beside 850"
+        assert order == [100], "850 of 1000 are kept free for the first, so that 50 are left, not 60"
         done.set()
     for thread in threads.values():
         thread.join(60)

@@ -18,7 +18,7 @@ from components.bootstrap.cold_start import new_model
 from components.core.config import resolve
 from components.core.errors import UserError
 from components.core.files import verify_files
-from components.core.params import GateThresholds, Registry
+from components.core.promotion_params import GateThresholds, Registry
 from components.evaluation.metrics import summarise
 from components.evaluation.results import TaskResult
 from components.judge.verdict import Ratio, Speedup

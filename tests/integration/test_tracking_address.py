@@ -12,7 +12,7 @@ from promotion_fixtures import empty_store
 
 from components.core.config import resolve
 from components.core.errors import UserError
-from components.core.params import Registry
+from components.core.promotion_params import Registry
 from components.registry.tracking import connect
 from flows import run_context
 

@@ -6,7 +6,7 @@ import pytest
 
 from components.core.config import resolve
 from components.core.errors import UserError
-from components.core.params import Registry
+from components.core.promotion_params import Registry
 from components.core.signing import Signer
 from components.registry.audit import AuditChain
 
